@@ -14,6 +14,7 @@ from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
     Place,
+    Scale,
     check_kernel_options,
     check_last_keys,
     check_layout,
@@ -44,7 +45,7 @@ def attend(
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -70,7 +71,7 @@ def attend(
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -99,7 +100,7 @@ def attend(
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -192,8 +193,7 @@ def attend(
     first = position("q_offset", q_offset), position("k_offset", k_offset)
     place = Place(*first, head_offset, num_heads_global, layout, block_size)
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
-    call, tensors = planned_call(q, k, pattern, place, bindings)
-    q, factor = scaled(q, scale)
+    q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
     score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
     seed = Dropout.drawn(dropout_p, q.device).seed if dropout_p > 0 else None
     features = Features(factor, score_mod, sinks, dropout_p, seed, return_lse or pattern.pads)
@@ -227,11 +227,17 @@ def _queries_from(
 
 
 def planned_call(
-    q: Tensor, k: Tensor, pattern: Pattern | Mixture, place: Place, bindings: Mapping[str, Tensor] | None
-) -> tuple[Call, list[Tensor]]:
-    """Check these arguments of `attend`; return (pattern and sizes as plain values, run-time tensors).
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern | Mixture,
+    place: Place,
+    scale: Scale,
+    bindings: Mapping[str, Tensor] | None,
+) -> tuple[Tensor, Call, list[Tensor], float]:
+    """Check these arguments of `attend`; return (q, pattern and sizes as plain values, run-time tensors, scale).
 
-    The run-time tensors, which the pattern carries or `bindings` holds, are ordered by name.
+    A tensor as scale is multiplied into q. The run-time tensors, which the pattern carries or `bindings` holds, are
+    ordered by name.
     """
     heads = check_sizes(pattern, q, place)
     check_layout(place.layout, q, k)
@@ -247,7 +253,8 @@ def planned_call(
         rate=1 if place.layout is None else place.layout.rate,
         block_size=() if place.block_size is None else block_sides(place.block_size),
     )
-    return call, tensors
+    q, factor = scaled(q, scale)
+    return q, call, tensors, factor
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

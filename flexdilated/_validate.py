@@ -214,6 +214,9 @@ def check_score_mod(score_mod: object) -> None:
         raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got {takes}")
 
 
+Scale = float | Tensor | None  # argument `scale` of a call: see `scaled`
+
+
 class Place(NamedTuple):
     """Where the tokens and heads of a call belong; fields as the arguments of `attend`."""
 
@@ -269,7 +272,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
         raise ValueError(f"unequal numbers of query and key/value heads need enable_gqa=True; {came}")
 
 
-def scaled(q: Tensor, scale: float | Tensor | None) -> tuple[Tensor, float]:
+def scaled(q: Tensor, scale: Scale) -> tuple[Tensor, float]:
     """Return (queries, factor on the scores) for the argument `scale` of q (B, H, N, D).
 
     A tensor, of one number for each head (H,) or for all, multiplies q, in float32 or wider. Raises TypeError or

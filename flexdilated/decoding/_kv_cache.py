@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._attend import autocast
-from .._validate import OTHER_KEYWORDS, check_score_mod, check_sinks, check_tensors
+from .._validate import OTHER_KEYWORDS, Scale, check_score_mod, check_sinks, check_tensors, scaled
 from ..engines import MOST_ROWS, ScoreMod, fixed, sum_dtype, with_sinks
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, shortened
@@ -89,7 +89,7 @@ class KVCache:
         num_heads: int,
         capacity: int | None = None,
         undo: int = 0,
-        scale: float | Tensor | None = None,
+        scale: Scale = None,
         engine: str | None = None,
         head_offset: int = 0,
         num_heads_global: int | None = None,
@@ -100,12 +100,12 @@ class KVCache:
         self._reader = Reader(
             pattern,
             num_heads=num_heads,
-            scale=scale,
+            scale=1.0 if isinstance(scale, Tensor) else scale,
             engine=engine,
             head_offset=head_offset,
             num_heads_global=num_heads_global,
         )
-        self._keeping = self._reader.sources
+        self.scale, self._keeping = scale, self._reader.sources
         self.pattern, self.num_heads, self.engine, self.capacity = self._reader.pattern, num_heads, engine, capacity
         self.reset()
 
@@ -192,8 +192,9 @@ class KVCache:
         numbers = self._check(q, k, v, lengths)
         check_sinks(sinks, q)
         check_score_mod(score_mod)
-        scale = self._reader.scale
-        refuse_gradients(q, k, v, sinks, scale if isinstance(scale, Tensor) else None)
+        if isinstance(self.scale, Tensor):
+            q, _ = scaled(q, self.scale)
+        refuse_gradients(q, k, v, sinks)
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         score_mod = fixed(score_mod, sum_dtype(q), q.device)
@@ -382,9 +383,9 @@ class KVCache:
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments of the cache by name."""
-        names, reader = ("pattern", "num_heads", "capacity", "undo", "engine"), self._reader
+        names, reader = ("pattern", "num_heads", "capacity", "undo", "scale", "engine"), self._reader
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
-        return {name: getattr(self, name) for name in names} | {"scale": reader.scale} | where
+        return {name: getattr(self, name) for name in names} | where
 
     def _check(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
         """Check the arguments of a call; return the number of new tokens of each batch entry, or one number for all."""

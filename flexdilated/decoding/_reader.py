@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._engine_choice import check_engine, choose_engine
-from .._validate import resolve_scale, scaled
+from .._validate import resolve_scale
 from ..engines import (
     MOST_ROWS,
     Call,
@@ -48,7 +48,7 @@ class Reader:
         pattern: Pattern | Mixture,
         *,
         num_heads: int,
-        scale: float | Tensor | None = None,
+        scale: float | None = None,
         engine: str | None = None,
         head_offset: int = 0,
         num_heads_global: int | None = None,
@@ -62,7 +62,7 @@ class Reader:
         Bound(pattern, 1, 1, num_heads, head_offset, total, 0, 0, 1)
         self.num_heads, self.engine = num_heads, engine
         self.head_offset, self.num_heads_global = head_offset, total
-        self.scale = scale if scale is None or isinstance(scale, Tensor) else resolve_scale(scale, head_dim=1)
+        self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
 
         def rules(pattern: Pattern | Mixture) -> tuple[tuple[RuleHeads, ...], ...]:
             return branch_rules(pattern, num_heads=num_heads, head_offset=head_offset, num_heads_global=total)
@@ -126,7 +126,7 @@ class Reader:
         their S slots (indices along the token dim). score_mod: as in `attend`. No query may see a key after the last
         query: see `check_end`.
         """
-        q, scale = scaled(q, self.scale)
+        scale = resolve_scale(self.scale, q.shape[-1])
         features = Features(scale, fixed(score_mod, sum_dtype(q), q.device))
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held, features)

@@ -19,6 +19,7 @@ from .._attend import autocast
 from .._engine_choice import choose_engine
 from .._validate import (
     Place,
+    Scale,
     check_score_mod,
     check_sinks,
     check_sizes,
@@ -67,7 +68,7 @@ def attend_heads(
     ranks: Ranks,
     sharding: Sharding,
     dropout_p: float = 0.0,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,

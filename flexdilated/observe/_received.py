@@ -12,7 +12,7 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from .._attend import autocast, planned_call
 from .._engine_choice import choose_engine
-from .._validate import Place, check_lse, check_tensors, in_batch, scaled
+from .._validate import Place, Scale, check_lse, check_tensors, in_batch
 from ..engines import Call, Features, aten_backward, refuse_transforms, run, sum_dtype
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import advises, device_kind, require_below, require_expression, require_int
@@ -37,7 +37,7 @@ def attention_received(
     lse: Float[Tensor, "B H N"],
     pattern: Pattern | Mixture,
     *,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     bindings: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
@@ -75,8 +75,7 @@ def attention_received(
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     place = Place(q_offset, k_offset, head_offset, num_heads_global, layout, block_size)
-    call, tensors = planned_call(q, k, pattern, place, bindings)
-    q, factor = scaled(q, scale)
+    q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
     if engine == "flex" and not device_kind(q.device).flex_trains:
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='aten' serves it")
     if engine == "flash":

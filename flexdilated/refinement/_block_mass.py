@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._attend import autocast, planned_call
-from .._validate import Place, check_lse, check_tensors, in_batch, resolve_scale, scaled
+from .._validate import Place, Scale, check_lse, check_tensors, in_batch, resolve_scale
 from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
@@ -36,7 +36,7 @@ def block_mass(
     pattern: Pattern | Mixture,
     *,
     block: int | tuple[int, int],
-    scale: float | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     bindings: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
@@ -75,8 +75,7 @@ def block_mass(
     check_lse(lse, q)
     sides = block_sides(block)
     place = Place(q_offset, k_offset, head_offset, num_heads_global)
-    call, tensors = planned_call(q, k, pattern, place, bindings)
-    q, factor = scaled(q, scale)
+    q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
     refuse_transforms("block_mass", (q, k, lse))
     rows, columns = _Side(q_offset, q.shape[2], sides[0]), _Side(k_offset, k.shape[2], sides[1])
     mass = torch.zeros(q.shape[1], rows.blocks, columns.blocks, dtype=sum_dtype(q), device=q.device)

@@ -296,7 +296,7 @@ def test_functions_of_masks_keep_to_what_flash_can_lower(entry):
         heads = max(2, entry.num_heads)
         q = torch.empty(1, heads, 8192, 8)
         pattern = entry.pattern(8192)  # has to live on
-        call, found = planned_call(q, q, pattern, Place(), None)
+        _, call, found, _ = planned_call(q, q, pattern, Place(), None, None)
         rule = call.rules(found)
     for branch in rule.branches():
         mod = branch.mask_mod(num_heads=heads, device=torch.device("meta"))

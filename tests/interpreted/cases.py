@@ -114,7 +114,7 @@ class Case:
         """What the engine runs for these leaves, from the plan cache."""
         layout = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
         place, q, k = Place(self.q_offset, layout=layout, block_size=self.block), leaves["q"], leaves["k"]
-        call, tensors = planned_call(q, k, self.pattern(), place, self.bindings("cuda"))
+        _, call, tensors, _ = planned_call(q, k, self.pattern(), place, None, self.bindings("cuda"))
         if tensors:
             return run_time_program(call, q.device, tensors, len(q), call.operands(q))
         return static_program(call, q.device, operands=call.operands(q))

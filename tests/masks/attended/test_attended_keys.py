@@ -12,24 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench._catalogue import ENTRIES, PICTURED, Entry, dense
+from bench._catalogue import dense
 from flexdilated import masks
 from flexdilated.masks.attended import _search
 from flexdilated.masks.attended._search import _key_runs, attended_keys
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.core._ranges import Ranges, ranges_of, union_of
+from flexdilated.masks.core._ranges import Ranges, ranges_of
 from tests.support import oracle
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import Case, cases
-
-progressions = st.builds(
-    lambda start, step, count: range(start, start + step * count, step),
-    st.integers(0, 30),
-    st.sampled_from([1, 1, 1, 2, 3, 4, 6]),
-    st.integers(1, 12),
-)
 
 
 @st.composite
@@ -68,39 +61,30 @@ def all_pairs(case: Case) -> Tensor:
     return oracle.counts(case.twin.rule, range(case.num_heads_global), case.num_heads_global, queries, keys)
 
 
-def check_case(case: Case, data: st.DataObject) -> None:
+@settings(max_examples=40)
+@given(cases(), st.booleans(), st.data())
+def test_needs_are_those_of_the_dense_rule(case: Case, in_small_steps, data):
+    """As they are, and where every search goes to its end and all limits on what is done at a time are met."""
     queries = data.draw(shares(case.q_offset + case.num_queries))
     keys = data.draw(shares(case.k_offset + case.num_keys))
     heads = sorted(data.draw(st.sets(st.integers(0, case.num_heads_global - 1))))
-    found = attended_keys(
-        case.twin.pattern, queries=queries, keys=keys, heads=heads, num_heads_global=case.num_heads_global
-    )
-    assert_found(found, seen_in(all_pairs(case)[heads], queries, keys))
-
-
-@given(cases(), st.data())
-def test_needs_are_those_of_the_dense_rule(case: Case, data):
-    check_case(case, data)
-
-
-@given(cases(), st.data())
-def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
-    """Every search goes to its end, and all limits on what is done at a time are met."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_search, "_FEW_PAIRS", 0)
-        patch.setattr(_search, "_SIDE", data.draw(st.sampled_from([2, 16])))
-        patch.setattr(_search, "_FRONTIER", 4)
-        patch.setattr(_search, "_LOOKS", 2)
-        patch.setattr(_search, "_CUTS", 2)
-        patch.setattr(_search, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
-        patch.setattr(_ranges, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
-        check_case(case, data)
+        if in_small_steps:
+            for name, limit in {"_FEW_PAIRS": 0, "_FRONTIER": 4, "_LOOKS": 2, "_CUTS": 2}.items():
+                patch.setattr(_search, name, limit)
+            patch.setattr(_search, "_SIDE", data.draw(st.sampled_from([2, 16])))
+            patch.setattr(_search, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
+            patch.setattr(_ranges, "_FEW_POSITIONS", data.draw(st.sampled_from([0, 1 << 16])))
+            patch.setattr(_ranges, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
+        found = attended_keys(
+            case.twin.pattern, queries=queries, keys=keys, heads=heads, num_heads_global=case.num_heads_global
+        )
+    assert_found(found, seen_in(all_pairs(case)[heads], queries, keys))
 
 
 @settings(max_examples=10)
 @given(packed_cases(), st.data())
 def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed, data):
-    """Documents, lengths and marks, with their values in place."""
     extent = Extent(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
     pattern = packed.pattern.resolve(packed.pattern.given_tensors(), extent)
     table = torch.zeros(packed.batch, packed.num_heads, extent.queries, extent.keys, dtype=torch.int64)
@@ -114,30 +98,60 @@ def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed,
     assert_found(found, seen_in(table, queries, keys))
 
 
-def test_needs_of_a_single_query_are_those_of_all_factors():
-    pattern = masks.block_list([[0, 1], [1]], block=4) & masks.block_list([[1], [0, 1]], block=4)
-    for query in range(8):
-        sides = {"queries": (range(query, query + 1),), "keys": (range(1, 7),)}
-        assert_found(attended_keys(pattern, **sides, heads=[0], num_heads_global=1), [4, 5, 6])
+def lattice(b, h, q, k):
+    return (3 * q + 5 * k + h) % 97 < 2
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_needs_of_the_catalogue(entry: Entry):
-    """Every pattern and recipe, for the first, a middle and the last quarter of the sequence."""
-    heads = entry.num_heads
-    pattern = entry.pictured()
-    pattern = pattern.resolve(pattern.given_tensors(), Extent(PICTURED, PICTURED))
-    tables = [dense(branch, head, heads, PICTURED) for branch in pattern.branches() for head in range(heads)]
-    table = torch.stack(tables)
-    whole = (range(PICTURED),)
-    for begin in (0, 16, 48):
-        queries = (range(begin, begin + 16),)
-        found = attended_keys(pattern, queries=queries, keys=whole, heads=range(heads), num_heads_global=heads)
+def grid(*args, **options) -> tuple[masks.Pattern, int, list[Ranges]]:
+    pattern = masks.neighborhood(*args, **options)
+    tokens = prod(pattern.grid)
+    ends = [(0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)]
+    return pattern, tokens, [(range(*each),) for each in ends]
+
+
+LONG = 750
+# Runs as ranks hold them, and as a zigzag has them.
+OF_RANKS: list[Ranges] = [(range(250, 413),), (range(150), range(600, LONG)), (range(7, 8),)]
+LISTED = masks.block_list([[0, 1], [1]], block=4) & masks.block_list([[1], [0, 1]], block=4)
+# Pattern, tokens, and queries that are asked for.
+ASKED: dict[str, tuple[masks.Pattern | masks.Mixture, int, list[Ranges]]] = {
+    "grid of groups": grid((100,), kernel_size=6, rate=3, stride=4),
+    "rows": grid((12, 10), (0, 4)),
+    "rectangle of groups": grid((12, 10), kernel_size=(4, 5), rate=(3, 1), stride=(2, 5), causal=(True, False)),
+    "video": grid((5, 6, 4), (0, 1, 1), rate=(2, 2, 1)),
+    "torus": grid((12, 10), kernel_size=(4, 5), rate=(2, 1), stride=(2, 1), wrap=True),
+    "causal grid": (masks.neighborhood((25, 30), (3, 2), rate=(2, 1)) & masks.causal(), LONG, OF_RANKS),
+    "grid in blocks": (masks.blockwise(masks.neighborhood((15, 25), (3, 2)), 2) & masks.causal(), LONG, OF_RANKS),
+    "function": (masks.custom(lattice), LONG, OF_RANKS),
+    "function in segments": (masks.custom(lattice) & masks.dilated(300, 7, 3), LONG, OF_RANKS),
+    "complement": (~(masks.dilated(64, 4) | masks.fixed(32, summary=5)) & masks.strided(6), LONG, OF_RANKS),
+    "random blocks": (
+        (masks.random_blocks(LONG, block=40, count=2) & masks.causal()) | masks.landmark_tokens(250),
+        LONG,
+        OF_RANKS,
+    ),
+    "two ladders": (
+        masks.longnet([48, 240, 960], [1, 5, 20]) + (masks.dilated(300, 6, 4) & masks.causal()),
+        LONG,
+        OF_RANKS,
+    ),
+    # Over more pairs than are looked at one by one.
+    "table": (masks.random_blocks(1024, block=16, count=2, seed=3), 1024, [(range(80),), (range(512, 640),)]),
+    "two tables": (LISTED, 8, [(range(query, query + 1),) for query in range(8)]),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_needs_of_longer_sequences(name: str):
+    pattern, num_tokens, asked = ASKED[name]
+    heads, whole = range(3), (range(num_tokens),)
+    table = torch.stack([dense(branch, head, 3, num_tokens) for branch in pattern.branches() for head in heads])
+    for queries in asked:
+        found = attended_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
         assert_found(found, seen_in(table, queries, whole))
 
 
 def test_who_asks_nothing_needs_nothing():
-    """No queries, no keys, no heads, and queries that no key is allowed for."""
     some = {"heads": range(2), "num_heads_global": 2}
     ten, later = (range(10),), (range(10, 20),)
     assert attended_keys(masks.causal(), queries=(), keys=ten, **some) == ()
@@ -161,39 +175,13 @@ ALMOST = [
 
 
 @pytest.mark.parametrize("few", [0, 1 << 16])
-@pytest.mark.parametrize(("pattern", "queries", "expected"), ALMOST)
-def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatch):
+def test_keys_that_just_miss_a_query(few, monkeypatch):
     """One query fewer, or one step more, and a key is not needed any more."""
     monkeypatch.setattr(_search, "_FEW_PAIRS", few)
     monkeypatch.setattr(_search, "_MOST_PIECES", few)
-    found = attended_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
-    assert_found(found, expected)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        masks.neighborhood((100,), 3),
-        masks.neighborhood((100,), 2, rate=7),
-        masks.neighborhood((100,), kernel_size=6, rate=3, stride=4),
-        masks.neighborhood((100,), kernel_size=6, stride=4, causal=True),
-        masks.neighborhood((12, 10), 1, rate=(2, 3)),
-        masks.neighborhood((12, 10), (0, 4)),
-        masks.neighborhood((12, 10), kernel_size=(4, 5), rate=(3, 1), stride=(2, 5), causal=(True, False)),
-        masks.neighborhood((5, 6, 4), (0, 1, 1), rate=(2, 2, 1)),
-        masks.neighborhood((100,), 3, rate=10, wrap=True),
-        masks.neighborhood((12, 10), kernel_size=(4, 5), rate=(2, 1), stride=(2, 1), wrap=True),
-    ],
-)
-def test_needs_on_grids(pattern):
-    """Runs within a row, over parts of rows and over whole planes."""
-    tokens = prod(pattern.grid)
-    whole = (range(tokens),)
-    table = dense(pattern, 0, 1, tokens)
-    for first, last in ((0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)):
-        queries = (range(first, last),)
-        found = attended_keys(pattern, queries=queries, keys=whole, heads=[0], num_heads_global=1)
-        assert_found(found, seen_in(table, queries, whole))
+    for pattern, queries, expected in ALMOST:
+        found = attended_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
+        assert_found(found, expected)
 
 
 def test_neighbours_come_as_one_run():
@@ -201,32 +189,6 @@ def test_neighbours_come_as_one_run():
     pattern = masks.longnet([64], [4])
     found = attended_keys(pattern, queries=(range(32),), keys=(range(32, 80),), heads=range(4), num_heads_global=4)
     assert found == (range(32, 64),)
-
-
-def lattice(b, h, q, k):
-    return (3 * q + 5 * k + h) % 97 < 2
-
-
-LONG = 750
-LONGER = {
-    "grid, causal": masks.neighborhood((25, 30), (3, 2), rate=(2, 1)) & masks.causal(),
-    "grid in blocks": masks.blockwise(masks.neighborhood((15, 25), (3, 2)), 2) & masks.causal(),
-    "function": masks.custom(lattice),
-    "function in segments": masks.custom(lattice) & masks.dilated(300, 7, 3),
-    "complement": ~(masks.dilated(64, 4) | masks.fixed(32, summary=5)) & masks.strided(6),
-    "random blocks": (masks.random_blocks(LONG, block=40, count=2) & masks.causal()) | masks.landmark_tokens(250),
-    "two ladders": masks.longnet([48, 240, 960], [1, 5, 20]) + (masks.dilated(300, 6, 4) & masks.causal()),
-}
-
-
-@pytest.mark.parametrize("pattern", LONGER.values(), ids=LONGER)
-def test_needs_of_longer_sequences(pattern: masks.Pattern):
-    """Runs as ranks hold them, and as a zigzag has them."""
-    heads, whole = range(3), (range(LONG),)
-    table = torch.stack([dense(branch, head, 3, LONG) for branch in pattern.branches() for head in heads])
-    for queries in ((range(250, 413),), (range(0, 150), range(600, LONG)), (range(7, 8),)):
-        found = attended_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
-        assert_found(found, seen_in(table, queries, whole))
 
 
 MILLION = 1 << 20
@@ -243,7 +205,6 @@ LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for p
         (masks.strided(128) & masks.causal(), [MILLION // 8 * rank for rank in range(8)]),
         (masks.first_tokens(4) & masks.causal(), [0, *[4] * 7]),
     ],
-    ids=["longnet", "longnet, causal", "window", "strided", "first tokens"],
 )
 def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[int]):
     """Each rank's foreign keys for one head, in far less than a look at each token would take."""
@@ -257,15 +218,6 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
     assert [len(members(each)) for each in found] == expected
     assert all(len(each) <= 10 for each in found)
     assert process_time() - begin < 5
-
-
-@given(st.lists(progressions, max_size=6), st.sampled_from([0, 1 << 16]))
-def test_unions(parts: list[range], most: int):
-    """Few positions and many, few ranges and many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ranges, "_FEW_POSITIONS", most)
-        patch.setattr(_ranges, "_MOST_COMPARISONS", most)
-        assert_found(union_of(parts), sorted(set(members(tuple(parts)))))
 
 
 def test_two_positions_apart_are_no_range() -> None:
@@ -282,13 +234,3 @@ def test_runs_of_keys_are_told_apart() -> None:
     runs, number = _key_runs(Box(torch.zeros(3, dtype=torch.int64), q, k))
     assert runs == 2
     assert number[0] == number[2] != number[1]
-
-
-@pytest.mark.parametrize("queries", [range(80), range(512, 640)], ids=str)
-def test_keys_that_a_table_lists_are_needed(queries: range) -> None:
-    """Over more pairs than are looked at one by one, from position 0 on and from elsewhere."""
-    pattern, keys = masks.random_blocks(1024, block=16, count=2, seed=3), range(1024)
-    found = attended_keys(pattern, queries=(queries,), keys=(keys,), heads=[1], num_heads_global=2)
-    mask_mod, nothing = pattern.mask_mod(num_heads=2, device=torch.device("cpu")), torch.tensor(0)
-    allowed = mask_mod(nothing, nothing + 1, torch.arange(queries.start, queries.stop)[:, None], torch.arange(1024))
-    assert sorted(key for each in found for key in each) == allowed.any(0).nonzero().flatten().tolist()

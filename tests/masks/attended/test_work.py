@@ -62,7 +62,7 @@ REPEATING = {
 def test_runs_of_queries_anywhere(pattern, steps) -> None:
     """All runs at once, the empty ones too; of more tokens, and in small steps, some of them."""
     mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
-    for num_tokens, every in ((1, 1), (10, 4), (19, 17)) if steps == "in small steps" else ((10, 1), (60, 5)):
+    for num_tokens, every in ((1, 1), (10, 4), (19, 17)) if steps == "in small steps" else ((10, 1), (40, 5)):
         zero, position = torch.zeros((), dtype=torch.int64), torch.arange(num_tokens)
         seen = [0, *accumulate(mod(zero, zero, position[:, None], position).sum(1).tolist())]
         start, stop = torch.cartesian_prod(torch.arange(num_tokens + 1), torch.arange(num_tokens + 1)).unbind(1)
@@ -107,8 +107,15 @@ def test_all_ranks_do_what_one_does(pattern, order) -> None:
     tokens = 140_000
     for rule in (pattern, pattern & masks.causal()):
         described = masks.describe(rule, tokens, num_heads=4)
-        work = work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4)
-        assert int(work.sum()) == described.useful_pairs
+        assert int(work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4).sum()) == described.useful_pairs
+
+
+def test_zigzag_balances_what_is_causal() -> None:
+    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
+        orders = ("contiguous", "zigzag")
+        work = [work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2).double() for order in orders]
+        contiguous, zigzag = (float(each.max() / each.mean()) for each in work)
+        assert zigzag < 1.001 < contiguous
 
 
 def test_batch_entries_add_up() -> None:
@@ -117,17 +124,6 @@ def test_batch_entries_add_up() -> None:
     whole = [sum(range(1, 13)), sum(range(13, 25))]
     cut = [sum(range(1, 7)) + sum(range(1, 7)), sum(range(7, 19))]
     assert work.tolist() == [3 * (a + b) for a, b in zip(whole, cut, strict=True)]
-
-
-def test_zigzag_balances_what_is_causal() -> None:
-    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
-        contiguous, zigzag = (
-            work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2) for order in ("contiguous", "zigzag")
-        )
-        assert int(contiguous.sum()) == int(zigzag.sum())
-        assert (
-            float(zigzag.max() / zigzag.double().mean()) < 1.001 < float(contiguous.max() / contiguous.double().mean())
-        )
 
 
 def test_what_does_not_bind_is_refused() -> None:

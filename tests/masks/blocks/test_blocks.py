@@ -1,8 +1,8 @@
 """Block lists: exactly the non-empty blocks of the dense rule, in every order of tokens, at little cost."""
 
 import operator
-from dataclasses import field
-from math import log2
+from itertools import cycle, islice
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +11,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _block_search, _blocks
+from flexdilated.masks.blocks import BlockPlaces, PackedBlocks, _block_search, _blocks, alike, evaluate
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
+from flexdilated.masks.blocks._pair_search import settle_by_diagonals
 from flexdilated.masks.blocks._rule import Rule
-from flexdilated.masks.core._expression import pattern_kind
-from flexdilated.masks.core._pattern import Pattern
+from flexdilated.masks.core._box import Bounds
 from flexdilated.masks.orders._layout import Compact, Layout, ListedOrder
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from tests.masks.blocks.test_packed_blocks import assert_same
+from tests.masks.core.test_boxes import BOXES, allowed, boxes
 from tests.support import twins
-from tests.support.ladders import LADDERS, scaled
-from tests.support.strategies import Case, block_sides, cases, dilated, sets
+from tests.support.strategies import (
+    Case,
+    block_lists,
+    block_sides,
+    cases,
+    dilated,
+    functions,
+    global_kinds,
+    local_windows,
+    random_blocks,
+    sets,
+)
+from tests.support.twins import Twin
 
 
 def in_blocks(counts: Tensor, q_block: int, k_block: int) -> Tensor:
@@ -58,25 +69,133 @@ def in_order(case: Case, q: Layout, k: Layout) -> Tensor:
     return case.counts()[:, q.positions()][:, :, k.positions()]
 
 
-@given(
-    *(cases(sets), st.integers(1, 7) | st.integers(8, 130), block_sides, block_sides),
-    *(st.sampled_from([0, _block_search._FEW_BLOCKS]), st.sampled_from([0, _block_search._FEW_PAIRS])),
-)
-def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
-    """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries.
+def assert_same(found: Blocks, expected: Blocks) -> None:
+    assert (found.shape, found.heads) == (expected.shape, expected.heads)
+    for name in ("table", "row", "column", "full", "pairs"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs), name
 
-    Boxes are halved down to blocks, or, where these are few, looked at block by block. Residue classes may be as many
-    as tokens; they are told apart as very many are, or paired all with all.
-    """
+
+def assert_alike(term: Term, q_block: int, k_block: int) -> int:
+    """Blocks of one kind have the same mask. Return the number of kinds."""
+    rule, shape = term.table_rule(), (term.q.num_slots, term.k.num_slots, q_block, k_block)
+    sides = [-(-slots // side) for slots, side in zip(shape[:2], shape[2:], strict=True)]
+    everywhere = [torch.arange(number) for number in (len(rule.heads), *sides)]
+    places = BlockPlaces(*torch.cartesian_prod(*everywhere).unbind(1))
+    number, one_of_each = alike(rule, places, shape)
+    tiles = torch.cat(list(evaluate(rule, places, shape)))
+    assert torch.equal(number[one_of_each], torch.arange(len(one_of_each)))
+    assert torch.equal(tiles[one_of_each][number], tiles)
+    return len(one_of_each)
+
+
+def by_head(num_heads: int, *parts: Twin) -> Twin:
+    return twins.per_head(list(islice(cycle(parts), num_heads)))
+
+
+# Tables of blocks a and b with other rules c and d: the search begins at the squares that tables list.
+WITH_TABLES = [
+    lambda H, a, b, c, d: a,
+    lambda H, a, b, c, d: a | c,
+    lambda H, a, b, c, d: a | b,
+    lambda H, a, b, c, d: a & b,
+    lambda H, a, b, c, d: a & c,
+    lambda H, a, b, c, d: a & ~c,
+    lambda H, a, b, c, d: (a | c | twins.global_tokens(3, rows=True, columns=True)) & twins.causal(),
+    lambda H, a, b, c, d: (a | c) & (b | d),
+    lambda H, a, b, c, d: ~a & c,
+    lambda H, a, b, c, d: by_head(H, a, b, c),
+    lambda H, a, b, c, d: by_head(H, a & c, b, a),
+    lambda H, a, b, c, d: by_head(H, a, b, c) & a | d,
+]
+
+
+def with_tables(num_heads: int) -> st.SearchStrategy[Twin]:
+    tables = random_blocks() | block_lists()
+    others = st.just(twins.causal()) | local_windows() | global_kinds() | dilated()
+    return st.builds(lambda join, *parts: join(num_heads, *parts), st.sampled_from(WITH_TABLES), *[tables, others] * 2)
+
+
+@st.composite
+def small_limits(draw: st.DrawFn) -> list[tuple[Any, str, int]]:
+    """Limits at which the search and the building of lists change their ways, as small as the drawn cases need."""
+    limits = [
+        (_block_search, "_FEW_BLOCKS", 0),
+        (_block_search, "_MOST_LEAVES", draw(st.integers(1, 20))),
+        (_blocks, "_DOUBTS_AT_ONCE", draw(st.sampled_from([0, 1, 3, 7, 40]))),
+        (_block_search, "_FEW_PAIRS", 0),
+    ]
+    chosen = [each for each in limits if draw(st.booleans())]
+    if limits[-1] in chosen:
+        chosen += [(_block_search, "_ALL_PAIRS", 0), (_term, "_MANY_CLASSES", 1)]
+    return chosen
+
+
+def check_lists(case: Case, rate: int, q_block: int, k_block: int, limits: list[tuple[Any, str, int]]) -> None:
+    """The lists are the dense rule's and come back from their compact storage; blocks of one kind have one mask."""
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
     pairs = in_blocks(in_order(case, term.q, term.k), q_block, k_block)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_block_search, "_FEW_BLOCKS", few)
-        patch.setattr(_block_search, "_FEW_PAIRS", few_pairs)
-        patch.setattr(_block_search, "_ALL_PAIRS", few_pairs)
-        patch.setattr(_term, "_MANY_CLASSES", 1 if few_pairs == 0 else _term._MANY_CLASSES)
-        assert_lists(term.blocks(q_block, k_block), pairs)
-        assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
+        for limit in limits:
+            patch.setattr(*limit)
+        for settle in (True, False):
+            blocks = term.blocks(q_block, k_block, settle=settle)
+            assert_lists(blocks, pairs, exact=settle)
+            assert_same(PackedBlocks.pack(blocks).unpack(), blocks)
+    assert_alike(term, q_block, k_block)
+
+
+NEAR, LISTED = twins.local_window(left=5, right=2), twins.block_list([[0], [1], [2]], block=8)
+DOUBTFUL = NEAR | twins.chunked(4) | twins.strided(8)
+MANY_LEAVES = (_block_search, "_MOST_LEAVES", 3)
+RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
+
+
+@settings(max_examples=30)
+@given(cases(lambda H: sets(H) | functions()), RATES, block_sides, block_sides, small_limits())
+@example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
+@example(Case.whole(DOUBTFUL & twins.causal(), 1, 90), 8, 8, 8, [])  # settled by diagonals
+def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
+    """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries, small limits."""
+    check_lists(case, rate, q_block, k_block, limits)
+
+
+@settings(max_examples=30)
+@given(cases(with_tables), block_sides, block_sides, small_limits())
+@example(Case.whole(LISTED | twins.strided(3), 1, 24), 4, 4, [MANY_LEAVES])
+@example(Case.whole((LISTED | NEAR | twins.first_tokens(3)) & twins.causal(), 1, 24), 4, 4, [])
+def test_lists_of_tables_and_other_rules_are_the_dense_rule(case, q_block, k_block, limits):
+    """In natural order the search begins at the squares that tables list, unless it finds too many blocks."""
+    check_lists(case, 1, q_block, k_block, limits)
+
+
+@given(st.data(), st.integers(1, 3))
+def test_diagonals_settle_what_repeats(data, num_heads):
+    """From bounds without knowledge, on boxes of any steps: exact counts, or the bounds as they were."""
+    twin, box = data.draw(sets(num_heads)), data.draw(boxes(num_heads))
+    none = torch.zeros_like(box.area)
+    where = torch.tensor(data.draw(st.lists(st.booleans(), min_size=BOXES, max_size=BOXES)))
+    found = settle_by_diagonals(twin.pattern, box, Bounds(none, box.area), num_heads=num_heads, where=where)
+    truth, settled = allowed(twin.rule, box, num_heads), found.low == found.high
+    assert torch.equal(found.low[settled], truth[settled])
+    assert (found.low[~settled] == 0).all()
+    assert torch.equal(found.high[~settled], box.area[~settled])
+    assert not (settled & ~where).any()
+    if twin.pattern.period() == 1 and box.q.step == box.k.step:
+        assert torch.equal(settled, where)
+
+
+def test_more_blocks_than_an_int32_counts():
+    """Places in large tables, of many heads, lie far apart; their heads take room too."""
+    far = torch.tensor([0, 7, 4095], dtype=torch.int32)
+    blocks = Blocks(
+        1 << 30, 1 << 30, 128, 128, tuple(range(4096)), far, torch.tensor([0, 8388607, 8388607], dtype=torch.int32),
+        torch.tensor([8388607, 0, 8388607], dtype=torch.int32), far > 0, far,
+    )  # fmt: skip
+    packed = PackedBlocks.pack(blocks)
+    assert_same(packed.unpack(), blocks)
+    assert packed.nbytes == sum(map(len, packed.data)) + 8 * 4096
 
 
 @example(Case(twins.block_list([[0], [1], [0, 2]], block=4), 1, 10, 10, 0, 0, 0, 1), 1, 4, 4)  # a full, ragged block
@@ -106,6 +225,7 @@ def test_compact_lists_are_the_dense_rule(case, q_block, k_block):
     counts = case.counts()
     for term in compact_terms(case.twin.pattern, 1, case.bind()) or []:
         blocks = term.blocks(q_block, k_block)
+        assert_alike(term, q_block, k_block)
         for fold in range(term.folds):
             assert_lists(blocks, in_blocks(of_fold(term, counts, fold), q_block, k_block))
 
@@ -122,50 +242,6 @@ def of_fold(term: Term, counts: Tensor, fold: int) -> Tensor:
     return torch.stack([
         counts[head][q[index, fold]][:, k[index, fold]] for index, head in enumerate(term.heads)
     ])  # fmt: skip
-
-
-@pattern_kind("watched")
-class Watched(Pattern):
-    """A pattern that notes how many boxes it was asked about."""
-
-    inner: Pattern
-    asked: list[int] = field(default_factory=list)
-
-    def parameters(self):
-        return {}
-
-    def mask_mod(self, *, num_heads, device):
-        return self.inner.mask_mod(num_heads=num_heads, device=device)
-
-    def count(self, box, *, num_heads):
-        self.asked.append(len(box.area))
-        return self.inner.count(box, num_heads=num_heads)
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("segment", "rate"), [(2048, 1), (8192, 4), (32768, 16)])
-def test_price_grows_with_the_blocks(segment, rate, causal):
-    """The builder asks about some boxes for each listed block, not about every block there is."""
-    N = 1 << 17
-    inner = masks.dilated(segment, rate, rate // 2)
-    watched = Watched(inner & masks.causal() if causal else inner)
-    pieces = Layout(N, rate).pieces(0)
-    blocks = build_blocks(Rule(watched, 1, (0,), pieces, pieces), q_block=128, k_block=128)
-    everything = (N // 128) ** 2
-    assert len(blocks.row) < everything / 30
-    assert sum(watched.asked) < 2 * log2(N) * len(blocks.row)
-
-
-@pytest.mark.parametrize(("name", "rate"), [("longnet-5", 16), ("paper-5", 1), ("gigapath-5", 16)])
-def test_estimates_are_near(name, rate):
-    """What the planner weighs: the mean number of blocks a head lists, from a sample."""
-    N, H = 8192, 4
-    pattern = masks.longnet(*scaled(LADDERS[name], 2)) & masks.causal()
-    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
-    for branch in pattern.branches():
-        (term,) = shared_terms(branch, 1, bound, rate)
-        listed = len(term.blocks(128, 128, settle=False).row) / (max(term.tables()) + 1)
-        assert estimate_blocks(term.table_rule(), q_block=128, k_block=128).blocks == pytest.approx(listed, rel=0.15)
 
 
 def test_heads_of_one_rule_share_a_table():
@@ -185,24 +261,6 @@ def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> No
     assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]
 
 
-def test_the_rule_of_a_compact_term_is_that_of_its_heads() -> None:
-    """Over the term's own heads and slots; both the dilated factor and the rest choose by head."""
-    rest = masks.per_head([masks.every(), masks.blockwise(masks.causal(), block=4) & masks.chunked(8)] * 2)
-    pattern = masks.dilated(8, 2, "interleaved") & rest
-    bound = pattern.bind(num_heads=4, num_queries=32, num_keys=32)
-    terms = [term for term in compact_terms(pattern, 1, bound) or [] if term.shape == "blocks"]
-    whole = pattern.mask_mod(num_heads=4, device=torch.device("cpu"))
-    nothing = torch.tensor(0)
-    assert terms
-    for term in terms:
-        mask_mod = term.mask_mod(torch.device("cpu"))
-        for index, head in enumerate(term.heads):
-            q, k = (side.alone(0).tokens()[index, 0] for side in (term.q, term.k))
-            slots = torch.arange(len(q))
-            found = mask_mod(nothing, torch.tensor(index), slots[:, None], torch.arange(len(k)))
-            assert torch.equal(found, whole(nothing, torch.tensor(head), q[:, None], k))
-
-
 UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
 PERIODIC = {
     "one branch": masks.dilated(64, 4, 3),
@@ -216,17 +274,16 @@ PERIODIC = {
 }
 
 
-@pytest.mark.parametrize(
-    ("tokens", "rate", "sides"),
-    [(256, 1, (8, 8)), (256, 2, (16, 4)), (256, 4, (8, 8)), (321, 1, (8, 8)), (512, 3, (8, 8))],
-)
 @pytest.mark.parametrize("name", PERIODIC)
-def test_copies_of_a_period_are_what_building_gives(monkeypatch, name, tokens, rate, sides):
+def test_copies_of_a_period_are_what_building_gives(monkeypatch, name):
     """Where pairs stay within whole periods, blocks of one are copied; without copying all lists are equal."""
     pattern = PERIODIC[name]
-    bound = pattern.bind(num_heads=4, num_queries=tokens, num_keys=tokens)
-    (shared,) = shared_terms(pattern, 1, bound, rate)
-    assert (shared._square(*sides) is not None) == (tokens == 256 and pattern.confined())
-    copied = shared.blocks(*sides)
-    monkeypatch.setattr(Term, "_square", lambda *_: None)
-    assert_same(copied, shared.blocks(*sides))
+    ways = [(256, 1, (8, 8)), (256, 2, (16, 4)), (256, 4, (8, 8)), (321, 1, (8, 8)), (512, 3, (8, 8))]
+    for tokens, rate, sides in ways:
+        bound = pattern.bind(num_heads=4, num_queries=tokens, num_keys=tokens)
+        (shared,) = shared_terms(pattern, 1, bound, rate)
+        assert (shared._square(*sides) is not None) == (tokens == 256 and pattern.confined())
+        copied = shared.blocks(*sides)
+        with monkeypatch.context() as patch:
+            patch.setattr(Term, "_square", lambda *_: None)
+            assert_same(copied, shared.blocks(*sides))

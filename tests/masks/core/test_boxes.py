@@ -12,19 +12,10 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
-from flexdilated.masks.core._box import (
-    EXACT_RUNS,
-    Bounds,
-    Box,
-    Progression,
-    clip,
-    count_below,
-    count_multiples,
-    count_residue,
-)
+from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression, count_below, count_multiples
 from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._grid import fits
-from flexdilated.masks.patterns._marked_tokens import sum_of_quotients
+from flexdilated.testing import check_pattern
 from tests.support import oracle, strategies, twins
 from tests.support.strategies import expressions
 from tests.support.twins import Twin
@@ -38,7 +29,6 @@ def twelve(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def progressions(draw: st.DrawFn, step: int | None = None) -> Progression:
-    """Twelve short progressions of one step."""
     first, step = draw(twelve(st.integers(0, 30))), draw(st.integers(1, 6)) if step is None else step
     return Progression(first, step, draw(twelve(st.integers(1, 9))))
 
@@ -62,7 +52,6 @@ def terms(progression: Progression, index: int) -> Tensor:
 
 
 def allowed(rule: oracle.Rule, box: Box, num_heads: int) -> Tensor:
-    """Allowed pairs of each box, one by one."""
     return torch.stack([
         (rule(int(head), num_heads, terms(box.q, index), terms(box.k, index)) > 0).sum()
         for index, head in enumerate(box.head)
@@ -185,21 +174,7 @@ def test_multiples_over_unequal_steps(data, rate):
         assert torch.equal(found.low, found.high)
 
 
-@given(progressions(), st.integers(1, 40), twelve(st.integers(0, 80)), twelve(st.integers(0, 80)))
-def test_progressions(progression, modulus, start, length):
-    """Terms of a residue, terms in a run, and the sum of quotients, each against a walk over the terms."""
-    residues, clipped = count_residue(progression, modulus, start), clip(progression, start, start + length)
-    sums = sum_of_quotients(progression.count, progression.step, progression.first, modulus)
-    for index in range(BOXES):
-        all_terms = terms(progression, index)
-        assert residues[index] == ((all_terms - start[index]) % modulus == 0).sum()
-        inside = (all_terms >= start[index]) & (all_terms < start[index] + length[index])
-        assert terms(clipped, index).tolist() == all_terms[inside].tolist()
-        assert sums[index] == (all_terms // modulus).sum()
-
-
 def test_bounds_for_no_boxes():
-    """The builder may ask about an empty list."""
     none = torch.zeros(0, dtype=torch.int64)
     box = Box(none, Progression(none, 1, none), Progression(none, 1, none))
     pattern = masks.per_head([masks.dilated(4, 2) & ~masks.causal(), masks.local_window(left=1, right=1)])
@@ -222,12 +197,7 @@ def test_a_residue_class_is_full_or_empty(rate):
 
 def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
     """Few rows that name late blocks, and one that names an early one."""
-    pattern = masks.block_list([[9], [0]], block=4)
-    side = [Progression(torch.tensor([0]), 1, torch.tensor([count])) for count in (8, 40)]
-    bounds = pattern.count(Box(torch.tensor([0]), *side), num_heads=1)
-    mask_mod, nothing = pattern.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
-    allowed = mask_mod(nothing, nothing, torch.arange(8)[:, None], torch.arange(40))
-    assert int(bounds.low) <= int(allowed.sum()) == 32 <= int(bounds.high)
+    check_pattern(masks.block_list([[9], [0]], block=4), num_heads=1, max_tokens=40, examples=10)
 
 
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)
@@ -235,28 +205,4 @@ def test_bounds_within_documents_are_sound(part: masks.Pattern) -> None:
     """Progressions that step over whole documents too."""
     ids = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, -1, 4])
     rule = part.per_document(ids).bind(num_heads=1, num_queries=12, num_keys=12).pattern
-    places = torch.arange(12)
-    allowed = rule.mask_mod(num_heads=1, device=torch.device("cpu"))(
-        torch.tensor(0), torch.tensor(0), places[:, None], places[None]
-    )
-    for q_step in (1, 2, 5):
-        for k_step in (1, 3, 7):
-            box, truth = _progressions(allowed.expand(12, 12), q_step, k_step)
-            bounds = rule.count(box, num_heads=1)
-            assert_sound(bounds, truth, box.area)
-
-
-def _progressions(allowed: Tensor, q_step: int, k_step: int) -> tuple[Box, Tensor]:
-    """Every box of these steps with up to four queries and keys, and how many pairs it holds."""
-    sides = [
-        [(first, count) for first in range(12) for count in range(1, 5) if first + step * (count - 1) < 12]
-        for step in (q_step, k_step)
-    ]
-    boxes = [(q, k) for q in sides[0] for k in sides[1]]
-    truth = [
-        int(allowed[q : q + q_step * (n - 1) + 1 : q_step, k : k + k_step * (m - 1) + 1 : k_step].sum())
-        for (q, n), (k, m) in boxes
-    ]
-    (q_first, q_count), (k_first, k_count) = (torch.tensor(side).T.contiguous() for side in zip(*boxes, strict=True))
-    box = Box(torch.zeros_like(q_first), Progression(q_first, q_step, q_count), Progression(k_first, k_step, k_count))
-    return box, torch.tensor(truth)
+    check_pattern(rule, num_heads=1, max_tokens=12)

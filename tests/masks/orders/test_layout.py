@@ -25,21 +25,3 @@ def test_invert_undoes_apply(layout, dim):
     assert torch.equal(layout.invert(layout.apply(x, dim=dim), dim=dim), x)
     assert torch.equal(layout.apply(layout.invert(x, dim=dim), dim=dim), x)
     assert torch.equal(layout.apply(x, dim=dim), x.index_select(dim, layout.positions()))
-
-
-@given(tokens, layout_rates, st.integers(0, 9))
-def test_pieces_give_positions(N, rate, origin):
-    """The builder's view of a layout, runs of one step, names the same tokens."""
-    layout = masks.Layout(N, rate)
-    pieces = layout.pieces(origin)
-    slot = torch.arange(N)
-    assert torch.equal(pieces.position(torch.zeros_like(slot), slot), layout.positions() + origin)
-    assert int(pieces.lengths.sum()) == N
-
-
-def test_gradients_follow_tokens():
-    layout = masks.Layout(10, 4)
-    x = torch.randn(10, 2, requires_grad=True)
-    weight = torch.arange(10.0)[:, None]
-    layout.apply(x).mul(weight).sum().backward()
-    assert torch.equal(x.grad, layout.invert(weight).expand(10, 2))

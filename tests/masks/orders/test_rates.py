@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import multiplicity
 from flexdilated.masks import recipes
 from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._algebra import And
@@ -89,6 +90,10 @@ def _dense(table: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(0) @ v
 
 
+def _box_of(num_tokens: int) -> Box:
+    return Box(torch.tensor([0]), *[Progression(torch.tensor([0]), 1, torch.tensor([num_tokens]))] * 2)
+
+
 @settings(max_examples=14)
 @given(ruled(), st.integers(1, 96), st.sampled_from([1, 7, 16, 128]))
 def test_the_dense_rule_for_any_numbers(case, N, side):
@@ -108,8 +113,7 @@ def test_the_dense_rule_for_any_numbers(case, N, side):
             pairs = in_blocks(table[place][:, place].long()[None], side, side)
             assert torch.equal(mask.to_dense()[0, 0].bool(), pairs[0] > 0)
         assert int(count_cells(pattern, N, shape=(1, 1)).low.sum()) == int(table.sum())
-        one = torch.tensor([0]), Progression(torch.tensor([0]), 1, torch.tensor([N]))
-        assert int(exact_pairs(pattern, Box(one[0], one[1], one[1]))) == int(table.sum())
+        assert int(exact_pairs(pattern, _box_of(N))) == int(table.sum())
         q, k, v = _tensors(N)
         expected = _dense(table, q, k, v)
         for layout in (None, order):
@@ -119,23 +123,33 @@ def test_the_dense_rule_for_any_numbers(case, N, side):
         assert sum(asked) < _MOST_LOOKS * (N + 8) ** 2
 
 
+COPRIME = [
+    masks.strided(65537) | masks.strided(65539),
+    masks.longnet([64 * r for r in range(6, 60, 4)], list(range(6, 60, 4))),
+    masks.strided(LARGEST) | masks.strided(LARGEST - 1) | masks.strided(LARGEST - 2),  # their product is beyond int64
+]
+
+
 @settings(max_examples=10)
-@given(ruled(), st.integers(1, 64))
-def test_told_and_decoded_for_any_numbers(case, N):
-    """What is told of a pattern, and one token after the other."""
-    table = table_of(case, N).tril()
-    pattern = case.pattern & masks.causal()
+@given(ruled().map(lambda case: case.pattern) | st.sampled_from(COPRIME), st.integers(1, 64))
+@example(COPRIME[0], 60)
+@example(COPRIME[1], 60)
+@example(COPRIME[2], 60)
+def test_told_and_decoded_for_any_numbers(pattern, N):
+    pattern = pattern & masks.causal()
+    table = multiplicity(pattern.bind(num_heads=1, num_queries=N, num_keys=N), torch.device("cpu"))[0, 0]
+    assert masks.layout(pattern, N).rate <= N
     assert masks.describe(pattern, N, num_heads=1).useful_pairs == int(table.sum())
     assert masks.explain(pattern, query=N - 1, key=0, num_tokens=N).allowed == bool(table[N - 1, 0])
     q, k, v = _tensors(N)
     cache = fd.KVCache(pattern, num_heads=1)
     with torch.no_grad():
         out = torch.cat([cache.attend(*each) for each in zip(*(x.split(1, 2) for x in (q, k, v)), strict=True)], 2)
-    torch.testing.assert_close(out, _dense(table, q, k, v), rtol=1e-9, atol=1e-9)
+    expected = fd.attend(q, k, v, pattern, engine="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
 def _boxes_of(patch: pytest.MonkeyPatch, kind: type[Pattern]) -> list[int]:
-    """How many boxes patterns of this kind are asked about, call by call."""
     asked, count = [], kind.count
 
     def counted(self, box, *, num_heads):
@@ -158,25 +172,6 @@ def test_common_rates_are_bounded(rates, most):
     assert common == 1 or fitting
     # Also where a class has one token.
     assert all(masks.layout(masks.strided(rate), most).rate == (rate if rate <= most else 1) for rate in (*rates, most))
-
-
-COPRIME = {
-    "two primes": masks.strided(65537) | masks.strided(65539),
-    "many branches": masks.longnet([64 * r for r in range(6, 60, 4)], list(range(6, 60, 4))),
-    "beyond int64": masks.strided(LARGEST) | masks.strided(LARGEST - 1) | masks.strided(LARGEST - 2),
-}
-
-
-@pytest.mark.parametrize("pattern", COPRIME.values(), ids=COPRIME)
-def test_no_error_names_a_rate_that_nobody_gave(pattern):
-    N = 60
-    assert masks.layout(pattern, N).rate <= N
-    q, k, v = _tensors(N)
-    expected = fd.attend(q, k, v, pattern & masks.causal(), engine="reference")
-    cache = fd.KVCache(pattern & masks.causal(), num_heads=1)
-    with torch.no_grad():
-        out = torch.cat([cache.attend(*each) for each in zip(*(x.split(1, 2) for x in (q, k, v)), strict=True)], 2)
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 5000])
@@ -237,9 +232,7 @@ def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
         rows = [pattern.for_head(0, 1).row(query, range(N)) for query in range(N)]
         counted = int(count_cells(pattern, N, shape=(1, 1)).low.sum())
         masks.block_mask(pattern, N, num_heads=1, block_size=16)
-        (pattern & masks.causal()).bind(num_heads=1, num_queries=N, num_keys=N).count(
-            Box(torch.tensor([0]), *(Progression(torch.tensor([0]), 1, torch.tensor([N])),) * 2)
-        )
+        (pattern & masks.causal()).bind(num_heads=1, num_queries=N, num_keys=N).count(_box_of(N))
         assert sum(made) < 20 * N + 64
     assert counted == int(table.sum())
     for query, keys in enumerate(rows):

@@ -8,25 +8,23 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call import Call
-from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.blocks import UNKNOWN
+from flexdilated.masks.orders import _tiling
 from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.lowering._layouts import best_tiles, shared_terms, tiled_terms
-from flexdilated.masks.planning.lowering._term import Term
+from flexdilated.masks.planning.lowering._layouts import best_tiles, shared_terms
 from tests.engines.test_flex import attend_by
+from tests.masks.blocks.test_blocks import assert_alike, assert_lists, in_blocks
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.strategies import Case, block_sides, whole_grids
-
-RUNS = 40
 
 
 @st.composite
@@ -44,141 +42,62 @@ def tiled_cases(draw: st.DrawFn) -> tuple[Case, Tiling]:
     return case, Tiling(grid, tuple(draw(st.integers(1, length + 1)) for length in grid))
 
 
-def in_tiles(case: Case, order: Tiling) -> Term:
-    (term,) = shared_terms(case.twin.pattern, 1, case.bind(), 1)
-    return replace(term, q=order, k=order)
-
-
-def runs(draw: st.DrawFn, slots: int) -> Progression:
-    """Runs of slots, some of them empty."""
-    ends = st.lists(st.integers(0, slots), min_size=2, max_size=2).map(sorted)
-    first, stop = torch.tensor(draw(st.lists(ends, min_size=RUNS, max_size=RUNS))).unbind(1)
-    return Progression(first, 1, stop - first)
-
-
-def places(order: Tiling) -> list[tuple[int, ...]]:
-    """The coordinates of each token."""
-    return list(product(*map(range, order.grid)))
-
-
-def dense(term: Term) -> Tensor:
-    """The rule over slots, from its definition."""
-    assert isinstance(term.q, Tiling)
-    rule, positions = term.rule, term.q.positions()
-    assert isinstance(rule, Neighborhood)
-    return oracle.neighborhood([astuple(axis) for axis in rule.axes])(0, 1, positions, positions)
-
-
-def natural(term: Term) -> Term:
-    tokens = masks.Layout(term.q.num_slots)
-    return replace(term, q=tokens, k=tokens)
-
-
 def whole(grid: tuple[int, ...], radius: int | tuple[int, ...], num_heads: int = 1) -> masks.Bound:
     tokens = prod(grid)
     return masks.neighborhood(grid, radius).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
 
 
-def chosen(bound: masks.Bound) -> str:
-    return plan(bound).options[0][0].layout
-
-
-# --- the permutation ---
-
-
 @given(tilings())
 def test_order_is_tile_by_tile(order):
     def key(token: int) -> list[int]:
-        place = places(order)[token]
-        sides = list(zip(place, order.tile, strict=True))
+        sides = list(zip(places[token], order.tile, strict=True))
         return [at // side for at, side in sides] + [at % side for at, side in sides]
 
-    tokens = list(range(order.num_slots))
+    places, tokens = list(product(*map(range, order.grid))), list(range(order.num_slots))
     assert order.positions().tolist() == sorted(tokens, key=key)
     assert order.slots()[order.positions()].tolist() == tokens
     assert order.is_natural == (order.positions().tolist() == tokens)
 
 
-# --- the rule over slots ---
-
-
-@settings(max_examples=10)
-@given(tiled_cases(), st.data())
-def test_counts_are_exact(drawn, data):
+@given(tiled_cases(), block_sides, block_sides, st.sampled_from([7, 1 << 14]))
+def test_blocks_and_their_rule_are_the_neighbourhood_at_its_positions(drawn, q_block, k_block, at_once):
+    """Also where boxes are counted a few at a time; counts are exact, so no pair is looked at."""
     case, order = drawn
-    table = dense(in_tiles(case, order))
-    box = Box(torch.zeros(RUNS, dtype=torch.int64), *(runs(data.draw, order.num_slots) for _ in range(2)))
-    sides = [(side.first.tolist(), (side.first + side.count).tolist()) for side in (box.q, box.k)]
-    truth = [int(table[a:b, c:d].sum()) for a, b, c, d in zip(*sides[0], *sides[1], strict=True)]
-    found = Tiled(case.twin.pattern, order).count(box, num_heads=1)
-    assert found.low.tolist() == found.high.tolist() == truth
-
-
-@settings(max_examples=12)
-@given(tiled_cases())
-def test_the_rule_is_the_neighbourhood_at_its_positions(drawn):
-    term = in_tiles(*drawn)
-    slot, zero, table = torch.arange(term.q.num_slots), torch.tensor(0), dense(term).bool()
-    of_builder = Tiled(term.rule, term.q).mask_mod(num_heads=1, device=torch.device("cpu"))
+    (term,) = shared_terms(case.twin.pattern, 1, case.bind(), 1)
+    term, positions = replace(term, q=order, k=order), order.positions()
+    table = oracle.neighborhood([astuple(axis) for axis in term.rule.axes])(0, 1, positions, positions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tiling, "_RUNS_AT_ONCE", at_once)
+        blocks = term.blocks(q_block, k_block, settle=False)
+        assert_lists(blocks, in_blocks(table.expand(case.num_heads, -1, -1), q_block, k_block))
+        assert (blocks.pairs != UNKNOWN).all()
+    assert_alike(term, q_block, k_block)
+    slot, zero = torch.arange(order.num_slots), torch.tensor(0)
+    of_builder = Tiled(term.rule, order).mask_mod(num_heads=1, device=torch.device("cpu"))
     for mask_mod in (of_builder, term.mask_mod(torch.device("cpu"))):
-        assert torch.equal(mask_mod(zero, zero, slot[:, None], slot[None]), table)
-
-
-@settings(max_examples=12)
-@given(tiled_cases(), block_sides, block_sides)
-def test_blocks_are_those_of_the_dense_rule(drawn, q_block, k_block):
-    term = in_tiles(*drawn)
-    blocks, table = term.blocks(q_block, k_block), dense(term)
-    rows, columns = (table.split(side, dim) for side, dim in ((q_block, 0), (k_block, 1)))
-    held = {
-        (row, column): (int(part.sum()), part.shape == (q_block, k_block) and bool(part.all()))
-        for row in range(len(rows))
-        for column in range(len(columns))
-        if (part := rows[row][:, column * k_block : (column + 1) * k_block]).any()
-    }
-    listed = zip(*(x.tolist() for x in (blocks.row, blocks.column, blocks.pairs, blocks.full)), strict=True)
-    assert {(row, column): (pairs, full) for row, column, pairs, full in listed} == held
-    assert set(blocks.heads) == {0}
-
-
-def test_many_boxes_are_counted_a_part_at_a_time(monkeypatch):
-    (term,) = tiled_terms(whole((8, 12), 2).pattern, 1, whole((8, 12), 2)).popitem()[1]
-    expected = term.blocks(8, 8)
-    monkeypatch.setattr("flexdilated.masks.orders._tiling._RUNS_AT_ONCE", 7)
-    found = term.blocks(8, 8)
-    assert torch.equal(found.pairs, expected.pairs)
-    assert torch.equal(found.column, expected.column)
-
-
-# --- what it is for ---
+        assert torch.equal(mask_mod(zero, zero, slot[:, None], slot[None]), table.bool())
 
 
 @pytest.mark.parametrize(
-    ("grid", "radius", "most", "in_rows"),
+    ("pattern", "most", "in_rows"),
     [
-        ((256, 256), 3, 21.4, 36),
-        ((250, 262), 15, 2.4, 8.4),  # no tile of 128 tokens divides it
-        ((9, 40, 45), (3, 7, 7), 2.2, 4),
+        (masks.neighborhood((256, 256), 3), 21.4, 36),
+        (masks.neighborhood((250, 262), 15), 2.4, 8.4),  # no tile of 128 tokens divides it
+        (masks.neighborhood((9, 40, 45), (3, 7, 7)), 2.2, 4),
+        (masks.neighborhood((15, 16, 17), 2, wrap=True), 5.5, 12),  # without wrap 4.6
     ],
 )
-def test_less_is_computed_in_vain(grid, radius, most, in_rows):
-    """Pairs in blocks of 128, over pairs allowed, 16 K to 64 K tokens: in tiles, and in row-major order."""
-    bound = whole(grid, radius)
-    found = masks.describe(bound.pattern, prod(grid), num_heads=1)
+def test_less_is_computed_in_vain(pattern, most, in_rows):
+    """Pairs in blocks of 128, over pairs allowed, 4 K to 64 K tokens: in tiles, and in row-major order."""
+    tokens = prod(pattern.grid)
+    bound = pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens)
+    found = masks.describe(pattern, tokens, num_heads=1)
     (term,) = plan(bound).terms
     assert isinstance(term.q, Tiling)
     assert found.waste < most
-    assert len(natural(term).blocks(128, 128, settle=False).row) * 128**2 / found.useful_pairs > in_rows
-
-
-def test_a_torus_costs_little_more_than_a_box():
-    """Windows of 5 x 5 x 5 tokens that wrap meet only few more blocks than windows that are shifted at the ends."""
-    grid = (15, 16, 17)
-    box, torus = (masks.neighborhood(grid, 2, wrap=wrap) for wrap in (False, True))
-    found = [masks.describe(each, prod(grid), num_heads=2).waste for each in (box, torus)]
-    assert found[0] < found[1] < 1.25 * found[0]
-    (term,) = plan(torus.bind(num_heads=2, num_queries=prod(grid), num_keys=prod(grid))).terms
-    assert isinstance(term.q, Tiling)
+    rows = masks.Layout(tokens)
+    natural = replace(term, q=rows, k=rows)
+    assert len(natural.blocks(128, 128, settle=False).row) * 128**2 / found.useful_pairs > in_rows
 
 
 @pytest.mark.parametrize(
@@ -227,8 +146,6 @@ def test_only_whole_grids_are_tiled():
     assert tiles_of(masks.neighborhood((35, 128), (0, 5)), 35 * 128) == []
 
 
-# --- attention ---
-
 GRID, RADIUS = (6, 14, 18), 2
 
 
@@ -240,17 +157,10 @@ def pairs_decide():
     masks.set_machine(None)
 
 
-def counts_of(bound: masks.Bound) -> Tensor:
-    """(H, N, N): the rule as FlexAttention would take it, which the pattern's own tests hold to its definition."""
-    token, zero = torch.arange(bound.num_queries), torch.tensor(0)
-    table = bound.mask_mod()(zero, zero, token[:, None], token[None]).long()
-    return table.expand(bound.num_heads, -1, -1)
-
-
 def test_attend_in_tiles_is_the_oracle(pairs_decide):
     """Chosen by the planner: tokens go in and come out in row-major order, and so do gradients."""
     bound = whole(GRID, RADIUS, num_heads=2)
-    assert chosen(bound) == "tiled 4x2x16"
+    assert plan(bound).options[0][0].layout == "tiled 4x2x16"
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 1512, 4, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -260,7 +170,9 @@ def test_attend_in_tiles_is_the_oracle(pairs_decide):
     def attend(q, k, v):
         return fd.attend(q, k, v, bound.pattern, scale=0.5, enable_gqa=True, engine="aten", return_lse=True)
 
-    assert_agrees(attend, (q, k, v), counts_of(bound), scale=0.5)
+    token, zero = torch.arange(1512), torch.tensor(0)
+    table = bound.mask_mod()(zero, zero, token[:, None], token[None]).long()  # held to its definition elsewhere
+    assert_agrees(attend, (q, k, v), table.expand(2, -1, -1), scale=0.5)
 
 
 def test_flex_in_tiles(pairs_decide):

@@ -29,13 +29,10 @@ BY_HAND = {
         "#.#.#.. .#.#.#. #.#.#.. .#.#.#. ..#.#.# .#.#.#. ..#.#.#",
     ),
     "one row of an image": (masks.neighborhood((2, 3), (0, 1)), 3 * "###... " + 3 * "...### "),
-    "one column of an image": (masks.neighborhood((3, 2), (1, 0)), 3 * "#.#.#. .#.#.# "),
-    "itself": (masks.neighborhood((2, 2, 1), 0), "#... .#.. ..#. ...#"),
     "an even kernel has one key more before": (
         masks.neighborhood((8,), kernel_size=4),
         "####.... ####.... ####.... .####... ..####.. ...####. ....#### ....####",
     ),
-    "of two keys, the earlier": (masks.neighborhood((4,), kernel_size=2), "##.. ##.. .##. ..##"),
     "pairs led by the second": (
         masks.neighborhood((7,), kernel_size=3, stride=2),
         "###.... ###.... ..###.. ..###.. ....### ....### ....###",
@@ -43,23 +40,6 @@ BY_HAND = {
     "a short last group is led by the last token": (
         masks.neighborhood((10,), kernel_size=4, stride=4),
         4 * "####...... " + 4 * "....####.. " + 2 * "......#### ",
-    ),
-    "threes led by their middle": (
-        masks.neighborhood((8,), kernel_size=5, stride=3),
-        3 * "#####... " + 3 * "..#####. " + 2 * "...##### ",
-    ),
-    "causal": (masks.neighborhood((5,), kernel_size=3, causal=True), "#.... ##... ###.. .###. ..###"),
-    "causal pairs": (
-        masks.neighborhood((7,), kernel_size=3, stride=2, causal=True),
-        "#...... ##..... .##.... .###... ...##.. ...###. ....###",
-    ),
-    "causal threes, of which the last is short": (
-        masks.neighborhood((8,), kernel_size=4, stride=3, causal=True),
-        "#....... ##...... ###..... ..##.... ..###... ..####.. ....###. ....####",
-    ),
-    "an even kernel in each residue": (
-        masks.neighborhood((7,), kernel_size=2, rate=2),
-        "#.#.... .#.#... #.#.... .#.#... ..#.#.. ...#.#. ....#.#",
     ),
     "groups in each residue": (
         masks.neighborhood((11,), kernel_size=3, rate=2, stride=2),
@@ -74,14 +54,6 @@ BY_HAND = {
         masks.neighborhood((3, 3), kernel_size=(2, 2), causal=(True, False)),
         "##....... ##....... .##...... ##.##.... ##.##.... .##.##... ...##.##. ...##.##. ....##.##",
     ),
-    "a window that goes round": (
-        masks.neighborhood((6,), 1, wrap=True),
-        "##...# ###... .###.. ..###. ...### #...##",
-    ),
-    "an even kernel that goes round": (
-        masks.neighborhood((5,), kernel_size=2, wrap=True),
-        "#...# ##... .##.. ..##. ...##",
-    ),
     "every other token, round": (
         masks.neighborhood((8,), 1, rate=2, wrap=True),
         "#.#...#. .#.#...# #.#.#... .#.#.#.. ..#.#.#. ...#.#.# #...#.#. .#...#.#",
@@ -90,18 +62,10 @@ BY_HAND = {
         masks.neighborhood((6,), kernel_size=5, stride=3, wrap=True),
         3 * "####.# " + 3 * "#.#### ",
     ),
-    "round once, however long the window": (
-        masks.neighborhood((4,), 5, wrap=True),
-        4 * "#### ",
-    ),
     "a cylinder": (
         masks.neighborhood((3, 4), (0, 1), wrap=(False, True)),
         "##.#........ ###......... .###........ #.##........ ....##.#.... ....###..... .....###.... ....#.##.... "
         "........##.# ........###. .........### ........#.##",
-    ),
-    "a stride along one axis": (
-        masks.neighborhood((2, 4), kernel_size=(1, 2), stride=(1, 2)),
-        2 * "##...... " + 2 * "..##.... " + 2 * "....##.. " + 2 * "......## ",
     ),
 }
 

@@ -24,8 +24,6 @@ from flexdilated.testing._drawn_patterns import classify_window, same_kind, wind
 from tests.support import custom_rules
 from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
 
-LOOKBACK = (1, 4, 9)
-
 
 def test_equal_operations_and_values_are_an_equal_pattern():
     a, b, other = masks.custom(window(5)), masks.custom(window(5)), masks.custom(window(6))
@@ -40,27 +38,34 @@ def test_equal_operations_and_values_are_an_equal_pattern():
 
 
 LIST = [1, 2]
-VARIANTS = {
-    "an int": [window(5), window(6), window(5.0), window(True)],
-    "a tensor": [same_kind(TABLE), same_kind(TABLE + 1), same_kind(TABLE[:3]), same_kind(TABLE.int())],
-    "a constant": [lambda b, h, q, k: q < 3 * k, lambda b, h, q, k: q < 4 * k],
-    "an operator": [lambda b, h, q, k: q < k, lambda b, h, q, k: q <= k],
-    "a function of torch": [lambda b, h, q, k: torch.lt(q, k), lambda b, h, q, k: torch.le(q, k)],
-    "a global": [lambda b, h, q, k: q - k < WIDTH, lambda b, h, q, k: q - k < LOOKBACK[1]],
-    "a shape": [same_kind(torch.ones(4)), same_kind(torch.ones(2, 2)[0])],
-    "an attribute": [lambda b, h, q, k: (q - k) % 4 == masks.FULL, lambda b, h, q, k: (q - k) % 4 == masks.PARTIAL],
-}
+
+
+def choosing(choose):
+    return lambda b, h, q, k: choose(q > k, q, k) > 3
+
+
+DIFFERENT = [
+    *(window(width) for width in (5, 6, 5.0, True)),
+    *(same_kind(table) for table in (TABLE, TABLE + 1, TABLE[:3], TABLE.int(), torch.ones(4), torch.ones(2, 2)[0])),
+    *(lambda b, h, q, k: q < 3 * k, lambda b, h, q, k: q < 4 * k),
+    *(lambda b, h, q, k: q < k, lambda b, h, q, k: q <= k),
+    *(lambda b, h, q, k: torch.gt(q, k), lambda b, h, q, k: torch.ge(q, k)),
+    *(lambda b, h, q, k: q - k < WIDTH + 9, lambda b, h, q, k: q - k < LIST[1]),
+    *(lambda b, h, q, k: (q - k) % 4 == masks.FULL, lambda b, h, q, k: (q - k) % 4 == masks.PARTIAL),
+    *(choosing(torch.where), choosing(torch.clamp)),
+]
 
 
 def composed(inner):
     return lambda b, h, q, k: inner(b, h, q, k) & (q >= k)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_different_rules_are_different_patterns(name):
-    for functions in (VARIANTS[name], [composed(function) for function in VARIANTS[name]]):
+def test_different_rules_are_different_patterns():
+    """By what they capture, its dtype and shape, by constants, operators, functions, globals and attributes."""
+    for functions in (DIFFERENT, [composed(function) for function in DIFFERENT]):
         texts = [masks.custom(function).text for function in functions]
         assert len(set(texts)) == len(functions)
+    assert masks.custom(choosing(torch.where)) == masks.custom(choosing(torch.where))
 
 
 def test_containers_are_told_apart_by_what_is_read_of_them():
@@ -73,7 +78,6 @@ def test_containers_are_told_apart_by_what_is_read_of_them():
 
 
 def test_functions_that_torch_composes():
-    """and_masks and or_masks, alone and inside: what they are lies in what they captured."""
 
     def inside(function):
         return lambda b, h, q, k: function(b, h, q, k) | (q == 0)
@@ -99,10 +103,13 @@ def test_classify_and_period_take_part():
     assert len({pattern.text for pattern in patterns}) == 5
 
 
-def test_digests_do_not_depend_on_the_process():
-    code = f"from {__name__} import *; print(masks.custom(composed(same_kind(TABLE))).text, end='')"
+def test_another_process_makes_the_same_digest_and_loads_what_torch_saved(tmp_path):
+    torch.save([masks.causal(), masks.documents([0, 0, 1])], tmp_path / "patterns.pt")
+    code = f"import torch, flexdilated; print(torch.load({str(tmp_path / 'patterns.pt')!r}));"
+    code += f"from {__name__} import *; print(masks.custom(composed(same_kind(TABLE))).text, end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == masks.custom(composed(same_kind(TABLE))).text
+    expected = masks.custom(composed(same_kind(TABLE))).text
+    assert done.stdout == f"[causal(), documents('documents')]\n{expected}"
 
 
 def test_later_changes_have_no_effect(monkeypatch):
@@ -155,12 +162,9 @@ def test_functions_that_call_themselves():
     def steps(q, k, n):
         return q == k if n == 0 else (q - k == n) | steps(q, k, n - 1)
 
-    pattern = masks.custom(lambda b, h, q, k: steps(q, k, 3))
-    window = masks.local_window(left=3, right=0)
-    sizes = {"num_heads": 1, "block_size": 4}
-    assert torch.equal(
-        masks.block_mask(pattern, 20, **sizes).to_dense(), masks.block_mask(window, 20, **sizes).to_dense()
-    )
+    patterns = masks.custom(lambda b, h, q, k: steps(q, k, 3)), masks.local_window(left=3, right=0)
+    found, expected = (masks.block_mask(each, 20, num_heads=1, block_size=1).to_dense() for each in patterns)
+    assert torch.equal(found, expected)
 
 
 def test_the_copy_is_the_function():
@@ -214,87 +218,41 @@ def test_has_no_json():
         masks.from_json(pattern.text)
 
 
-def test_a_built_in_function_is_known_by_its_name() -> None:
-    """Equal code that captured one is an equal pattern, in every process."""
-
-    def choosing(choose):
-        return lambda b, h, q, k: choose(q > k, q, k) > 3
-
-    one, same, other = (masks.custom(choosing(function)) for function in (torch.where, torch.where, torch.clamp))
-    assert one.text == same.text != other.text
-
-
-# Where a width may stand, and an expression that reads it there.
-_SOURCES = {
-    "a global": "WIDTH",
-    "a module": "conf.WIDTH",
-    "a module of a module": "outer.conf.WIDTH",
-    "a namespace": "space.WIDTH",
-    "an object": "box.WIDTH",
-    "a class": "Box.WIDTH",
-    "a property": "box.width",
-    "a dict": "table['WIDTH']",
-    "a list": "some[0]",
-    "an array": "array[0]",
-    "a tensor": "tensor[0]",
-    "a slice": "part.start",
-    "a tensor in a slice": "long.start[1000]",
-    "an attribute of a function": "helper.WIDTH",
-    "an attribute of a tensor": "tensor.WIDTH",
-    "a name in a module": "getattr(conf, 'WIDTH')",
-    "a getter": "operator.attrgetter('WIDTH')(conf)",
-    "sys.modules": "sys.modules['drawn_conf'].WIDTH",
-    "an import by name": "__import__('drawn_conf').WIDTH",
-    "a text": "eval('WIDTH')",
-    "its globals": "globals()['WIDTH']",
-    "the globals of a function": "helper.__globals__['WIDTH']",
-    "an import": "imported()",
-    "a module that is chosen": "(conf if some else space).WIDTH",
-    "a default": "with_default()",
-    "a variable that another function binds": "bound()",
-}
-# How a function comes to read it.
-_WAYS = {
-    "in its body": "def rule(b, h, q, k): return q - k < {0}",
-    "in a comprehension": "def rule(b, h, q, k): return sum([q - k == i for i in range(-40, {0})]) > 0",
-    "in a generator": "def rule(b, h, q, k): return sum(q - k < {0} for _ in range(2)) == 2",
-    "in a function of it": "def rule(b, h, q, k): return (lambda x: x < {0})(q - k)",
-    "in a function that it calls": "def below(x): return x < {0}\ndef rule(b, h, q, k): return below(q - k)",
-    "by a variable of its own": "def rule(b, h, q, k):\n    width = {0}\n    return q - k < width",
-    "when it is made": "width = {0}\ndef rule(b, h, q, k): return q - k < width",
-    "by a cell": "def make():\n    width = {0}\n    return lambda b, h, q, k: q - k < width\nrule = make()",
-}
+# Where a width may stand, and how a function comes to read it there.
+_SOURCES = [
+    *("WIDTH", "conf.WIDTH", "getattr(conf, 'WIDTH')", "eval('WIDTH')", "box.width", "table['WIDTH']", "array[0]"),
+    *("tensor[0]", "tensor.WIDTH", "long.start[1000]", "helper.WIDTH", "imported()", "with_default()"),
+]
+_WAYS = [
+    "def rule(b, h, q, k): return q - k < {0}",
+    "def rule(b, h, q, k): return sum([q - k == i for i in range(-40, {0})]) > 0",
+    "def below(x): return x < {0}\ndef rule(b, h, q, k): return below(q - k)",
+    "def make():\n    width = {0}\n    return lambda b, h, q, k: q - k < width\nrule = make()",
+]
 _HELPERS = """
 def helper(x): return x
 def imported():
     from drawn_conf import WIDTH
     return WIDTH
-def make():
-    width = WIDTH
-    return lambda: width
-bound = make()
 def with_default(width=WIDTH): return width
 class Box:
     width = property(lambda self: conf.WIDTH)
+box = Box()
 """
 
 
 @pytest.mark.parametrize("source", _SOURCES)
 def test_a_rule_that_reads_a_changed_value_is_another_pattern(source, monkeypatch):
-    """Wherever the value stands, the patterns before and after the change differ."""
 
     def made(way, width):
         conf, long = types.ModuleType("drawn_conf"), torch.arange(2000)
         conf.WIDTH, long[1000] = width, width
         monkeypatch.setitem(sys.modules, "drawn_conf", conf)
-        scope = {"torch": torch, "sys": sys, "operator": operator, "conf": conf, "WIDTH": width}
-        scope |= {"some": [width], "table": {"WIDTH": width}, "array": numpy.array([width])}
-        scope |= {"tensor": torch.tensor([width]), "part": slice(width, 9), "long": slice(long, None)}
-        scope |= {name: types.SimpleNamespace(conf=conf, WIDTH=width) for name in ("outer", "space")}
+        scope = {"conf": conf, "WIDTH": width, "table": {"WIDTH": width}, "array": numpy.array([width])}
+        scope |= {"tensor": torch.tensor([width]), "long": slice(long, None)}
         exec(_HELPERS, scope)
-        scope["Box"].WIDTH = scope["helper"].WIDTH = scope["tensor"].WIDTH = width
-        scope["box"] = scope["Box"]()
-        exec(_WAYS[way].format(_SOURCES[source]), scope)
+        scope["helper"].WIDTH = scope["tensor"].WIDTH = width
+        exec(way.format(source), scope)
         return masks.custom(scope["rule"])
 
     q, k = torch.arange(40)[:, None], torch.arange(40)

@@ -70,7 +70,7 @@ def same_label(labels, *, name="labels"):
     return of_tensor(SameLabel, labels, name)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(sets(2))
 def test_a_pattern_with_a_part(twin):
     pattern = Transposed(twin.pattern)
@@ -94,17 +94,18 @@ class NamedRule(masks.Pattern):
         return Bounds(box.area, box.area)
 
 
-@pytest.mark.parametrize("name", ["plain", "it's", 'a "quoted" one', "back\\slash", "é ↦ Ω", ""])
-def test_any_printable_string_comes_back_from_json(name):
-    pattern = NamedRule(name) & masks.causal()
-    assert masks.from_json(masks.to_json(pattern)) == pattern
+def test_any_printable_string_comes_back_from_json():
     q = torch.randn(1, 1, 8, 4)
-    torch.testing.assert_close(fd.attend(q, q, q, pattern), fd.attend(q, q, q, masks.causal()))
+    for name in ("plain", "it's", 'a "quoted" one', "back\\slash", "é ↦ Ω", ""):
+        pattern = NamedRule(name) & masks.causal()
+        assert masks.from_json(masks.to_json(pattern)) == pattern
+        torch.testing.assert_close(fd.attend(q, q, q, pattern), fd.attend(q, q, q, masks.causal()))
 
 
 labels_of = st.lists(st.integers(-2, 2), min_size=13, max_size=13)
 
 
+@settings(max_examples=10)
 @given(st.lists(labels_of, min_size=1, max_size=2), st.booleans())
 def test_a_run_time_pattern_is_its_rule(rows, causal):
     labels = torch.tensor(rows)

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.testing import check_pattern
 from tests.support.custom_rules import window
 
 pytestmark = pytest.mark.usefixtures("without_masks")
@@ -42,9 +41,6 @@ def same_document(b, h, q, k):
 def without_entry(b, h, q, k):
     """Takes only dtype and device of b, as and_masks does."""
     return b.new_ones((), dtype=torch.bool) & (q < k + 5)
-
-
-# What FlexAttention computes, pair by pair
 
 
 def tables(block_mask: BlockMask) -> list[Any]:
@@ -132,77 +128,56 @@ def test_a_pattern_allows_the_pairs_of_the_lists(block_mask: BlockMask, data) ->
     bound = pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys, batch=batch)
     grid = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(queries)[:, None]
     assert torch.equal(bound.mask_mod()(*grid, torch.arange(keys)).expand_as(allowed), allowed)
-    q, k, v = (torch.randn(batch, heads, size, 4, dtype=torch.float64) for size in (queries, keys, keys))
+    q, k, v = x = [torch.randn(batch, heads, size, 4, dtype=torch.float64) for size in (queries, keys, keys)]
+    for each in x:
+        each.requires_grad_()
     want = attention(q, k, v, allowed)
     for engine in (None, "portable", "reference"):
         torch.testing.assert_close(fd.attend(q, k, v, pattern, engine=engine), want)
     at = data.draw(st.integers(0, queries - 1))
     torch.testing.assert_close(fd.attend(q[:, :, at:], k, v, pattern, q_offset=at), want[:, :, at:])
+    if allowed.any(-1).all():
+        outs = fd.attend(q, k, v, pattern), want
+        found, expected = (torch.autograd.grad(out.square().sum(), x, retain_graph=True) for out in outs)
+        torch.testing.assert_close(found, expected)
 
 
-SHAPES = {
-    "batch, heads, full": ((2, 2), (44, 52), (16, 12), True, of_entry),
-    "one list": ((1, 1), (50, 40), (8, 16), False, of_head),
-}
+def assert_attends(pattern: masks.Pattern | masks.Mixture, allowed: Tensor) -> None:
+    batch, heads, queries, keys = allowed.shape
+    q, k, v = (torch.randn(batch, heads, size, 8, dtype=torch.float64) for size in (queries, keys, keys))
+    torch.testing.assert_close(fd.attend(q, k, v, pattern), attention(q, k, v, allowed))
 
 
-@pytest.mark.parametrize("case", SHAPES)
-def test_the_pairs_are_those_of_compiled_flex_attention(case: str) -> None:
-    shape, lengths, sides, full, rule = SHAPES[case]
+def test_the_pairs_are_those_of_compiled_flex_attention() -> None:
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     for seed in range(6):
-        block_mask = drawn_lists(seed, rule, shape, lengths, sides, full=full)
-        q, k, v = (torch.randn(2, 2, length, 16) for length in (lengths[0], lengths[1], lengths[1]))
+        block_mask = drawn_lists(seed, of_entry, (2, 2), (44, 52), (16, 12))
+        q, k, v = (torch.randn(2, 2, length, 16) for length in (44, 52, 52))
         found = fd.attend(q, k, v, masks.custom(block_mask))
         torch.testing.assert_close(found, attention(q, k, v, pairs(block_mask, 2, 2)), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found, compiled(q, k, v, block_mask=block_mask), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_are_those_of_the_dense_mask() -> None:
+def test_a_graph_with_it() -> None:
     block_mask = drawn_lists(2, of_entry, (2, 2), (40, 30), (8, 6))
-    q, k, v = (torch.randn(2, 2, length, 8, dtype=torch.float64, requires_grad=True) for length in (40, 30, 30))
-    allowed = pairs(block_mask, 2, 2)
-    outs = fd.attend(q, k, v, masks.custom(block_mask)), attention(q, k, v, allowed)
-    assert allowed.any(-1).all()
-    found, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs)
-    torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize("rule", [of_entry, of_head])
-def test_a_graph_with_it(rule: Callable) -> None:
-    block_mask = drawn_lists(2, rule, (2, 2), (40, 30), (8, 6))
     pattern = masks.custom(block_mask)
     q, k, v = (torch.randn(2, 2, length, 8, dtype=torch.float64) for length in (40, 30, 30))
     compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, pattern), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, pairs(block_mask, 2, 2)))
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_its_methods_agree_with_one_another(heads: int) -> None:
-    made = drawn_lists(5, of_head, (1, heads), (40, 40), (8, 8))
-    for numbers, indices in tables(made):
-        later = indices > torch.arange(5)[:, None]  # so that fewer keys still fit the rows of their queries
-        indices.copy_(indices.masked_fill(later, 99).sort(-1).values)
-        numbers.copy_(torch.minimum(numbers, (~later).sum(-1)))
-    check_pattern(masks.custom(made), num_heads=2, max_tokens=40, examples=20)
-
-
-# In what form
-
-
-@pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("rule", [causal, window(5), of_head, same_document, noop_mask, without_entry])
-def test_the_lists_of_the_rule_leave_the_rule_alone(rule: Callable, separate: bool) -> None:
+def test_the_lists_of_the_rule_leave_the_rule_alone(rule: Callable) -> None:
     shape = 3 if rule is same_document else 1, 2
-    made = create_block_mask(rule, *shape, 30, 40, device="cpu", BLOCK_SIZE=(8, 16), separate_full_blocks=separate)
-    pattern = masks.custom(made)
-    assert "block_list" not in pattern.text
-    assert pattern == masks.custom(made)
-    if rule is not same_document:
-        alone = masks.every() if rule is noop_mask else masks.custom(rule)
-        assert pattern.factors()[0] == alone
-        assert fd.masks.describe(pattern, 30, 40, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
+    for separate in (True, False):
+        made = create_block_mask(rule, *shape, 30, 40, device="cpu", BLOCK_SIZE=(8, 16), separate_full_blocks=separate)
+        pattern = masks.custom(made)
+        assert "block_list" not in pattern.text
+        assert pattern == masks.custom(made)
+        if rule is not same_document:
+            assert pattern.factors()[0] == (masks.every() if rule is noop_mask else masks.custom(rule))
+            assert masks.describe(pattern, 30, 40, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -234,10 +209,8 @@ def test_a_rule_by_head_keeps_the_lists_that_all_heads_share() -> None:
     made = create_block_mask(
         lambda b, h, q, k: (q // 8 == k // 8 + h) & (q != k), None, None, 40, 40, device="cpu", BLOCK_SIZE=8
     )
-    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
-    want = attention(q, k, v, pairs(made, 1, 2))
-    assert not want[0, 1].any()
-    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(made)), want)
+    assert not pairs(made, 1, 2)[0, 1].any()
+    assert_attends(masks.custom(made), pairs(made, 1, 2))
 
 
 def test_a_block_mask_of_ours_is_its_pattern() -> None:
@@ -249,28 +222,26 @@ def test_a_block_mask_of_ours_is_its_pattern() -> None:
 
 
 def test_two_of_them_combine() -> None:
+    """Also where entries 0 and 1 of the one are equal, and entries 1 and 2 of the other."""
     first, second = (drawn_lists(seed, of_entry, (3, 1), (40, 40), (8, 8)) for seed in (2, 5))
-    q, k, v = torch.randn(3, 3, 2, 40, 8, dtype=torch.float64)
-    pattern = masks.custom(first) & ~masks.custom(second)
-    want = attention(q, k, v, pairs(first, 3, 2) & ~pairs(second, 3, 2))
-    torch.testing.assert_close(fd.attend(q, k, v, pattern), want)
-
-
-def test_those_of_equal_entries_combine_with_others() -> None:
-    """Entries 0 and 1 of the one are equal, entries 1 and 2 of the other."""
+    assert_attends(masks.custom(first) & ~masks.custom(second), pairs(first, 3, 2) & ~pairs(second, 3, 2))
     first, second = (drawn_lists(seed, window(9), (3, 1), (40, 40), (8, 8)) for seed in (2, 5))
     for made, entry in ((first, 1), (second, 2)):
         for table in chain(*tables(made)):
             table[entry] = table[entry - 1].clone()
-    q, k, v = torch.randn(3, 3, 2, 40, 8, dtype=torch.float64)
-    want = attention(q, k, v, pairs(first, 3, 2) | pairs(second, 3, 2))
-    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(first) | masks.custom(second)), want)
+    assert_attends(masks.custom(first) | masks.custom(second), pairs(first, 3, 2) | pairs(second, 3, 2))
 
 
 def test_blocks_longer_than_the_sequence() -> None:
     one = torch.ones(1, 1, 1, dtype=torch.int32)
     made = BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=1 << 30, mask_mod=causal, seq_lengths=(40, 30))
     assert masks.custom(made).factors()[0] == masks.custom(causal)
+
+
+def test_masks_joined_by_torch_do_not_read_the_entry() -> None:
+    joined = and_masks(causal, window(9))
+    made = create_block_mask(joined, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
+    assert masks.custom(made).factors()[0] == masks.custom(joined)
 
 
 def test_tables_without_axes_of_batch_and_head() -> None:
@@ -295,88 +266,66 @@ def test_lists_are_copied() -> None:
     for table in chain(*tables(made)):
         table.zero_()
     made.seq_lengths, made.mask_mod = (8, 8), causal
-    q, k, v = torch.randn(3, 2, 1, 40, 8, dtype=torch.float64)
-    torch.testing.assert_close(fd.attend(q, k, v, pattern), attention(q, k, v, allowed))
+    assert_attends(pattern, allowed)
 
 
 def test_adjusted_and_sliced_ones() -> None:
     """`_adjust` crops to the upper left; a slice has a new rule, and lengths that its maker sets."""
     whole = create_block_mask(causal, 2, 2, 64, 64, device="cpu", BLOCK_SIZE=16)
     adjusted, part = whole._adjust(40, 40), whole[:1, :, 1:3]
-    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
-    want = attention(q, k, v, pairs(adjusted, 1, 2))
-    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(adjusted)), want)
+    assert_attends(masks.custom(adjusted), pairs(adjusted, 1, 2))
     with pytest.raises(ValueError, match="Cannot use mask_mod from a sliced BlockMask"):
         masks.custom(whole[:1])
     part.mask_mod, part.seq_lengths = lambda b, h, q, k: q + 16 >= k, (32, 64)
-    torch.testing.assert_close(
-        fd.attend(q[:, :, :32], *torch.randn(2, 1, 2, 64, 8, dtype=torch.float64), masks.custom(part)).shape,
-        q[:, :, :32].shape,
-    )
-
-
-# How far
+    assert_attends(masks.custom(part), pairs(part, 1, 2))
 
 
 LENGTHS = r"ends at its lengths, 40 queries and 30 keys: .* masks\.custom\(mask_mod\); got"
 
 
 @pytest.mark.parametrize("engine", [None, "reference", "flex", "aten", "portable"])
-@pytest.mark.parametrize("seed", [None, 2])
-def test_longer_sequences_are_refused(engine: str | None, seed: int | None) -> None:
-    made = (
-        create_block_mask(causal, None, None, 40, 30, device="cpu", BLOCK_SIZE=8)
-        if seed is None
-        else drawn_lists(seed, causal, (1, 1), (40, 30), (8, 6))
-    )
-    pattern = masks.custom(made)
-    for queries, keys in ((41, 30), (40, 31), (80, 80)):
-        q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
-        with pytest.raises(ValueError, match=f"{LENGTHS} {queries} queries and {keys} keys"):
-            fd.attend(q, k, k, pattern, engine=engine)
-    with pytest.raises(ValueError, match=LENGTHS):
-        fd.attend(k[:, :, :1], k[:, :, :30], k[:, :, :30], pattern, engine=engine, q_offset=40)
+def test_longer_sequences_are_refused(engine: str | None) -> None:
+    for made in (
+        create_block_mask(causal, None, None, 40, 30, device="cpu", BLOCK_SIZE=8),
+        drawn_lists(2, causal, (1, 1), (40, 30), (8, 6)),
+    ):
+        pattern = masks.custom(made)
+        for queries, keys in ((41, 30), (40, 31), (80, 80)):
+            q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
+            with pytest.raises(ValueError, match=f"{LENGTHS} {queries} queries and {keys} keys"):
+                fd.attend(q, k, k, pattern, engine=engine)
+        with pytest.raises(ValueError, match=LENGTHS):
+            fd.attend(k[:, :, :1], k[:, :, :30], k[:, :, :30], pattern, engine=engine, q_offset=40)
 
 
 def test_longer_sequences_are_refused_wherever_a_pattern_goes() -> None:
     pattern = masks.custom(create_block_mask(causal, None, None, 30, 30, device="cpu", BLOCK_SIZE=8))
     q = torch.randn(1, 1, 31, 8)
-    calls = (
-        lambda: fd.plan(pattern, 31, num_heads=1),
+    for call in (
         lambda: masks.describe(pattern, 31),
         lambda: masks.block_mask(pattern, 31, num_heads=1),
         lambda: torch.compile(fd.attend, backend="eager")(q, q, q, pattern),
-        lambda: fd.BlockSparseAttention(pattern)(q, q, q),
-    )
-    for call in calls:
+    ):
         with pytest.raises(ValueError, match="ends at its lengths, 30 queries"):
             call()
 
 
 def test_fewer_positions_take_the_upper_left_part() -> None:
     made = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
-    for block_mask in (made, drawn_lists(4, causal, (1, 1), (40, 40), (1, 1), full=False)):
-        q, k, v = torch.randn(3, 1, 2, 25, 8, dtype=torch.float64)
-        want = attention(q, k, v, pairs(block_mask, 1, 2)[..., :25, :25])
-        if block_mask is made:
-            torch.testing.assert_close(fd.attend(q, k, v, masks.custom(block_mask)), want)
-        else:
-            with pytest.raises(ValueError, match="must name blocks below the number of key blocks"):
-                fd.attend(q, k, v, masks.custom(block_mask))
+    assert_attends(masks.custom(made), pairs(made, 1, 2)[..., :25, :25])
+    with pytest.raises(ValueError, match="must name blocks below the number of key blocks"):
+        fd.attend(
+            *torch.randn(3, 1, 2, 25, 8), masks.custom(drawn_lists(4, causal, (1, 1), (40, 40), (1, 1), full=False))
+        )
 
 
-@pytest.mark.parametrize("rule", [of_head, of_entry])
-def test_other_numbers_of_heads_and_entries_are_refused(rule: Callable) -> None:
-    made = create_block_mask(rule, 2, 4, 40, 40, device="cpu", BLOCK_SIZE=8)
-    pattern = masks.custom(made)
-    with pytest.raises(ValueError, match="lists for 4 heads needs calls of as many; got 2"):
-        fd.attend(*torch.randn(3, 2, 2, 40, 8), pattern)
-    if rule is of_entry:
-        with pytest.raises(ValueError, match="one row, or one for each of 3 batch entries; got 2"):
-            fd.attend(*torch.randn(3, 3, 4, 40, 8), pattern)
-
-
-# What is refused
+def test_other_numbers_of_heads_and_entries_are_refused() -> None:
+    for rule in (of_head, of_entry):
+        pattern = masks.custom(create_block_mask(rule, 2, 4, 40, 40, device="cpu", BLOCK_SIZE=8))
+        with pytest.raises(ValueError, match="lists for 4 heads needs calls of as many; got 2"):
+            fd.attend(*torch.randn(3, 2, 2, 40, 8), pattern)
+    with pytest.raises(ValueError, match="one row, or one for each of 3 batch entries; got 2"):
+        fd.attend(*torch.randn(3, 3, 4, 40, 8), pattern)
 
 
 def made_of(numbers, indices, **options) -> BlockMask:
@@ -441,9 +390,3 @@ def test_functions_that_are_no_rule_are_refused_as_without_lists(rule: Callable)
     with pytest.raises((TypeError, ValueError)):
         masks.custom(made)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_masks_joined_by_torch_do_not_read_the_entry() -> None:
-    joined = and_masks(causal, window(9))
-    made = create_block_mask(joined, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
-    assert masks.custom(made).factors()[0] == masks.custom(joined)

@@ -1,18 +1,21 @@
 """Random blocks, block lists and neighbourhoods: the draw, laws, bounds of large tables, rows."""
 
 import json
-from dataclasses import astuple
+from bisect import bisect_left
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.orders._layout import Layout
-from flexdilated.masks.patterns import _block_list
+from flexdilated.masks.orders import Tiling
+from flexdilated.masks.patterns import _block_list, _grid, _random_blocks
+from flexdilated.masks.patterns._grid import Axis
+from flexdilated.masks.planning import plan
 from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
 from tests.masks.patterns.test_patterns import evaluated
 from tests.support import oracle
@@ -22,35 +25,20 @@ from tests.support.twins import Twin
 CPU = torch.device("cpu")
 
 
-# --- the draw ---
-
-
-def drawn(pattern: masks.Pattern, head: int, row: int, block: int, num_tokens: int) -> list[int]:
-    """The key blocks that one row of blocks sees."""
-    mod = pattern.mask_mod(num_heads=head + 1, device=torch.device("cpu"))
-    keys = torch.arange(0, num_tokens, block)
-    seen = mod(torch.tensor(0), torch.tensor(head), torch.tensor(row * block), keys)
-    return (keys[seen] // block).tolist()
-
-
 def test_the_draw_is_pinned():
     """These numbers never change: a checkpoint's pattern means the same everywhere, on every rank and version."""
+
+    def drawn(pattern: masks.Pattern, head: int, rows: int, block: int, num_tokens: int) -> list[list[int]]:
+        """The key blocks that each of the first rows of blocks sees."""
+        mod, keys = pattern.mask_mod(num_heads=head + 1, device=CPU), torch.arange(0, num_tokens, block)
+        seen = (mod(torch.tensor(0), torch.tensor(head), torch.tensor(row * block), keys) for row in range(rows))
+        return [(keys[each] // block).tolist() for each in seen]
+
     pattern = masks.random_blocks(1 << 20)
-    assert [drawn(pattern, 0, row, 64, 1 << 20) for row in range(3)] == [
-        [2123, 5088, 6755],
-        [6312, 12378, 13562],
-        [1510, 11982, 12161],
-    ]
-    assert [drawn(pattern, 1, row, 64, 1 << 20) for row in range(3)] == [
-        [801, 13374, 15720],
-        [3597, 7668, 13858],
-        [616, 983, 8983],
-    ]
+    assert drawn(pattern, 0, 3, 64, 1 << 20) == [[2123, 5088, 6755], [6312, 12378, 13562], [1510, 11982, 12161]]
+    assert drawn(pattern, 1, 3, 64, 1 << 20) == [[801, 13374, 15720], [3597, 7668, 13858], [616, 983, 8983]]
     pattern = masks.random_blocks(6, block=1, count=2, seed=7)
-    assert [drawn(pattern, 5, row, 1, 6) for row in range(6)] == [[3, 5], [3, 4], [4, 5], [2, 5], [4, 5], [2, 4]]
-
-
-# --- block lists ---
+    assert drawn(pattern, 5, 6, 1, 6) == [[3, 5], [3, 4], [4, 5], [2, 5], [4, 5], [2, 4]]
 
 
 def test_tensors_are_tables():
@@ -63,23 +51,20 @@ def test_tensors_are_tables():
     assert masks.block_list(numbers[0], block=4) == masks.block_list([range(0, 3, 2)], block=4)
 
 
-def test_a_table_a_head():
-    tables = [[[0, 3], [1]], [[2]], [[], [0], [1, 2]]]
-    bound = masks.block_list(tables, block=3).bind(num_heads=2, num_queries=11, num_keys=11, head_offset=1)
-    queries = torch.arange(11)
-    assert torch.equal(
-        evaluated(bound).long(), oracle.counts(oracle.block_list(tables, 3), range(1, 3), 3, queries, queries)
-    )
-    (last,) = masks.block_mask(masks.block_list(tables, block=3), 11, num_heads=3, block_size=3).to_dense()[0, 2:]
-    assert last.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
-
-
-def test_long_rows_are_searched():
-    """Rows of more blocks than are compared one by one, beside short and empty ones."""
-    rows = [range(0, 40, 3), range(1, 40, 2), [5], [], range(40)]
-    mask = evaluated(masks.block_list(rows, block=2).bind(num_heads=1, num_queries=10, num_keys=81))
-    expected = oracle.counts(oracle.block_list([rows], 2), range(1), 1, torch.arange(10), torch.arange(81))
-    assert torch.equal(mask.long(), expected)
+@pytest.mark.parametrize(
+    ("tables", "block", "num_heads", "offset", "keys"),
+    [
+        ([[[0, 3], [1]], [[2]], [[], [0], [1, 2]]], 3, 2, 1, 11),
+        # Rows of more blocks than are compared one by one, beside short and empty ones.
+        ([[range(0, 40, 3), range(1, 40, 2), [5], [], range(40)]], 2, 1, 0, 81),
+    ],
+)
+def test_tables_by_head_and_of_long_rows(tables, block, num_heads, offset, keys):
+    pattern = masks.block_list(tables, block=block)
+    bound = pattern.bind(num_heads=num_heads, num_queries=10, num_keys=keys, head_offset=offset)
+    heads = range(offset, offset + num_heads)
+    expected = oracle.counts(oracle.block_list(tables, block), heads, 3, torch.arange(10), torch.arange(keys))
+    assert torch.equal(evaluated(bound).long(), expected)
 
 
 def test_the_order_of_a_row_does_not_matter():
@@ -95,9 +80,6 @@ def test_the_text_is_canonical_json(twin):
     """Written without looking at the numbers one by one, as tables can be large."""
     for pattern in (twin.pattern, masks.block_list([twin.pattern.rows, ((),)], block=3)):
         assert pattern.text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
-
-
-# --- neighbourhoods ---
 
 
 @given(neighborhoods(), st.integers(1, 5))
@@ -138,51 +120,114 @@ def test_a_grid_too_large_for_one_number_of_32_bits():
     assert masks.neighborhood((1 << 15, 1 << 15), 3).packed(CPU) is None
 
 
-@given(neighborhoods())
-def test_windows_are_whole_and_axes_may_be_swapped(twin):
-    """The same picture with its axes in reverse order, tokens permuted along."""
-    pattern, grid = twin.pattern, twin.pattern.grid
-    sizes = {"num_heads": 1, "num_queries": prod(grid), "num_keys": prod(grid)}
-    mask = evaluated(pattern.bind(**sizes))[0]
-    window = prod(axis.size for axis in pattern.axes)
-    assert (mask.sum(1) <= window if pattern.causal else mask.sum(1) == window).all()
-    assert mask.diagonal().all()
-    grid_of, size, rate, stride, causal, wrap = zip(*(astuple(axis) for axis in reversed(pattern.axes)), strict=True)
-    other = masks.neighborhood(grid_of, kernel_size=size, rate=rate, stride=stride, causal=causal, wrap=wrap)
-    order = torch.arange(prod(grid)).view(grid).permute(*reversed(range(len(grid)))).flatten()
-    assert torch.equal(evaluated(other.bind(**sizes))[0], mask[order][:, order])
+def test_a_neighbourhood_is_written_in_one_way():
+    """Without what says nothing: tables and JSON written before there were kernel sizes are found again."""
+    plain, torus = masks.neighborhood((14, 14), 3), masks.neighborhood((14, 6), (3, 2), wrap=True)
+    assert repr(plain) == "neighborhood(grid=(14, 14), radius=(3, 3), rate=(1, 1))"
+    assert plain.text == '{"grid":[14,14],"kind":"neighborhood","radius":[3,3],"rate":[1,1]}'
+    assert torus.text == '{"grid":[14,6],"kind":"neighborhood","radius":[3,2],"rate":[1,1],"wrap":[true,true]}'
+    again = [
+        masks.from_json(plain.text),
+        masks.from_json('{"grid":[14,14],"kernel_size":[7,7],"kind":"neighborhood","rate":[1,1],"stride":[1,1]}'),
+        masks.neighborhood([14, 14], (3, 3), rate=[1, 1]),
+        masks.neighborhood((14, 14), kernel_size=7, stride=1, causal=False),
+        masks.neighborhood((14, 14), kernel_size=(7, 7), stride=(1, 1), causal=(False, False)),
+        masks.neighborhood((14, 14), 3, wrap=(False, False)),
+    ]
+    assert {(each, each.text) for each in again} == {(plain, plain.text)}
+    assert masks.from_json(torus.text) == masks.parse(repr(torus)) == torus
+    # A window that covers an axis is the whole axis, whether it wraps or not.
+    covering = masks.neighborhood((14, 6), kernel_size=(7, 6), wrap=(True, False))
+    assert masks.neighborhood((14, 6), 3, wrap=True) == covering
+    assert masks.neighborhood((15, 5), 9, wrap=True) == masks.neighborhood((15, 5), kernel_size=(15, 5))
 
 
-def test_a_grid_over_documents():
-    """A batch of images packed side by side: the grid begins anew with each, and ends with its last token."""
-    pattern = masks.neighborhood((4, 3), 1)
-    ids = torch.arange(3).repeat_interleave(12)
-    packed = evaluated(pattern.per_document(ids).bind(num_heads=1, num_queries=36, num_keys=36))[0]
-    alone = evaluated(pattern.bind(num_heads=1, num_queries=12, num_keys=12))[0]
-    assert torch.equal(packed, torch.block_diag(alone, alone, alone).bool())
+VIDEO = masks.neighborhood((6, 16, 16), kernel_size=(3, 8, 8), stride=(1, 8, 8), causal=(True, False, False))
 
 
-# --- counts ---
+def test_windows_of_whole_tiles_leave_nothing_in_vain():
+    """Strides for which tiles and windows coincide, as generalized neighborhood attention has them for its kernels."""
+    (term,) = plan(VIDEO.bind(num_heads=1, num_queries=1536, num_keys=1536)).terms
+    assert term.q == Tiling((6, 16, 16), (2, 8, 8))
+    assert masks.describe(VIDEO, 1536).waste == 1
+    single = masks.neighborhood(VIDEO.grid, kernel_size=(3, 8, 8), causal=(True, False, False))
+    assert masks.describe(single, 1536).waste > 2
+
+
+WIDE = Axis(1 << 20, 1 << 16, stride=5000)  # in groups of thousands
+
+
+@pytest.mark.parametrize(
+    ("axis", "q", "k"),
+    [
+        (WIDE, range(1), range(70_000)),
+        (WIDE, range(4_999, 10_001), range(10_000, 10_099)),
+        (WIDE, range(123_456, 163_456), range(130_000, 195_536)),
+        (WIDE, range(1_040_000, 1 << 20), range(990_000, 1_055_536)),
+        # All queries of one group: their window is known, whatever the steps.
+        (Axis(1000, 100, stride=50), range(500, 549, 7), range(400, 580, 3)),
+    ],
+)
+def test_groups_of_many_queries_are_counted_exactly(axis, q, k):
+    found = axis.count(torch.tensor([0]), progression([q]), progression([k]))
+    assert found.low.tolist() == found.high.tolist() == [pairs_along(axis, q, k)]
+
+
+def progression(ranges: list[range]) -> Progression:
+    first, count = ([each.start for each in ranges], [len(each) for each in ranges])
+    return Progression(torch.tensor(first), ranges[0].step, torch.tensor(count))
+
+
+def pairs_along(axis: Axis, q: range, k: range) -> int:
+    def seen(window: range) -> int:
+        if window.step > 1:
+            return sum(key in window for key in k)
+        return bisect_left(k, window.stop) - bisect_left(k, window.start)
+
+    return sum(seen(window) for query in q if query < axis.length for window in axis.seen(query, query))
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> Axis:
+    rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    stride = draw(st.integers(1, size))
+    if draw(st.booleans()):  # an axis that wraps and is longer than a window
+        return Axis(rate * stride * (size // stride + draw(st.integers(1, 9))), size, rate, stride, wraps=True)
+    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
+
+
+@settings(max_examples=50)
+@given(axes(), st.data(), st.sampled_from([64, 1]))
+def test_counts_along_an_axis(axis: Axis, data: st.DataObject, most: int):
+    """Exact for equal steps of queries and keys if there are few residue classes, else bounds."""
+    steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
+    # Near one another and of few places, as single pairs tell the most, or anywhere.
+    reach, longest = data.draw(st.sampled_from([(axis.size * axis.rate, 2), (axis.length, 30)]))
+    numbers = st.tuples(*(st.integers(*ends) for ends in ((0, axis.length + 5), (-reach, reach), (0, longest))))
+    drawn = data.draw(st.lists(st.tuples(numbers, st.integers(0, longest)), min_size=20, max_size=20))
+    q_step, k_step = steps[0], data.draw(st.sampled_from(steps))
+    q = [range(first, first + q_step * count, q_step) for (first, _, count), _ in drawn]
+    starts = [max(0, first + ahead) for (first, ahead, _), _ in drawn]
+    k = [range(start, start + k_step * count, k_step) for start, (_, count) in zip(starts, drawn, strict=True)]
+    truth = torch.tensor([pairs_along(axis, *each) for each in zip(q, k, strict=True)])
+    with mock.patch.object(_grid, "_MOST_CLASSES", most):
+        found = axis.count(torch.zeros(20, dtype=torch.int64), progression(q), progression(k))
+    assert_sound(found, truth, torch.tensor([len(a) * len(b) for a, b in zip(q, k, strict=True)]))
+    if q[0].step == k[0].step and most > 1:
+        assert torch.equal(found.low, found.high)
 
 
 @given(st.one_of(random_blocks(), block_lists()), st.data())
 def test_the_coarse_picture_is_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
-    _block_table_of(twin)  # a table of its own: the picture is kept with it
     with pytest.MonkeyPatch.context() as patch:
+        for table in (_block_list._table, _random_blocks._table):
+            patch.setattr(table.__module__ + "._table", table.__wrapped__)  # the picture is kept with a table
         patch.setattr(_block_list, "_PICTURE_CELLS", 10)
         patch.setattr(_block_list, "_EXACT_ROWS", 0)
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
-    _block_table_of(twin)
     assert_sound(found, truth, box.area)
-
-
-def _block_table_of(twin: Twin) -> None:
-    from flexdilated.masks.patterns import _block_list, _random_blocks
-
-    _block_list._table.cache_clear()
-    _random_blocks._table.cache_clear()
 
 
 def test_the_picture_prunes():
@@ -193,16 +238,3 @@ def test_the_picture_prunes():
     diagonal = masks.block_list([[row] for row in range(200)], block=2)
     far = Box(box.head, box.q, Progression(torch.tensor([360]), 1, torch.tensor([40])))
     assert diagonal.count(far, num_heads=1).high.tolist() == [0]
-
-
-@pytest.mark.parametrize("rate", [1, 2, 3])
-def test_neighbourhoods_leave_no_doubt_in_residue_order(rate):
-    """Blocks of a dilated neighbourhood in its layout are known without looking at a pair."""
-    pattern = masks.neighborhood((12, 12), 1, rate=rate)
-    assert masks.layout(pattern, 144) == Layout(144, rate)
-    for layout in (Layout(144), Layout(144, rate)):
-        mask = masks.block_mask(pattern, 144, num_heads=1, block_size=8, layout=layout)
-        positions = layout.positions()
-        dense = oracle.neighborhood([(12, 3, rate, 1, False, False)] * 2)(0, 1, positions, positions)
-        listed = dense.view(18, 8, 18, 8).sum((1, 3)) > 0
-        assert torch.equal(mask.to_dense()[0, 0].bool(), listed)

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -78,26 +79,8 @@ def test_what_can_be_made_can_be_stored_copied_printed_and_attended_to(pattern) 
 @given(towers(), towers())
 def test_the_union_of_two_branches_of_a_sum_can_be_made(one, other) -> None:
     """Drawing shared factors out adds levels, which a sum at the limit has no room for."""
-    try:
-        both = (one + other) & masks.strided(7)
-    except ValueError:
-        return
-    assert both.union.depth <= MOST
-
-
-def alternating(levels: int) -> Any:
-    pattern: Any = C
-    for index in range(levels):
-        pattern = pattern & masks.strided(index + 2) if index % 2 else pattern | masks.strided(index + 2)
-    return pattern
-
-
-def test_a_sum_at_the_limit_is_attended_to() -> None:
-    deep = alternating(MOST - 2)
-    pattern = (deep & masks.strided(2)) + (alternating(3) & masks.local_window(left=4, right=4) & masks.strided(2))
-    assert pattern.depth == MOST - 1
-    assert pattern.union.depth <= MOST
-    assert masks.describe(pattern, 9).useful_pairs > 0
+    with suppress(ValueError):
+        assert ((one + other) & masks.strided(7)).union.depth <= MOST
 
 
 @pytest.mark.parametrize("wrap", [name for name in WRAPPERS if name not in ("complement", "union", "intersection")])

@@ -1,6 +1,8 @@
 """Recipes: each against the rule of its source, written densely; and the whole way to outputs."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ from flexdilated import masks
 from flexdilated.masks import recipes
 from tests.support import oracle
 
-# N tokens, n blocks
+# N tokens
 
-lengths = st.integers(1, 40)
 small = st.integers(1, 6)
+
+# What is drawn, and the number of tokens, to a recipe and its rule for (head, query, key).
+Rule = Callable[[int, int, int], Any]
+Recipe = Callable[[Callable[..., Any], int], tuple[masks.Pattern, Rule]]
 
 
 def allowed(pattern: masks.Pattern, N: int, head: int = 0, every: int = 1) -> Tensor:
@@ -27,126 +32,115 @@ def allowed(pattern: masks.Pattern, N: int, head: int = 0, every: int = 1) -> Te
     return mod(torch.tensor(0), torch.tensor(head), t[:, None], t[None, :]).expand(len(t), len(t))
 
 
-def dense(N: int, rule) -> Tensor:
-    return torch.tensor([[bool(rule(i, j)) for j in range(N)] for i in range(N)])
+def of_blocks(block: int, sees: Callable[[int], Any]) -> Rule:
+    return lambda h, i, j: j // block in sees(i // block)
 
 
-@given(lengths, st.integers(0, 5), small, small)
-def test_longformer(N, radius, num_global, rate):
-    def rule(i, j):
-        window = [i + step * rate for step in range(-radius, radius + 1)]
-        return j in window or i < num_global or j < num_global
-
-    assert torch.equal(allowed(recipes.longformer(radius, num_global, rate=rate), N), dense(N, rule))
+def near(row: int, radius: int) -> range:
+    return range(row - radius, row + radius + 1)
 
 
-@given(lengths, small, st.integers(0, 2), small, st.data())
-def test_bigbird(N, block, radius, num_global, data):
-    num_random, seed = data.draw(st.integers(1, -(-N // block))), data.draw(st.integers(0, 99))
-    pattern = recipes.bigbird(N, block=block, radius=radius, num_global=num_global, num_random=num_random, seed=seed)
-    for head in range(2):
-        drawn = oracle.random_blocks(N, block, num_random, seed)(head, 2, torch.arange(N), torch.arange(N)).bool()
-
-        def rule(i, j, drawn=drawn):
-            row, column = i // block, j // block
-            return abs(row - column) <= radius or min(row, column) < num_global or drawn[i, j]
-
-        assert torch.equal(allowed(pattern, N, head), dense(N, rule))
+def longformer(draw, N):
+    radius, num_global, rate = draw(st.integers(0, 5)), draw(small), draw(small)
+    steps = [step * rate for step in range(-radius, radius + 1)]
+    rule = lambda h, i, j: j - i in steps or i < num_global or j < num_global  # noqa: E731
+    return recipes.longformer(radius, num_global, rate=rate), rule
 
 
-@given(lengths, small)
-def test_sparse_transformer_strided(N, stride):
-    def rule(i, j):
-        recent = range(max(0, i - stride), i + 1)
-        every = [key for key in range(i + 1) if (i - key) % stride == 0]
-        return j in recent or j in every
+def bigbird(draw, N):
+    block, radius, num_global, seed = draw(small), draw(st.integers(0, 2)), draw(small), draw(st.integers(0, 99))
+    count = draw(st.integers(1, -(-N // block)))
+    tokens = torch.arange(N)
+    drawn = [oracle.random_blocks(N, block, count, seed)(head, 2, tokens, tokens).bool() for head in range(2)]
 
-    assert torch.equal(allowed(recipes.sparse_transformer_strided(stride), N), dense(N, rule))
+    def rule(h, i, j):
+        row, column = i // block, j // block
+        return column in near(row, radius) or min(row, column) < num_global or drawn[h][i, j]
 
-
-@given(lengths, small, st.data())
-def test_sparse_transformer_fixed(N, stride, data):
-    summary = data.draw(st.integers(1, stride))
-
-    def rule(i, j):
-        own = j // stride == i // stride
-        summarised = j % stride in range(stride - summary, stride)
-        return j <= i and (own or summarised)
-
-    assert torch.equal(allowed(recipes.sparse_transformer_fixed(stride, summary=summary), N), dense(N, rule))
+    return recipes.bigbird(N, block=block, radius=radius, num_global=num_global, num_random=count, seed=seed), rule
 
 
-@given(lengths, small, small)
-def test_streaming_llm(N, recent, num_sinks):
+def sparse_transformer_strided(draw, N):
+    stride = draw(small)
+    rule = lambda h, i, j: j <= i and (i - j <= stride or (i - j) % stride == 0)  # noqa: E731
+    return recipes.sparse_transformer_strided(stride), rule
+
+
+def sparse_transformer_fixed(draw, N):
+    stride = draw(small)
+    summary = draw(st.integers(1, stride))
+    rule = lambda h, i, j: j <= i and (j // stride == i // stride or j % stride >= stride - summary)  # noqa: E731
+    return recipes.sparse_transformer_fixed(stride, summary=summary), rule
+
+
+def streaming_llm(draw, N):
     """The cache as the paper keeps it: when it is full, the oldest key that is no sink goes."""
+    recent, num_sinks = draw(small), draw(small)
     cache, rows = [], []
     for token in range(N):
         cache.append(token)
         if len(cache) > num_sinks + recent:
             del cache[num_sinks]
-        rows.append([key in cache for key in range(N)])
-    assert torch.equal(allowed(recipes.streaming_llm(recent, num_sinks=num_sinks), N), torch.tensor(rows))
+        rows.append(list(cache))
+    return recipes.streaming_llm(recent, num_sinks=num_sinks), lambda h, i, j: j in rows[i]
 
 
-def of_blocks(N: int, block: int, pairs: set[tuple[int, int]]) -> Tensor:
-    return dense(N, lambda i, j: (i // block, j // block) in pairs)
-
-
-def near(row: int, radius: int, n: int) -> range:
-    return range(max(0, row - radius), min(n, row + radius + 1))
-
-
-@given(lengths, small, st.integers(0, 40))
-def test_darcstar_local_window(N, block, size):
+def darcstar_local_window(draw, N):
     """A window of `size // block` blocks, half of them, rounded down, on each side."""
-    n = -(-N // block)
-    pairs = {(row, column) for row in range(n) for column in near(row, size // block // 2, n)}
+    block, size = draw(small), draw(st.integers(0, 40))
     pattern = recipes.darcstar_local_window(local_window_size=size, block_size=block)
-    assert torch.equal(allowed(pattern, N), of_blocks(N, block, pairs))
+    return pattern, of_blocks(block, lambda row: near(row, size // block // 2))
 
 
-@given(lengths, small, st.lists(small, min_size=1, max_size=5))
-def test_darcstar_dilated_sparse(N, block, rates):
+def darcstar_dilated_sparse(draw, N):
     """A block itself, and those at the first three distances, to both sides."""
+    block, rates = draw(small), draw(st.lists(small, min_size=1, max_size=5))
     steps = {0, *rates[:3], *(-rate for rate in rates[:3])}
-    pairs = {(row, row + step) for row in range(N) for step in steps}
     pattern = recipes.darcstar_dilated_sparse(rates, block_size=block)
-    assert torch.equal(allowed(pattern, N), of_blocks(N, block, pairs))
+    return pattern, of_blocks(block, lambda row: {row + step for step in steps})
 
 
-@given(lengths, small, st.integers(0, 40), st.integers(0, 30))
-def test_darcstar_global_local(N, block, size, tokens):
+def darcstar_global_local(draw, N):
     """Whole global blocks that all see, and the window; no rows of global queries."""
-    n = -(-N // block)
-    pairs = {(row, column) for row in range(n) for column in near(row, size // block // 2, n)}
-    pairs |= {(row, column) for row in range(n) for column in range(tokens // block)}
+    block, size, tokens = draw(small), draw(st.integers(0, 40)), draw(st.integers(0, 30))
     pattern = recipes.darcstar_global_local(global_tokens=tokens, local_window_size=size, block_size=block)
-    assert torch.equal(allowed(pattern, N), of_blocks(N, block, pairs))
+    return pattern, of_blocks(block, lambda row: {*near(row, size // block // 2), *range(tokens // block)})
 
 
-@given(
-    lengths,
-    small,
-    st.lists(st.tuples(st.integers(1, 30), st.one_of(st.just(-1), st.integers(0, 40))), min_size=1, max_size=4),
-)
-def test_darcstar_hierarchical(N, block, levels):
+def darcstar_hierarchical(draw, N):
     """On each level, every so many blocks see so far."""
-    n, pairs = -(-N // block), set()
-    for stride, size in levels:
-        for row in range(0, n, max(1, stride // block)):
-            seen = range(n) if size == -1 else near(row, max(1, size // block) // 2, n)
-            pairs |= {(row, column) for column in seen}
-    pattern = recipes.darcstar_hierarchical(levels, block_size=block)
-    assert torch.equal(allowed(pattern, N), of_blocks(N, block, pairs))
+    block = draw(small)
+    level = st.tuples(st.integers(1, 30), st.just(-1) | st.integers(0, 40))
+    levels = draw(st.lists(level, min_size=1, max_size=4))
+
+    def sees(row: int) -> set[int]:
+        own = [size for stride, size in levels if row % max(1, stride // block) == 0]
+        seen = (range(N) if size == -1 else near(row, max(1, size // block) // 2) for size in own)
+        return set().union(*seen)
+
+    return recipes.darcstar_hierarchical(levels, block_size=block), of_blocks(block, sees)
+
+
+RECIPES: list[Recipe] = [
+    *(longformer, bigbird, sparse_transformer_strided, sparse_transformer_fixed, streaming_llm),
+    *(darcstar_local_window, darcstar_dilated_sparse, darcstar_global_local, darcstar_hierarchical),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@given(data=st.data(), N=st.integers(1, 40))
+def test_a_recipe_is_the_rule_of_its_source(recipe: Recipe, data: st.DataObject, N: int):
+    pattern, rule = recipe(data.draw, N)
+    for head in range(2):
+        expected = torch.tensor([[bool(rule(head, i, j)) for j in range(N)] for i in range(N)])
+        assert torch.equal(allowed(pattern, N, head), expected)
 
 
 def test_darcstar_defaults_are_the_forks():
     """`SparsePatternConfig` and the standard `HierarchicalConfig` of its blocks of 64, at 4096 tokens."""
-    n = 4096 // 128
-    window = {(row, column) for row in range(n) for column in near(row, 2, n)}
-    expected = of_blocks(32, 1, window)
+    row = torch.arange(4096 // 128)
     for pattern in (recipes.darcstar_local_window(), recipes.darcstar_global_local()):
-        assert torch.equal(allowed(pattern, 4096, every=128), expected)
+        assert torch.equal(allowed(pattern, 4096, every=128), (row[:, None] - row).abs() <= 2)
     seen = allowed(recipes.darcstar_hierarchical(), 4096, every=64).sum(1).tolist()
     assert seen[:6] == [64, 4, 5, 5, 13, 5]  # block 0 sees all, block 4 up to 8 to each side, others 2
     assert seen[16] == 64
@@ -177,5 +171,5 @@ def test_recipes_are_read_and_attend(text):
 
 
 def test_each_recipe_is_tried():
-    assert {text.partition("(")[0] for text in CALLS} == set(recipes.__all__)
+    assert {text.partition("(")[0] for text in CALLS} == {recipe.__name__ for recipe in RECIPES} == set(recipes.__all__)
     assert all(inspect.getdoc(getattr(recipes, name)) for name in recipes.__all__)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +16,6 @@ META = torch.device("meta")
 
 
 def look_up(cache: Cache, key: str, nbytes: int, device: torch.device | None = None) -> bool:
-    """Whether the cache had it."""
     built = []
     assert cache.get(key, lambda: built.append(1) or key, lambda value: nbytes, device=device) == key
     return not built
@@ -29,8 +27,6 @@ def held(cache: Cache) -> list[str]:
 
 @dataclass
 class Held:
-    """What the plain model below knows of an entry."""
-
     nbytes: int
     is_master: bool
     last_use: int
@@ -44,7 +40,6 @@ class Model:
         self.held: dict[int, Held] = {}
 
     def evict(self, spare: int | None = None) -> int:
-        """The number of entries that go."""
         gone = 0
         for key in sorted(self.held, key=lambda key: (self.held[key].is_master, self.held[key].last_use)):
             if sum(each.nbytes for each in self.held.values()) <= self.max_bytes and len(self.held) <= self.max_entries:
@@ -85,24 +80,6 @@ def test_eviction_follows_its_rule(steps):
         stats = cache.stats()
         assert (stats.bytes, stats.entries) == (sum(each.nbytes for each in model.held.values()), len(model.held))
         assert stats.evictions == evictions
-
-
-def test_sixty_four_threads_build_once():
-    cache, together, built = Cache(100), threading.Barrier(64), []
-
-    def build() -> object:
-        time.sleep(0.05)
-        built.append(1)
-        return object()
-
-    def ask() -> object:
-        together.wait(250)
-        return cache.get("key", build, lambda value: 10)
-
-    values = side_by_side([ask] * 64, seconds=60)
-    assert len(built) == 1
-    assert len({id(value) for value in values}) == 1
-    assert (cache.stats().hits, cache.stats().misses) == (63, 1)
 
 
 def test_threads_may_do_everything_at_once():

@@ -3,9 +3,6 @@
 The second device is `meta`, which holds shapes and no values: what goes where can be seen without an accelerator.
 """
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -18,6 +15,7 @@ from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._term import Term
+from tests.masks.plan_cache.test_cache import under_way
 from tests.support.compilers import without_inductor
 
 pytestmark = pytest.mark.usefixtures("without_masks")
@@ -28,14 +26,12 @@ LONGNET = masks.longnet([16, 48], [1, 3]) & masks.causal()
 
 @pytest.fixture
 def cache(monkeypatch) -> Cache:
-    """The process-wide cache, for this test a new one."""
     monkeypatch.setattr(_cache, "_cache", Cache(1 << 30))
     return masks.cache()
 
 
 @pytest.fixture
 def built(monkeypatch) -> list[Term]:
-    """The terms whose block lists were built."""
     terms: list[Term] = []
     build = Term.blocks
 
@@ -47,14 +43,14 @@ def built(monkeypatch) -> list[Term]:
     return terms
 
 
-def mask(device: str = "cpu", pattern=WINDOW, num_tokens: int = 500):
+def mask(device: str | torch.device = "cpu", pattern=WINDOW, num_tokens: int = 500):
     return masks.block_mask(pattern, num_tokens, num_heads=2, device=device, block_size=64)
 
 
 def test_one_master_and_a_copy_on_each_device(cache, built):
     here, there = mask("cpu"), mask("meta")
     assert here is mask("cpu")
-    assert there is mask("meta")
+    assert there is mask("meta") is mask(torch.device("meta"))  # with and without its number
     assert (here.kv_indices.device.type, there.kv_indices.device.type) == ("cpu", "meta")
     assert torch.equal(here.kv_num_blocks.cpu(), mask("cpu").kv_num_blocks)
     assert there.kv_num_blocks.shape == here.kv_num_blocks.shape
@@ -79,12 +75,6 @@ def test_a_copy_that_went_is_made_again_of_its_master(cache, built):
     assert len(built) == 2
 
 
-def test_a_device_with_and_without_its_number_is_one(cache):
-    assert masks.block_mask(WINDOW, 500, num_heads=2, device=torch.device("meta")) is masks.block_mask(
-        WINDOW, 500, num_heads=2, device="meta"
-    )
-
-
 def test_a_pattern_is_forgotten_in_every_size_and_on_every_device(cache):
     q = torch.randn(1, 2, 100, 8)
     for pattern in (WINDOW, LONGNET):
@@ -105,32 +95,13 @@ def test_a_pattern_is_forgotten_in_every_size_and_on_every_device(cache):
     assert cache.stats().misses > misses
 
 
-def test_combinations_with_a_forgotten_part_go_too(cache):
-    learned = masks.dilated(64, 2)
-    mask(pattern=learned & masks.causal())
-    mask(pattern=masks.per_head([WINDOW, learned]))
-    mask(pattern=WINDOW)
-    with_part = masks.longnet([16, 48], [1, 3])
-    mask(pattern=with_part & masks.causal())
-    assert cache.forget(learned) == 4
-    assert cache.forget(with_part) == 2
-    assert cache.stats().entries == 2
-
-
 def test_a_value_still_being_built_for_a_forgotten_pattern_is_not_kept():
-    cache, building, gate = Cache(100), threading.Event(), threading.Event()
-
-    def build_stale() -> str:
-        building.set()
-        gate.wait(250)
-        return "stale"
+    cache = Cache(100)
 
     def ask(build) -> str:
         return cache.get("key", build, len, pattern=WINDOW.text)
 
-    with ThreadPoolExecutor(1) as pool:
-        stale = pool.submit(ask, build_stale)
-        building.wait(250)
+    with under_way(cache, "stale", pattern=WINDOW.text) as (_, stale, gate):
         assert cache.forget(WINDOW) == 0
         assert ask(lambda: "fresh") == "fresh"  # does not wait for the stale one
         gate.set()
@@ -146,17 +117,6 @@ def test_what_a_build_asks_for_is_forgotten_with_it():
     cache.get("another", str, len, pattern=part)
     assert cache.forget(WINDOW) == 2
     assert cache.forget(LONGNET) == 1
-
-
-def test_who_asks_first_leaves_no_trace(cache):
-    """Values made in inference mode, or under another default device, serve training on the CPU."""
-    with torch.inference_mode():
-        first = mask()
-    assert not first.kv_indices.is_inference()
-    cache.clear()
-    with torch.device("meta"):
-        second = mask()
-    assert torch.equal(second.to_dense(), first.to_dense())
 
 
 def test_the_tables_of_a_flex_program_are_counted_with_it(cache):

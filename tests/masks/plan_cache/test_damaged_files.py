@@ -23,6 +23,15 @@ from flexdilated.tuning import MeasuredMachine
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
 MACHINE = MeasuredMachine(CPU, "cpu", "2026-01-01", {"launch": 1.0}).to_data()
 GOOD = [PATTERN.text, json.dumps(MACHINE)]
+
+
+def saved(*, zipped: bool) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(torch.arange(9), buffer, _use_new_zipfile_serialization=zipped)
+    return buffer.getvalue()
+
+
+TENSORS = [saved(zipped=zipped) for zipped in (True, False)]
 DEEP = 50_000
 ODD = [
     b"[" * DEEP, b"[" * 980 + b"]" * 980, b'{"kind":' * DEEP, b'{"kind":"not","part":' * 900 + b"0" + b"}" * 900,
@@ -38,9 +47,11 @@ VALUES = [
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Odd bytes, or a good text cut, with a value or a byte in place of another, or with a name that comes twice."""
+    """Odd bytes, or a good text or tensor: cut, with a value or byte in place of another, or with a name twice."""
     if not draw(st.integers(0, 2)):
         return draw(st.sampled_from(ODD) | st.binary(max_size=40))
+    if not draw(st.integers(0, 2)):
+        return draw(cut(bytearray(draw(st.sampled_from(TENSORS)))))
     good = draw(st.sampled_from(GOOD))
     if draw(st.booleans()):  # a value
         places = list(re.finditer(r'(?<=[:\[,])\s*("[^"]*"|-?[\d.e+-]+|null|true|false)', good))
@@ -48,15 +59,17 @@ def damaged(draw: st.DrawFn) -> bytes:
         good = good[: place.start()] + draw(st.sampled_from(VALUES)) + good[place.end() :]
     if not draw(st.integers(0, 3)):  # a name that comes twice
         good = re.sub(r"\{(\"\w+\":[^,{\[]*),", r"{\1,\1,", good, count=1)
-    text = bytearray(good.encode())
+    return draw(cut(bytearray(good.encode())))
+
+
+@st.composite
+def cut(draw: st.DrawFn, text: bytearray) -> bytes:
     for _ in range(draw(st.integers(0, 2))):
         text[draw(st.integers(0, len(text) - 1))] = draw(st.integers(0, 255))
     return bytes(text[: draw(st.just(len(text)) | st.integers(0, len(text)))])
 
 
 READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
-    "from_json": (lambda path: masks.from_json(path.read_bytes().decode("latin-1")), ValueError),
-    "parse": (lambda path: masks.parse(path.read_bytes().decode("latin-1")), ValueError),
     "set_machine": (masks.set_machine, ValueError),
     "pattern of a command": (lambda path: read_pattern(str(path.with_suffix(".json"))), UsageError),
     "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
@@ -76,9 +89,8 @@ def place(tmp_path: Path):
 
 @pytest.mark.parametrize("reader", READERS)
 @given(damaged())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_read_or_refused(reader: str, place: Path, content: bytes) -> None:
-    """Nothing but the reader's own error comes out of it."""
     read, refusal = READERS[reader]
     place.write_bytes(content)
     with suppress(refusal):
@@ -94,7 +106,7 @@ def test_odd_bytes_are_refused(reader: str, place: Path) -> None:
             read(place)
 
 
-WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "set_machine": GOOD[1]}
+WRITTEN = {"pattern of a command": GOOD[0], "set_machine": GOOD[1]}
 
 
 @pytest.mark.parametrize("reader", WRITTEN)
@@ -110,17 +122,3 @@ def test_a_name_that_comes_twice_is_refused(reader: str, place: Path, data: st.D
     place.write_text(f"{good[: entry.end()]},{entry[0]}{good[entry.end() :]}", encoding="utf-8")
     with pytest.raises(refusal, match="duplicate key"):
         read(place)
-
-
-@pytest.mark.parametrize("change", [1, 5, 50, 95])
-def test_damaged_tensors_are_refused(change: int, place: Path) -> None:
-    """A byte in place of another, and the end lost, all over a file that torch wrote."""
-    for zipped in (True, False):
-        buffer = io.BytesIO()
-        torch.save(torch.arange(9), buffer, _use_new_zipfile_serialization=zipped)
-        good = buffer.getvalue()
-        for index in range(change, len(good), max(1, len(good) // 25)):
-            for bad in (good[:index], good[:index] + bytes([good[index] ^ change]) + good[index + 1 :]):
-                place.write_bytes(bad)
-                with suppress(UsageError):
-                    read_bindings(PATTERN, [f"ids={place.with_suffix('.pt')}"])

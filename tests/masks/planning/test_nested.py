@@ -42,7 +42,6 @@ def nested(draw: st.DrawFn) -> Case:
 
 @pytest.fixture(autouse=True, scope="module")
 def short_strips():
-    """Few rows in a strip, that small problems have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_nested, "_STRIP_ROWS", 4)
         masks.cache().clear()
@@ -96,6 +95,9 @@ def test_attention_is_the_oracle(data):
         assert_plan_agrees(chosen, Layout(case.num_queries), data.draw(tensors(case, one_width=True)), case.counts(), 8)
 
 
+WINDOW = masks.local_window(left=3, right=3)
+
+
 @pytest.mark.parametrize(
     ("pattern", "sizes"),
     [
@@ -104,19 +106,16 @@ def test_attention_is_the_oracle(data):
         (masks.longnet([12, 24], [2, 3]), {}),  # 2 does not divide 3
         (masks.longnet([8, 40], [1, 2]), {}),  # five times as long: too many terms
         (masks.longnet([8, 16], [2, 4], offsets="contiguous"), {}),  # head 2 is active at 0, then at 1
-        (masks.longnet([8, 16], [1, 2]) & masks.local_window(left=3, right=3), {}),
-        (masks.longnet([8], [1]) + masks.local_window(left=3, right=3), {}),
+        (masks.longnet([8, 16], [1, 2]) & WINDOW, {}),
+        (masks.longnet([8], [1]) + WINDOW, {}),
         (masks.longnet([8], [1]), {}),
         (masks.longnet([8, 16], [1, 2]), {"q_offset": 8}),
         (masks.longnet([8, 16], [1, 2]), {"num_keys": 32}),
     ],
 )
-def test_what_does_not_nest(pattern, sizes):
+def test_what_does_not_nest_or_an_engine_cannot_run_is_not_offered(pattern, sizes):
     bound = pattern.bind(**{"num_heads": 8, "num_queries": 48, "num_keys": 48, **sizes})
     assert not plan(bound).together
-
-
-def test_what_an_engine_cannot_run_is_not_offered():
     bound = masks.longnet([8, 16], [1, 2]).bind(num_heads=2, num_queries=48, num_keys=48)
     assert plan(bound, allowed=ANYTHING).together
     assert not plan(bound, allowed=Allowed(key_weights=False)).together
@@ -133,10 +132,9 @@ def test_shared_pairs_are_computed_once():
     assert "branch by branch" in str(told.to_data())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reduced_precision(dtype):
+def test_reduced_precision():
     """Weights are exact where q, k and v are not: the error is that of one rounding of the output."""
-    pattern, N = masks.longnet([512, 1024], [1, 2]), 1280
+    pattern, N, dtype = masks.longnet([512, 1024], [1, 2]), 1280, torch.bfloat16
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, N, 16, dtype=dtype) for _ in range(3))
     assert plan(pattern.bind(num_heads=2, num_queries=N, num_keys=N)).options[0][0].layout == "nested"

@@ -111,10 +111,7 @@ def test_one_term_a_branch_at_any_length(num_tokens):
 
 def test_segments_that_would_not_gain_stay_in_order():
     """64 active tokens in blocks of 128 are as much work as 128; other rules within are another matter."""
-    for pattern in (
-        masks.dilated(128, 2),
-        masks.dilated(512, 1),
-        masks.dilated(4096, 4) & masks.local_window(left=64, right=0),
-    ):
+    within = masks.dilated(4096, 4) & masks.local_window(left=64, right=0)
+    for pattern in (masks.dilated(128, 2), masks.dilated(512, 1), within):
         assert padded_terms(pattern, 1, bound_of(pattern, 4096)) is None
     assert padded_terms(masks.dilated(128, 2), 1, bound_of(masks.dilated(128, 2), 4096), side=64) is not None

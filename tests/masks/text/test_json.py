@@ -4,8 +4,6 @@ import copy
 import io
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -56,13 +54,6 @@ def test_torch_loads_patterns_with_their_tensors_also_once_they_were_used(packed
         assert torch.equal(multiplicity(other, torch.device("cpu")), expected)
 
 
-def test_torch_loads_patterns_in_a_new_process(tmp_path):
-    torch.save([masks.causal(), masks.documents([0, 0, 1])], tmp_path / "patterns.pt")
-    code = f"import flexdilated, torch; print(torch.load({str(tmp_path / 'patterns.pt')!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[causal(), documents('documents')]\n"
-
-
 def near(b, h, q, k):
     return (q - k).abs() < 3
 
@@ -94,11 +85,6 @@ class Forged:
         return masks.causal().__reduce__()[0], self.args
 
 
-def test_reads_any_spacing_and_order():
-    text = json.dumps(json.loads(masks.to_json(masks.dilated(8, 2, 1))), indent=4, sort_keys=False)
-    assert masks.from_json(text) == masks.dilated(8, 2, 1)
-
-
 def nested(depth: int) -> str:
     return '{"kind":"not","part":' * depth + '{"kind":"causal"}' + "}" * depth
 
@@ -108,39 +94,33 @@ def nested(depth: int) -> str:
     [
         ("", "must be JSON"),
         ("[]", "an object whose kind is one of after, and, block_list"),
-        ('"causal"', "an object whose kind"),
         ("{}", "an object whose kind"),
         ('{"kind":["causal"]}', "an object whose kind"),
         ('{"kind":"causal","left":3}', r"fields \[\]; got \['kind', 'left'\]"),
         ('{"kind":"dilated","segment":4,"rate":2,"offset":2}', "below the rate"),
-        ('{"kind":"dilated","segment":4,"rate":2,"offset":"odd"}', "'interleaved', 'contiguous'"),
         ('{"kind":"dilated","segment":4,"rate":2,"offset":null}', "offset"),
         ('{"kind":"and","parts":{}}', "list of patterns"),
         ('{"kind":"and","parts":[]}', "at least 2"),
-        ('{"kind":"mixture","parts":[]}', "at least 2"),
         ('{"kind":"or","parts":[{"kind":"mixture","parts":[{"kind":"causal"}]}]}', "needs at least 2 patterns"),
         ('{"kind":"not","part":{"kind":"mixture","parts":[{"kind":"causal"}]}}', "needs at least 2 patterns"),
         ('{"kind":"block_list","rows":[[1],[],[2,1]],"block":2}', "in ascending order"),
-        ('{"kind":"block_list","rows":[[[1]],[[2,1]]],"block":2}', "in ascending order"),
         ('{"kind":"dilated_window","left":1,"right":1,"rate":1}', "rate must be at least 2; got rate=1"),
         ('{"kind":"global_tokens","tokens":1,"rows":1,"columns":true}', "rows must be True or False; got rows=1"),
-        ('{"kind":"global_tokens","tokens":1,"rows":false,"columns":false}', "rows=False and columns=False"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"sizes":[7]}', "must have the fields"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"kernel_size":[7]}', "one of radius and kernel"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"causal":[1]}', r"causal\[0\] must be True or"),
-        ('{"kind":"neighborhood","grid":[14],"rate":[1]}', "one of radius and kernel_size"),
-        ('{"kind":"neighborhood","grid":[14],"radius":[3]}', "must have the fields"),
         (nested(33), "at most 32 levels"),
         (nested(5000), "pattern must"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_bad_text(text, says):
     with pytest.raises(ValueError, match=says):
         masks.from_json(text)
 
 
-@pytest.mark.parametrize("text", [None, 3, masks.causal()], ids=str)
-def test_only_text_is_read(text):
-    with pytest.raises(TypeError):
-        masks.from_json(text)
+def test_only_text_is_read_in_any_spacing_and_order():
+    text = json.dumps(json.loads(masks.to_json(masks.dilated(8, 2, 1))), indent=4, sort_keys=False)
+    assert masks.from_json(text) == masks.dilated(8, 2, 1)
+    for other in (None, 3, masks.causal()):
+        with pytest.raises(TypeError):
+            masks.from_json(other)

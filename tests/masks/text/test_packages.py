@@ -61,55 +61,49 @@ def packages(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(packages: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(packages), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
-
-
 FOUND = """
-import json, sys
+import contextlib, io, json, os, sys
 import torch
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.cli import main
 
 mine = ("comb_patterns", "broken_patterns", "taken_patterns")
+
+
+def refused(read, text):
+    try:
+        read(text)
+    except ValueError as error:
+        return str(error)
+
+
+def say(texts):
+    said = {"before": [name for name in mine if name in sys.modules]}
+    read = [masks.from_json(text) if text.startswith("{") else masks.parse(text) for text in texts]
+    said["after"] = [name for name in mine if name in sys.modules]
+    said["equal"] = len({*read, masks.from_json(masks.to_json(read[0])), masks.parse(repr(read[0]))})
+    said["printed"], said["pairs"] = repr(read[0]), masks.describe(read[0], 8).useful_pairs
+    q, k, v = torch.randn(3, 1, 2, 50, 8)
+    exact = fd.attend(q, k, v, read[0], engine="reference")
+    said["near"] = torch.allclose(fd.attend(q, k, v, read[0]), exact, rtol=1e-4, atol=1e-5)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        main(["show", "comb(4)", "-n", "64"])
+    said["shown"] = "comb(4)" in shown.getvalue()
+    said["parse"], said["json"] = refused(masks.parse, "camb(4)"), refused(masks.from_json, '{"kind":"camb"}')
+    said["kept"] = masks.parse("causal()") == masks.causal() != masks.every()
+    print(json.dumps(said), flush=True)
+
+
 masks.parse("causal() & longnet((8, 16), (1, 2))"), masks.from_json('{"kind":"causal"}')
-before = [name for name in mine if name in sys.modules]
-read = masks.from_json(sys.argv[1]) if sys.argv[1].startswith("{") else masks.parse(sys.argv[1])
-after = [name for name in mine if name in sys.modules]
-q, k, v = torch.randn(3, 1, 2, 50, 8)
-exact = fd.attend(q, k, v, read, engine="reference")
-near = torch.allclose(fd.attend(q, k, v, read), exact, rtol=1e-4, atol=1e-5)
-again = masks.from_json(masks.to_json(read)) == masks.parse(repr(read)) == read
-print(json.dumps([before, after, repr(read), near, again, masks.describe(read, 8).useful_pairs]))
+texts = ["comb(3) & causal()", "masks.comb(step=3) & causal()", sys.argv[1]]
+if not os.fork():  # in a process of its own, as the first unknown name imports the packages
+    say(texts[::-1])
+    os._exit(0)
+assert os.wait()[1] == 0
+say(texts)
 """
-
 COMB_JSON = '{"kind":"and","parts":[{"kind":"comb","step":3},{"kind":"causal"}]}'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["comb(3) & causal()", "masks.comb(step=3) & causal()", COMB_JSON])
-def test_patterns_of_a_package_are_found_when_they_are_asked_for(packages: Path, text: str) -> None:
-    """Importing flexdilated or parsing known names does not import packages; failing ones do not affect others."""
-    done = python(packages, "-c", FOUND, text)
-    assert done.returncode == 0, done.stderr
-    before, after, printed, near, again, pairs = json.loads(done.stdout)
-    assert (before, after) == ([], ["comb_patterns"])
-    assert printed == "comb(3) & causal()"
-    assert near
-    assert again
-    assert pairs == sum((q - k) % 3 == 0 for q in range(8) for k in range(q + 1))
-
-
-@pytest.mark.slow
-def test_the_commands_know_the_patterns_of_a_package(packages: Path) -> None:
-    done = python(packages, "-m", "flexdilated", "show", "comb(4)", "-n", "64")
-    assert done.returncode == 0, done.stderr
-    assert "comb(4)" in done.stdout
-
-
 BROKEN_TEXT = (
     "Package 'broken-package' has patterns in broken_patterns, whose import raises ModuleNotFoundError: "
     "No module named 'a_module_that_nobody_has'. "
@@ -121,26 +115,28 @@ TAKEN_TEXT = (
 
 
 @pytest.mark.slow
-def test_an_unknown_name_gives_the_packages_that_fail(packages: Path) -> None:
-    """If names collide, the name keeps the pattern of the library."""
-    done = python(packages, "-m", "flexdilated", "show", "camb(4)", "-n", "64")
-    assert done.returncode == 2
-    assert f"no pattern is called 'camb': {BROKEN_TEXT}{TAKEN_TEXT}did you mean comb? There are " in done.stderr
-    code = """
-from flexdilated import masks
-try:
-    masks.from_json('{"kind":"camb"}')
-except ValueError as error:
-    print(error)
-print(masks.parse("causal()") == masks.causal() != masks.every())
-"""
-    done = python(packages, "-c", code)
+def test_patterns_of_a_package_are_found_when_they_are_asked_for(packages: Path) -> None:
+    """By expressions and by JSON; known names import no packages, and those that fail do not affect others.
+
+    Errors about unknown names give the packages that fail, and if names collide the library's pattern stays.
+    """
+    path = os.pathsep.join([str(packages), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-c", FOUND, COMB_JSON]
+    done = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    error, kept = done.stdout.splitlines()
-    assert ", comb, custom, " in error
-    assert error.startswith("a pattern must be an object whose kind is one of after, and, ")
-    assert error.endswith(f"; got {{'kind': 'camb'}}. {BROKEN_TEXT}{TAKEN_TEXT}".rstrip())
-    assert kept == "True"
+    first, second = map(json.loads, done.stdout.splitlines())
+    for said in (first, second):
+        assert (said["before"], said["after"]) == ([], ["comb_patterns"])
+        assert (said["printed"], said["equal"]) == ("comb(3) & causal()", 1)
+        assert said["pairs"] == sum((q - k) % 3 == 0 for q in range(8) for k in range(q + 1))
+        assert said["near"]
+        assert said["shown"]
+        assert f"no pattern is called 'camb': {BROKEN_TEXT}{TAKEN_TEXT}did you mean comb? There are " in said["parse"]
+        assert said["json"].startswith("a pattern must be an object whose kind is one of after, and, ")
+        assert ", comb, custom, " in said["json"]
+        assert said["json"].endswith(f"; got {{'kind': 'camb'}}. {BROKEN_TEXT}{TAKEN_TEXT}".rstrip())
+        assert said["kept"]
 
 
 def test_without_packages_nothing_is_told_and_nothing_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,52 +83,38 @@ def test_reads(text, expected):
     ("pattern", "text"),
     [
         (C, "causal()"),
-        (masks.every(), "every()"),
         (W, "local_window(left=3, right=0)"),
-        (masks.dilated(8, 2), "dilated(8, 2)"),
-        (masks.dilated(8, 2, 1), "dilated(8, 2, offset=1)"),
         (masks.dilated(8, 2, "contiguous"), "dilated(8, 2, offset='contiguous')"),
         (masks.dilated_window(left=1, right=2, rate=3), "dilated_window(left=1, right=2, rate=3)"),
         (masks.first_tokens(4), "first_tokens(4)"),
-        (masks.global_tokens(4), "global_tokens(4)"),
         (masks.global_tokens(4, columns=False), "global_tokens(4, columns=False)"),
-        (S, "strided(4)"),
-        (masks.fixed(4), "fixed(4)"),
         (masks.fixed(4, summary=2), "fixed(4, summary=2)"),
         (masks.prefix_lm(4), "causal() | first_tokens(4)"),
-        (masks.landmark_tokens(4), "landmark_tokens(4)"),
         (masks.landmark_tokens(4, rows=False), "landmark_tokens(4, rows=False)"),
         (masks.blockwise(C | S, 64), "blockwise(causal() | strided(4), 64)"),
-        (masks.per_head([C, S]), "per_head((causal(), strided(4)))"),
         (masks.head_groups([C, S]), "head_groups((causal(), strided(4)))"),
         (masks.longnet([8], [2]), "dilated(8, 2, offset='interleaved')"),
         (masks.longnet([8, 16], [1, 2], offsets="contiguous"), "longnet((8, 16), (1, 2), offsets='contiguous')"),
         (masks.longnet([8, 16], [1, 2], heads="grouped"), "longnet((8, 16), (1, 2), heads='grouped')"),
-        (masks.longnet([8, 16], [1, 2]).branches()[1], "dilated(16, 2, offset='interleaved')"),
         (
             masks.longnet([8, 16], [1, 2]) & C & ~W,
             "longnet((8, 16), (1, 2)) & causal() & ~local_window(left=3, right=0)",
         ),
-        (masks.longnet([8, 16], [1, 2]) & (C | S), "longnet((8, 16), (1, 2)) & (causal() | strided(4))"),
         (masks.longnet([8], [2]) + masks.longnet([4], [1]), "longnet((8, 4), (2, 1))"),
         (
             masks.longnet([8], [2]) + (masks.longnet([4], [1]) & C),
             "longnet((8,), (2,)) + (longnet((4,), (1,)) & causal())",
         ),
         ((C | S) & W, "(causal() | strided(4)) & local_window(left=3, right=0)"),
-        (C | S & W, "causal() | strided(4) & local_window(left=3, right=0)"),
         (~(C | S), "~(causal() | strided(4))"),
-        (~C & ~S, "~causal() & ~strided(4)"),
         (C + ~S + (C & S) + (C | S), "causal() + ~strided(4) + (causal() & strided(4)) + (causal() | strided(4))"),
         ((masks.longnet([8, 16], [1, 2]) & C).after(3).after(2), "(longnet((8, 16), (1, 2)) & causal()).after(5)"),
-        ((~C).per_document("ids"), "(~causal()).per_document(documents('ids'))"),
         (
             (masks.longnet([8, 16], [1, 2]) & C).per_document("ids") & S,
             "(longnet((8, 16), (1, 2)) & causal()).per_document(documents('ids')) & strided(4)",
         ),
         (masks.lengths("len", padding="left"), "lengths('len', padding='left')"),
     ],
-    ids=repr,
 )
 def test_prints(pattern, text):
     assert repr(pattern) == str(pattern) == text
@@ -176,7 +162,6 @@ def test_patterns_from_elsewhere_print_too():
         lambda: masks.per_head([masks.dilated(8, 4, 1)] * 2000),
         lambda: masks.longnet([8] * 3000, [2] * 3000),
     ],
-    ids=["table", "heads", "branches"],
 )
 def test_large_patterns_are_cut(make):
     pattern = make()
@@ -195,44 +180,27 @@ BAD = [
     ("causal(", 7, "'(' was never closed"),
     ("causal() &", 11, "the text must not end here"),
     ("causal())", 9, "unmatched ')'"),
-    ("per_head([causal()", 10, "'[' was never closed"),
     ("__import__('os')", 1, "no pattern is called '__import__': There are "),
-    ("causal.__class__()", 1, "no pattern is called 'causal.__class__'"),
     ("causal().__class__()", 10, "a dot must follow a pattern, and be followed by one of its methods after"),
-    ("causal().", 10, "the text must not end here"),
-    ("masks.", 7, "the text must not end here"),
     ("custom(3)", 1, "no pattern is called 'custom'"),
     ("causal() + dilated(8)", 12, "dilated(segment, rate, offset=0): missing a required argument: 'rate'"),
-    ("dilated(8, 2, 0, 1)", 1, "too many positional arguments"),
     ("causal(left=3)", 1, "causal(): got an unexpected keyword argument 'left'"),
     ("local_window(3, 0)", 1, "local_window(*, left, right): too many positional arguments"),
     ("local_window(left=1, left=2)", 22, "an argument is given once; got 'left' again"),
     ("causal() | dilated(8, 2, offset=2)", 12, "dilated: offset must be below the rate; got offset=2, rate=2"),
     ("dilated(-8, 2)", 1, "dilated: segment must be at least 1; got segment=-8"),
     ("dilated('8', 2)", 1, "dilated: segment must be an integer; got segment='8'"),
-    ("dilated(None, 2)", 1, "segment=None"),
     ("per_head(3)", 1, "per_head: patterns must be a sequence, with one pattern for each head or group; got 3"),
     ("~[causal()]", 1, "~ takes patterns; got [causal()]"),
     ("causal() | longnet([8, 4], [1, 1])", 10, "a mixture such as longnet or p + q can only be added"),
-    ("longnet([8, 4], [1, 1]) | causal()", 25, "got longnet((8, 4), (1, 1)) | causal()"),
-    (
-        "longnet([8, 4], [1, 1]) & causal() & longnet([8, 4], [1, 1])",
-        25,
-        "a mixture such as longnet or p + q can only be added",
-    ),
     ("dilated(1e3, 1)", 9, "got 1e3"),
-    ("dilated(0x10, 1)", 9, "got 0x10"),
-    ("dilated(8_, 1)", 9, "got 8_"),
     (f"dilated({'9' * 4000}, 1)", 9, "got one of 4000 characters"),
     ("documents('\ud800')", 11, "no backslash or surrogate"),
     (r"longnet([8], [1], heads='a\n')", 25, "no backslash"),
     ("documents('a' 'b')", 11, "a string needs two quotes"),
-    ("documents(r'a')", 11, "a string needs two quotes"),
-    ("documents('''a''')", 11, "a string needs two quotes"),
     ("1if causal() else 2", 1, "a number must be an integer"),
     ("causal()) | (causal()", 9, "unmatched"),
     ("[each for each in causal()]", 1, "an expression has calls, numbers"),
-    ("causal() if True else every()", 1, "an expression has calls, numbers"),
     ("documents('é') & causl()", 18, "did you mean causal?"),
     ("~~longnet([8, 4], [1, 1])", 2, "~ needs a pattern that is not a mixture"),
     ("causal() …", 10, "the expression was cut"),
@@ -243,10 +211,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("text", "column", "says"), BAD, ids=[f"{text:.40}" for text, _, _ in BAD])
+@pytest.mark.parametrize(("text", "column", "says"), BAD)
 def test_errors_say_what_and_where(text, column, says):
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         masks.parse(text)
+    if says.startswith("dilated: "):  # refused by the constructor
+        assert isinstance(caught.value.__cause__, ValueError | TypeError)
     what, shown, caret = str(caught.value).split("\n")
     assert what.endswith(f"; at column {column}:")
     place = caret.index("^")
@@ -257,39 +227,21 @@ def test_errors_say_what_and_where(text, column, says):
         assert place == len(shown)
 
 
-def test_errors_keep_their_cause():
-    with pytest.raises(ValueError, match="local_window: left must be") as caught:
-        masks.parse("local_window(left=-1, right=0)")
-    assert isinstance(caught.value.__cause__, ValueError)
-
-
 HOSTILE = {
     "parentheses": "(" * 4096,
-    "brackets": "per_head([" * 400,
-    "complements": "~" * 4000 + "causal()",
-    "nested complements": "~(" * 2000,
-    "no operand": "&" * 4096,
-    "commas": f"per_head([{',' * 4000}])",
     "long name": "a" * 4096,
-    "dotted name": "a." * 2048,
     "long number": "1" * 4096,
-    "underscores": "1" + "_" * 4000,
     "long string": "'" + "a" * 4000,
-    "quotes": "'" * 4095,
     "inverted again and again": "~" * 4080 + "causal()",
     "spaces": " " * 4096,
     "sum": " + ".join(["causal()"] * 370),
     "distinct union": "|".join(f"strided({n})" for n in range(1, 320)),
-    "distinct intersection": "&".join(f"strided({n})" for n in range(1, 320)),
     "mixture of many and sets": f"longnet({[8] * 500}, {[2] * 500})&" + "&".join(f"strided({n})" for n in range(1, 80)),
     "alternating": "causal()&strided(2)|" * 200 + "causal()",
     "large window": f"local_window(left={2**63 - 1}, right={2**63 - 1})",
-    "large draw": f"random_blocks({2**62}, block=1, count={2**61})",
     "large grid": f"neighborhood(({2**62}, {2**62}, {2**62}), {2**60})",
     "large levels": f"recipes.darcstar_hierarchical([({2**62}, {2**62})] , block_size={2**62})",
     "many documents": f"documents({[0] * 1000})",
-    "uneven table": f"block_list({[[0], 0] * 300}, block=1)",
-    "deep table": f"block_list({'[' * 20}{']' * 20}, block=1)",
 }
 
 

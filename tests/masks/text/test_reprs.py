@@ -1,7 +1,6 @@
 """What things say of themselves: the pattern, the engine, the pool; short, and never an address in memory."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,14 +31,17 @@ def mesh():
     dist.destroy_process_group()
 
 
+OWN = f"{PATTERN!r}, scale=None, enable_gqa=False"
+FED = {"sinks": True, "num_heads": 2, "block_size": 64, "autotune": True, "engine": "aten"}
+
+
 @pytest.mark.parametrize(
     ("module", "own"),
     [
-        (fd.BlockSparseAttention(PATTERN), f"{PATTERN!r}, scale=None, enable_gqa=False, {DEFAULT}"),
+        (fd.BlockSparseAttention(PATTERN), f"{OWN}, {DEFAULT}"),
         (
-            fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2, block_size=64, autotune=True, engine="aten"),
-            f"{PATTERN!r}, scale=None, enable_gqa=False, engine='aten', sinks=True, num_heads=2, block_size=(64, 64), "
-            "autotune=True",
+            fd.BlockSparseAttention(PATTERN, **FED),
+            f"{OWN}, engine='aten', sinks=True, num_heads=2, block_size=(64, 64), autotune=True",
         ),
         (
             fd.DilatedAttention([16, 64], [1, 4], causal=True, scale=0.5, enable_gqa=True, engine="flex"),
@@ -51,7 +53,6 @@ def mesh():
         ),
         (fd.LongNet(CONFIG), f"{PATTERN!r}, layout='auto', {DEFAULT}"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_modules_say_pattern_and_engine(module: torch.nn.Module, own: str) -> None:
     assert module.extra_repr() == own
@@ -73,23 +74,18 @@ def test_modules_over_ranks_say_schedule_and_pool(mesh) -> None:
     assert longnet.extra_repr() == f"{PATTERN!r}, layout='auto', {DEFAULT}, {where}, schedule='auto', pool={pool!r}"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: fd.BlockSparseAttention(masks.longnet(*MANY)).extra_repr(),
-        lambda: fd.DilatedAttention(*MANY).extra_repr(),
-        lambda: fd.MultiheadDilatedAttention(16, 4, *MANY).extra_repr(),
-        lambda: fd.LongNet(replace(CONFIG, segment_lengths=MANY[0], dilation_rates=MANY[1])).extra_repr(),
-        lambda: repr(fd.KVCache(masks.longnet(*MANY) & masks.causal(), num_heads=4)),
-    ],
-)
-def test_long_patterns_are_cut(make: Callable[[], str]) -> None:
+def test_long_patterns_are_cut() -> None:
     """The beginning stays, the cut is marked, and what comes after the pattern is still there."""
-    text = make()
-    assert "longnet((1, 2, 3, 4, 5, 6, " in text
-    assert "…" in text
-    assert "engine=None" in text.partition("…")[2]
-    assert len(text) < LONGEST + 250
+    for text in (
+        fd.BlockSparseAttention(masks.longnet(*MANY)).extra_repr(),
+        fd.DilatedAttention(*MANY).extra_repr(),
+        fd.MultiheadDilatedAttention(16, 4, *MANY).extra_repr(),
+        fd.LongNet(replace(CONFIG, segment_lengths=MANY[0], dilation_rates=MANY[1])).extra_repr(),
+        repr(fd.KVCache(masks.longnet(*MANY) & masks.causal(), num_heads=4)),
+    ):
+        assert "longnet((1, 2, 3, 4, 5, 6, " in text
+        assert "engine=None" in text.partition("…")[2]
+        assert len(text) < LONGEST + 250
 
 
 def test_a_key_value_cache() -> None:
@@ -116,19 +112,14 @@ def test_a_pool() -> None:
     assert repr(BufferPool().lease((3,), torch.float32)) == "Lease((3,), torch.float32, of torch)"
 
 
-def test_the_cache() -> None:
+def test_the_cache_and_a_plan() -> None:
     cache = type(masks.cache())(1 << 20, 10)
-    assert repr(cache) == "Cache(0 of 10 entries, 0 B of 1 MiB)"
     cache.get("a", lambda: None, lambda _: 2048)
     assert repr(cache) == "Cache(1 of 10 entries, 2 KiB of 1 MiB)"
-
-
-def test_a_plan() -> None:
     made = plan(PATTERN.bind(num_heads=4, num_queries=1000, num_keys=1000))
-    layouts = {options[0].layout for options in made.options}
     text = repr(made)
     assert text.startswith(f"Plan({PATTERN!r}, 4 heads, 1,000 queries, 1,000 keys: ")
-    assert all(layout in text for layout in layouts)
+    assert all(options[0].layout in text for options in made.options)
     assert text.endswith(f"; {len(made.terms)} terms, {1e3 * made.cost.seconds:.3g} ms predicted)")
 
 
