@@ -75,31 +75,21 @@ def left_to_eager() -> int:
 
 
 @pytest.mark.slow
-def test_past_the_limit_of_lengths_tiles_run_eagerly(runs_of_tiles) -> None:
-    """Every length gets its own graph, until torch gives up: the op then runs by itself, as sparse as before."""
+@pytest.mark.parametrize("varied", ["length", "pattern"])
+def test_past_the_limit_tiles_run_eagerly(varied: str, runs_of_tiles) -> None:
+    """Each length and pattern gets a graph until torch gives up: the op then runs by itself, as sparse as before."""
 
-    def doubled(q: Tensor) -> Tensor:
-        return 2 * fd.attend(q, q, q, PATTERN)
+    def doubled(q: Tensor, pattern: masks.Pattern) -> Tensor:
+        return 2 * fd.attend(q, q, q, pattern)
 
     compiled = torch.compile(doubled, backend=as_it_is, dynamic=False)
-    lengths = list(range(20, 20 + LIMIT + 2))
-    found = [compiled(draw(N)) for N in lengths]
-    assert runs_of_tiles == lengths
-    for N, out in zip(lengths, found, strict=True):
-        assert_close(out, doubled(draw(N)))
-    assert (graphs(), left_to_eager()) == (LIMIT, 1)
-
-
-@pytest.mark.slow
-def test_past_the_limit_of_patterns_tiles_run_eagerly(runs_of_tiles) -> None:
-    def attend(q: Tensor, pattern: masks.Pattern) -> Tensor:
-        return fd.attend(q, q, q, pattern)
-
-    compiled = torch.compile(attend, backend=as_it_is)
-    found = [compiled(draw(20), pattern) for pattern in WINDOWS]
-    assert runs_of_tiles == [20] * len(WINDOWS)
-    for pattern, out in zip(WINDOWS, found, strict=True):
-        assert_close(out, attend(draw(20), pattern))
+    inputs = [(draw(20 + extra if varied == "length" else 20), pattern) for extra, pattern in enumerate(WINDOWS)]
+    if varied == "length":
+        inputs = [(q, WINDOWS[0]) for q, _ in inputs]
+    found = [compiled(*each) for each in inputs]
+    assert runs_of_tiles == [q.shape[2] for q, _ in inputs]
+    for each, out in zip(inputs, found, strict=True):
+        assert_close(out, doubled(*each))
     assert (graphs(), left_to_eager()) == (LIMIT, 1)
 
 

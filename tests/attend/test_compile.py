@@ -192,23 +192,20 @@ def packed(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
     return *torch.randn(3, batch, 2, tokens, 16, generator=generator), torch.arange(tokens).expand(batch, -1) // 50
 
 
-COMPILES = """
-import torch, flexdilated as fd
-pattern = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal()
-q = torch.randn(1, 2, 40, 16)
-out = torch.compile(lambda q: fd.attend(q, q, q, pattern, scale=scale), fullgraph=True)(q)
-assert torch.equal(out, fd.attend(q, q, q, pattern, scale=scale))
-counters = torch._dynamo.utils.counters
-print(counters['stats']['unique_graphs'], counters['aot_autograd']['autograd_cache_hit'])
-"""
-ELSEWHERE = f"""
+ELSEWHERE = """
 import sys, flexdilated as fd
 print('torch._dynamo' in sys.modules)
 import torch
 run = torch._inductor.aoti_load_package(sys.argv[1])
 torch.save([run(*given) for given in torch.load(sys.argv[2])], sys.argv[3])
-scale = float(sys.argv[4])
-{COMPILES}"""
+pattern, scale = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal(), float(sys.argv[4])
+q, counters = torch.randn(1, 2, 40, 16), torch._dynamo.utils.counters
+for _ in range(2):
+    out = torch.compile(lambda q: fd.attend(q, q, q, pattern, scale=scale), fullgraph=True)(q)
+    assert torch.equal(out, fd.attend(q, q, q, pattern, scale=scale))
+    print(counters['stats']['unique_graphs'], counters['aot_autograd']['autograd_cache_hit'])
+    torch.compiler.reset()
+"""
 
 
 @pytest.mark.slow
@@ -216,8 +213,8 @@ scale = float(sys.argv[4])
 def test_what_one_process_compiles_runs_in_another(tmp_path):
     """A package of AOTInductor serves any batch and length, where flexdilated is imported.
 
-    And what the other process compiled, a third one does not: the operator can be part of what torch keeps. Before its
-    first compilation the other one has not imported the compiler, which takes a second.
+    And what was compiled once is not compiled again: the operator can be part of what torch keeps on disk. Before its
+    first compilation the other process has not imported the compiler, which takes a second.
     """
     batch, tokens = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=2, max=1 << 20)
     sizes = (*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens})
@@ -233,11 +230,6 @@ def test_what_one_process_compiles_runs_in_another(tmp_path):
     files = package, tmp_path / "given", tmp_path / "found"
     call = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, *files, str(scale)]
     done = subprocess.run(call, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert done.stdout.splitlines() == ["False", "1 0"], done.stderr
+    assert done.stdout.splitlines() == ["False", "1 0", "2 1"], done.stderr
     for found, each in zip(torch.load(tmp_path / "found"), given, strict=True):
         assert_close(found, Packed()(*each))
-    again = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"{scale = }\n{COMPILES}"],
-        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert again.stdout == "1 1\n", again.stderr

@@ -1,13 +1,13 @@
-"""Where numbers lie in memory changes no result: eight layouts of every operand, through every public entry.
+"""Where numbers lie in memory changes no result: eight layouts of every operand, in low precision, caches and modules.
 
-`attend`, `attention_received`, sinks, flex around its kernel, ring, exchange and heads draw them in their own tests.
+`attend` in float64, `attention_received`, ring, exchange and heads draw them in their own tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +18,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Features
-from flexdilated.engines._call import Call
-from flexdilated.engines.flex import _flex_op
-from flexdilated.engines.flex._flex import run_flex
-from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
-from tests.engines.test_flex import dense_flex
+from tests.support.dense_flex import dense_flex, flex_on_cpu
 
 # B batch, H heads, N tokens, D head dim, E embedding dim
 
@@ -70,14 +65,6 @@ def _split(given) -> tuple[list[Tensor], Tensor]:
     return leaves, grad
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@settings(max_examples=8)
-@given(engine=st.sampled_from(["aten", "portable", "reference"]), layouts=LAYOUTS, seed=st.integers(0, 99))
-def test_attend(name: str, engine: str, layouts: tuple[str, ...], seed: int):
-    options = {"enable_gqa": True, "return_lse": True, "engine": engine}
-    assert_same_anywhere(lambda q, k, v: fd.attend(q, k, v, PATTERNS[name], **options), *drawn(seed, *layouts))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @TWICE_FOUR
 def test_every_dtype(layouts: tuple[str, ...], dtype: torch.dtype):
@@ -98,22 +85,19 @@ def test_traced(layouts: tuple[str, ...]):
         assert_close(one, truth, rtol=1e-12, atol=1e-12)
 
 
-@given(LAYOUTS)
-def test_around_the_kernel_of_flex(layouts: tuple[str, ...]):
-    """What reaches the engine's kernel, which is dense here: rows side by side, and the same numbers."""
-    q, k, v, _ = drawn(4, *layouts)
-    key = Call(MIXTURE.text, 4, 2, 70, 70, 0, 0, 0, 4, 1, ())
-    given = []
+@TWICE_FOUR
+def test_operands_of_flex(layouts: tuple[str, ...]):
+    """Rows that reach the engine's kernel lie side by side."""
+    given: list[Tensor] = []
 
-    def run(program: FlexProgram, q: Tensor, k: Tensor, v: Tensor, features: Features):
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         given.extend((q, k, v))
-        return run_flex(program, q, k, v, features, dense_flex)
+        return dense_flex(q, k, v, **options)
 
-    with mock.patch.object(_flex_op, "run_flex", run):
-        out, _ = _flex_op.flex(q, k, v, [], key, Features(0.5))
+    with flex_on_cpu(kernel):
+        fd.attend(*drawn(4, *layouts)[:3], MIXTURE, engine="flex", enable_gqa=True)
+    assert given
     assert all(x.stride(-1) == 1 for x in given)
-    expected = fd.attend(q.contiguous(), k.contiguous(), v.contiguous(), MIXTURE, enable_gqa=True, scale=0.5)
-    assert_close(out, expected, rtol=1e-9, atol=1e-11)
 
 
 @settings(max_examples=8)

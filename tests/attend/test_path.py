@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated.engines import Call, Features, flex
 from flexdilated.engines.flex import _flex
 from flexdilated.engines.flex._program import tables_of
-from tests.engines.test_flex import dense_flex
+from tests.support.dense_flex import dense_flex
 
 Called = tuple[str, str]  # a function and its file
 

@@ -1,9 +1,8 @@
-"""Run-time tensors in use: copies, layouts, threads, gradients in every form, and what goes wrong in between."""
+"""Run-time tensors in use: ids of any kind, copies, and plans of their values."""
 
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -59,41 +58,11 @@ def test_ids_of_any_kind(ids):
     assert_exact(LONGNET.per_document(ids), *qkv())
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        masks.per_head([masks.causal(), masks.dilated(4, 2), masks.local_window(left=2, right=2), masks.every()]),
-        masks.random_blocks(24, block=4, count=2),
-        masks.block_list([[0], [0, 1], [1]], block=8),
-        masks.neighborhood((3, 4), 1),
-        masks.global_tokens(2),
-        masks.fixed(4),
-        masks.strided(3),
-        masks.custom(lambda b, h, q, k: (q - k) % 3 == h),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("ids", [IDS, ROWS[:, :24].clamp(max=0) + IDS], ids=["one row", "two"])
-def test_every_pattern_starts_anew(part, ids):
-    assert_exact(part.per_document(IDS), *qkv())
-    assert_exact(~part.per_document(ids) & masks.causal(), *qkv())
-
-
 def test_one_head_may_have_documents():
     causal = masks.causal()
     heads = [causal & masks.documents(ROWS), causal, causal.per_document(ROWS), masks.local_window(left=2, right=2)]
     assert_exact(masks.per_head(heads), *qkv())
     assert_exact(masks.head_groups([causal, masks.documents(IDS)]), *qkv(kv_heads=2), enable_gqa=True)
-
-
-@pytest.mark.parametrize("rule", [masks.documents("ids"), masks.visible_keys("ids")], ids=str)
-def test_in_a_layout(rule):
-    """Inputs in residue order, with tensors by position as ever."""
-    x, layout = qkv(), masks.Layout(24, 3)
-    bindings = {"ids": ROWS if "documents" in rule.text else ROWS > 0}
-    pattern = LONGNET & rule
-    found = fd.attend(*(layout.apply(each) for each in x), pattern, layout=layout, bindings=bindings)
-    assert_close(layout.invert(found), fd.attend(*x, pattern, bindings=bindings, engine="reference"))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
@@ -119,25 +88,6 @@ def test_what_is_bound_keeps_its_values():
     visible[:], ids[:], lengths[()] = False, 0, 24
     for bound, expected in zip(bounds, before, strict=True):
         assert torch.equal(multiplicity(bound, torch.device("cpu")), expected)
-
-
-def test_a_module_that_carries_a_tensor_is_copied_with_it():
-    module = fd.BlockSparseAttention(LONGNET.per_document(IDS))
-    assert torch.equal(copy.deepcopy(module)(*qkv()), module(*qkv()))
-    assert not module.state_dict()
-
-
-def test_threads_with_tensors_of_their_own():
-    x, pattern = qkv(), LONGNET.per_document("packing")
-
-    def attend(size: int, **options) -> Tensor:
-        return fd.attend(*x, pattern, bindings={"packing": torch.arange(24) // size}, **options)
-
-    exact = {size: attend(size, engine="reference") for size in range(1, 9)}
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(5):
-            for size, found in zip(exact, threads.map(attend, exact), strict=True):
-                assert_close(found, exact[size])
 
 
 def test_a_window_beyond_its_document_is_causal():

@@ -16,15 +16,12 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _traced
-from flexdilated.engines.flex._flex_op import run_time_program
 from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.engines.flex._traced import Traced
 from flexdilated.masks.planning._planner import plan
-from tests.engines.test_flex import CPU, around_dense
-from tests.engines.test_run_time_flex import entry_by_entry
 from tests.support import oracle
+from tests.support.dense_flex import flex_on_cpu
 
 N = 9
 POSITIONS = torch.arange(N)
@@ -80,12 +77,6 @@ def dense(counts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num() @ v
 
 
-def by_flex(pattern: Any, x: Tensor, bindings: dict[str, Tensor]) -> Tensor:
-    key = Call(pattern.text, 1, 1, N, N, 0, 0, 0, 1, 1, (4, 4))
-    program = run_time_program(key, CPU, list(bindings.values()), 1)
-    return around_dense(program, 1.0, kernel=entry_by_entry)(x, x, x)[0]
-
-
 def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call: str, x: Tensor) -> None:
     """One call, with the pattern that carries the tensor, gives what these counts (N, N) allow."""
     if call in ("aten", "reference"):
@@ -99,7 +90,7 @@ def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call
     elif call == "module":
         out = fd.BlockSparseAttention(pattern, scale=1.0)(x, x, x)
     elif call == "flex":
-        out = by_flex(pattern, x, {name: tensor})
+        out = fd.attend(x, x, x, pattern, scale=1.0, engine="flex", block_size=4)
     elif call == "block_mask":
         mask = masks.block_mask(pattern, N, num_heads=1, block_size=4)
         zero = torch.zeros((), dtype=torch.int64)
@@ -119,13 +110,20 @@ def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call
     else:
         bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
         plan(bound)
-        out = dense(fd.engines._reference.multiplicity(bound, CPU), x, x, x)
+        out = dense(fd.engines._reference.multiplicity(bound, torch.device("cpu")), x, x, x)
     assert_close(out, dense(counts, x, x, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def flex_is_served():
+    with flex_on_cpu(trains=False):  # with tables as wide as on a CPU
+        yield
 
 
 CALLS = ("aten", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
 
 
+@pytest.mark.usefixtures("flex_is_served")
 @settings(max_examples=12)
 @given(st.data(), st.sampled_from([*KINDS]), st.booleans(), st.booleans())
 def test_every_call_sees_the_values_of_its_moment(data, name: str, elsewhere: bool, restarted: bool) -> None:
@@ -148,6 +146,7 @@ def test_every_call_sees_the_values_of_its_moment(data, name: str, elsewhere: bo
             assert_current(pattern, tensor, name, counts, call, x)
 
 
+@pytest.mark.usefixtures("flex_is_served")
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 def test_a_write_is_seen_by_the_next_call(write: str, elsewhere: bool) -> None:

@@ -1,20 +1,16 @@
-"""Attention sinks: every engine against the dense oracle, gradients of the sinks included."""
+"""Attention sinks: their dtypes, gradients of theirs alone, and autocast."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from tests.engines.test_flex import attend_by, call_key
 from tests.support import oracle
-from tests.support.agreement import TIGHT, assert_agrees
-from tests.support.strategies import block_sides, cases, inputs, whole_cases
+from tests.support.agreement import TIGHT
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -23,65 +19,9 @@ PATTERN = masks.longnet([8, 16], [2, 4]) & masks.causal()
 RULE = oracle.both(oracle.longnet([8, 16], [2, 4]), oracle.causal())
 
 
-@given(st.data())
-def test_the_reference_is_the_oracle(data):
-    """Some of the heads, grouped keys, any queries over any keys, gradients through output and lse."""
-    case = data.draw(cases())
-
-    def attend(q, k, v, sinks=None):
-        options = {"enable_gqa": True, "engine": "reference", "return_lse": True}
-        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
-
-    assert_agrees(attend, data.draw(inputs(case)), case.counts())
-
-
-@given(st.data(), block_sides)
-def test_flex_around_its_kernel_is_the_oracle(data, side):
-    """Its epilogue, where the kernel gives an lse: here a dense one does."""
-    case = data.draw(cases())
-    drawn = data.draw(inputs(case))
-    attend = attend_by(call_key(case, drawn[1].shape[1], side), 0.5)
-    assert_agrees(attend, drawn, case.counts(), scale=0.5)
-
-
-@settings(max_examples=12)
-@given(st.data(), st.integers(1, 7), block_sides)
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-def test_in_a_layout(engine, data, rate, side):
-    """Tokens in residue-major order in and out: the oracle with its rows and columns permuted."""
-    case = data.draw(whole_cases())
-    layout = masks.Layout(case.num_keys, rate)
-    counts = case.counts()[:, layout.positions()][:, :, layout.positions()]
-
-    def attend(q, k, v, sinks=None):
-        options = {"layout": layout, "enable_gqa": True, "engine": engine, "block_size": side, "return_lse": True}
-        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options)
-
-    assert_agrees(attend, data.draw(inputs(case)), counts)
-
-
 def qkv(dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2, N: int = 37) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     return tuple(torch.randn(2, count, N, 8).to(dtype).requires_grad_() for count in (heads, kv_heads, kv_heads))
-
-
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-def test_a_row_without_keys_has_its_sink_alone(engine):
-    q, k, v = qkv()
-    sinks = torch.tensor([1.5, -0.5, -torch.inf, 4.0], dtype=torch.float64)
-    nothing = masks.dilated(4, 8, 5)  # offset 5 of a segment of 4: no token is active
-    out, lse = fd.attend(q, k, v, nothing, sinks=sinks, enable_gqa=True, engine=engine, return_lse=True)
-    assert torch.equal(out, torch.zeros_like(out))
-    assert_close(lse, sinks[:, None].expand(2, 4, 37), **TIGHT)
-
-
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-def test_a_sink_of_minus_infinity_is_none(engine):
-    q, k, v = qkv()
-    options = {"enable_gqa": True, "engine": engine, "return_lse": True}
-    found = fd.attend(q, k, v, PATTERN, sinks=torch.full((4,), -torch.inf), **options)
-    for with_sinks, without in zip(found, fd.attend(q, k, v, PATTERN, **options), strict=True):
-        assert_close(with_sinks, without, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -125,23 +65,3 @@ def test_autocast_leaves_sinks_as_they_are():
         found = fd.attend(q, k, v, PATTERN, sinks=sinks, enable_gqa=True, return_lse=True)
     for one, other in zip(found, fd.attend(*half, PATTERN, sinks=sinks, enable_gqa=True, return_lse=True), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("sinks", "error", "says"),
-    [
-        ([0.0] * 4, TypeError, "sinks must be a tensor or None; got list"),
-        (1.0, TypeError, "sinks must be a tensor or None; got float"),
-        (torch.zeros(4, dtype=torch.int64), TypeError, "sinks must be float32, .*; got torch.int64"),
-        (torch.zeros(3), ValueError, r"one logit for each head of q, shape \(4,\); got \(3,\)"),
-        (torch.zeros(2), ValueError, r"shape \(4,\); got \(2,\)"),
-        (torch.zeros(()), ValueError, r"shape \(4,\); got \(\)"),
-        (torch.zeros(1, 4), ValueError, r"shape \(4,\); got \(1, 4\)"),
-        (torch.zeros(4, device="meta"), ValueError, "sinks must be on the device of q, cpu; got meta"),
-    ],
-)
-def test_bad_sinks(sinks, error, says):
-    before = masks.cache().stats()
-    with pytest.raises(error, match=says):
-        fd.attend(*qkv(), PATTERN, sinks=sinks, enable_gqa=True)
-    assert masks.cache().stats() == before

@@ -63,15 +63,6 @@ def test_counts_are_those_of_the_slots(ladder, H, N) -> None:
     assert masks.describe(pattern, N, num_heads=H).zero_keys == truth.sum()
 
 
-def test_a_whole_branch_has_none() -> None:
-    q, k, v = drawn(4, 64)
-    exact = masks.longnet((16, 64), (1, 4), offsets="contiguous")
-    padded = masks.longnet((16, 64), (1, 4), offsets="contiguous", padding="zeros")
-    assert_close(fd.attend(q, k, v, padded), fd.attend(q, k, v, exact), **TIGHT)
-    shorter = [x[:, :, :57] for x in (q, k, v)]
-    assert (fd.attend(*shorter, padded) - fd.attend(*shorter, exact)).abs().max() > 0.01
-
-
 def test_causal_order_hides_them() -> None:
     """Also written the other way round, and all at once; what is left has no padding."""
     exact = masks.longnet(*LADDER, offsets="contiguous") & masks.causal()

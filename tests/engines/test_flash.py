@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
@@ -28,9 +26,6 @@ from flexdilated.engines.flex._flash import NOT_NVIDIA, capability
 from flexdilated.engines.flex._flex import kind_of
 from flexdilated.engines.flex._kernel_call import call_kernel, options_text
 from flexdilated.masks import Pattern
-from tests.engines.test_flex import attend_by, call_key, dense_flex
-from tests.support.agreement import assert_agrees
-from tests.support.strategies import cases, tensors
 
 CUDA = torch.device("cuda")
 FLASH = options_text((("BACKEND", "FLASH"),))
@@ -258,21 +253,6 @@ def test_lists_of_flash_are_no_longer_than_rows(name):
     assert getattr(_handed(FLASH, 100, 2)["block_mask"], name).shape[-1] == 1
     assert getattr(_handed(FLASH, 300, 2)["block_mask"], name).shape[-1] == 2
     assert getattr(_handed("", 100, 2)["block_mask"], name).shape[-1] == 2
-
-
-@given(st.data())
-def test_the_engine_around_the_kernel_is_the_oracle(data):
-    case = data.draw(cases())
-    drawn = data.draw(tensors(case))
-    seen = []
-
-    def kernel(*given: Any, kernel_options: dict[str, Any], **options: Any):
-        seen.append(kernel_options)
-        return dense_flex(*given, **options)
-
-    key = call_key(case, drawn[1].shape[1], 128)._replace(block_size=(256, 128))
-    assert_agrees(attend_by(key, 0.5, kernel_options=FLASH, kernel=kernel), drawn, case.counts(), scale=0.5)
-    assert all(each == {"BACKEND": "FLASH"} for each in seen)
 
 
 def test_options_make_another_compiled_function():

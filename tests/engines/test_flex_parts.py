@@ -1,4 +1,4 @@
-"""More elements than a kernel can count: heads in parts give what all heads give at once."""
+"""More elements than a kernel can count, in parts of the heads; and how little a call moves and holds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
 from flexdilated.engines.flex import _flex, _flex_op
 from flexdilated.engines.flex._flex import run_flex
-from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
-from tests.engines.test_flex import around_dense, dense_flex, slanted
+from flexdilated.engines.flex._flex_op import allowed_on, heads_of_part, key_of_part, kv_head_parts
+from flexdilated.engines.flex._program import make_flex_program
+from flexdilated.engines.flex._slots import SlotIndex, _by_index
+from flexdilated.masks import Layout
+from flexdilated.masks.planning import plan
+from tests.engines.test_flex import around_dense
+from tests.support.dense_flex import dense_flex
+from tests.support.ladders import LONGNET_5
 
 PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()
 
@@ -90,6 +96,11 @@ def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
     assert [id(x) for x in handed] == [id(x) for x in checked]
 
 
+def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    """Every index moves the score, so that one taken for another shows."""
+    return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_parts_are_the_whole(monkeypatch, limit):
     """Grouped heads with offsets of their own, a score_mod by head, sinks, and heads that are not the first."""
@@ -119,3 +130,22 @@ def test_parts_are_the_whole(monkeypatch, limit):
 def test_the_key_of_a_part():
     key = Call("", 12, 4, 5, 5, 0, 0, 6, 30, 1, ())
     assert key_of_part(key, range(1, 3)) == key._replace(num_heads=6, num_kv_heads=2, head_offset=9)
+
+
+def test_what_is_in_order_is_not_moved():
+    x = torch.randn(1, 4, 6, 3)
+    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, torch.device("cpu")).slots.take(x, SlotIndex(), 0, 6) is x
+    grouped = _by_index(torch.arange(6).expand(4, -1), None, 4, 2, 6, torch.device("cpu"))
+    assert grouped.slots.take(x[:, :2], grouped.rows, 0, 6).shape == (1, 2, 6, 3)
+
+
+@pytest.mark.parametrize("pattern", [masks.longnet(*LONGNET_5), masks.longnet(*LONGNET_5) & masks.causal()])
+def test_a_million_tokens_hold_little(pattern):
+    """All that a call keeps on an accelerator, tables included, is small beside q: 2 GiB in bfloat16."""
+    N, H = 1 << 20, 8
+    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+    chosen = plan(bound, device="cuda", allowed=allowed_on(torch.device("cuda")))
+    options = {"num_kv_heads": H, "block_size": (128, 128), "device": torch.device("meta")}
+    program = make_flex_program(chosen, Layout(N), **options)
+    assert program.nbytes < (2 << 30) / 256
+    assert sum(step.nbytes for step in program.steps) < 1 << 12

@@ -1,16 +1,12 @@
-"""Merging softmax parts by lse: equal to one softmax over both, at any magnitude, in place and traced."""
+"""Merging softmax parts by lse: at any magnitude, in place and traced, in float32."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from flexdilated.engines._gather import merge_
 from flexdilated.engines._merge import merge, with_sinks
-from tests.support import oracle
-from tests.support.agreement import TIGHT
 
 # B batch, H heads, N queries, M keys, D head dim
 
@@ -26,19 +22,6 @@ def traced(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Te
 
 
 both_merges = pytest.mark.parametrize("join", [traced, in_place], ids=["traced", "in place"])
-
-
-@both_merges
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3), st.integers(0, 1 << 16))
-def test_two_parts_are_one_softmax(join, N, M, most, seed):
-    """Keys of either part, of both (they count twice) and of none; rows without keys on either side."""
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(1, 2, tokens, 4, dtype=torch.float64) for tokens in (N, M, M))
-    first, second = (torch.randint(0, 2, (2, N, M)) * torch.randint(0, most + 1, (2, N, 1)) for _ in range(2))
-    out, lse = join(*oracle.attention(q, k, v, first), *oracle.attention(q, k, v, second))
-    expected_out, expected_lse = oracle.attention(q, k, v, first + second)
-    assert_close(out, expected_out, **TIGHT)
-    assert_close(lse, expected_lse, **TIGHT)
 
 
 @both_merges
@@ -64,35 +47,6 @@ def test_extremes(join, dtype, lse, part_lse, joined, share):
     assert_close(found_lse, torch.tensor([joined], dtype=dtype))
 
 
-@both_merges
-def test_the_order_of_parts_does_not_matter(join):
-    torch.manual_seed(0)
-    parts = [(torch.randn(5, 3, dtype=torch.float64), 9 * torch.randn(5, dtype=torch.float64)) for _ in range(3)]
-    forwards = join(*join(*parts[0], *parts[1]), *parts[2])
-    backwards = join(*join(*parts[2], *parts[1]), *parts[0])
-    for one, other in zip(forwards, backwards, strict=True):
-        assert_close(one, other, **TIGHT)
-
-
-def test_gradients_of_the_traced_merge():
-    """Against finite differences; rows without keys on either side pass nothing on, and no NaN."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (4,), (4, 3), (4,))]
-    absent = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
-
-    def joined(out, lse, part, part_lse):
-        hidden = absent[0][:, None], absent[1][:, None]
-        found, found_lse = traced(
-            out.masked_fill(hidden[0], 0.0),
-            lse.masked_fill(absent[0], -torch.inf),
-            part.masked_fill(hidden[1], 0.0),
-            part_lse.masked_fill(absent[1], -torch.inf),
-        )
-        return found, found_lse[1:]
-
-    assert torch.autograd.gradcheck(joined, inputs)
-
-
 def test_a_score_keeps_no_wider_copy_of_the_output():
     """In half precision: of the output's size, the backward of sinks holds the output alone."""
     out = torch.randn(1, 2, 512, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -114,3 +68,10 @@ def test_a_sink_that_takes_all(logit):
     out, lse = with_sinks(torch.ones(1, 1, 2, 3), torch.tensor([[[0.0, -torch.inf]]]), torch.tensor([logit]))
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, logit))
+
+
+def test_sums_over_terms_are_kept_wide():
+    """Many small parts beside a large one: bfloat16 would lose them."""
+    parts = [torch.full((1, 1, 4, 2), value, dtype=torch.bfloat16) for value in (256.0, *[1.0] * 64)]
+    out, _ = merge([(part, torch.zeros(1, 1, 4)) for part in parts])
+    assert torch.equal(out, torch.full_like(out, 320 / 65))

@@ -1,4 +1,4 @@
-"""Engine portable in chunks of every size, with what a score_mod captures, and in memory linear in the tokens."""
+"""Engine portable: what a score_mod is asked about and captures, memory linear in the tokens, graphs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Features
-from flexdilated.engines.flex import _portable_op
-from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.engines.kernels import _portable
 from flexdilated.memory import LiveBytes
-from tests.attend.test_dropout import SEED, features, inputs
-from tests.attend.test_score_mod import modified
-from tests.support.agreement import TIGHT, assert_agrees
-from tests.support.padded import padded_cases, padded_plan
-from tests.support.strategies import block_sides, cases, tensors
+from tests.support.agreement import TIGHT
 
 # B batch, H query heads, N queries, M keys
 
@@ -38,49 +29,31 @@ EARLIER = (
 )
 
 
-@given(st.data(), block_sides, st.sampled_from([1, 100, 2000]))
-def test_chunks_of_any_size_are_the_oracle(data, side, scores):
-    case = data.draw(cases())
-    drawn = data.draw(tensors(case))
-    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
-    options = {"enable_gqa": True, "engine": "portable", "return_lse": True, "block_size": side, **case.sizes}
-
-    def attend(q, k, v):
-        return fd.attend(q, k, v, case.twin.pattern, score_mod=rule.score_mod(), **options)
-
-    with patch.object(_portable, "_SCORES_AT_ONCE", scores):
-        assert_agrees(attend, drawn, case.counts(), modify=rule.of(case))
-
-
 @pytest.mark.parametrize("pattern", EARLIER, ids=str)
 @pytest.mark.parametrize("learns", [False, True])
 def test_only_allowed_pairs_are_asked_about(pattern, learns):
     """Also by the call that finds what a score_mod captures, where autograd is on; no query sees its own key."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16, dtype=torch.float64))
     table = torch.randn(300, dtype=torch.float64, requires_grad=learns)
-
-    def score_mod(score, b, h, q_idx, k_idx):
-        return score + table[torch.where(q_idx > k_idx, q_idx - k_idx, 1000)]
-
-    out = fd.attend(q, k, v, pattern, score_mod=score_mod, engine="portable")
     leaves = (q, k, v, table) if learns else (q, k, v)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
+    def earlier(score, b, h, q_idx, k_idx):
+        """Beyond earlier keys the table has no number, and the root none either."""
+        ahead = q_idx - k_idx
+        return score + table[torch.where(ahead > 0, ahead, 1000)] * ahead.double().sqrt()
 
-@given(st.data(), padded_cases(), block_sides, st.sampled_from([1, 1 << 20]))
-def test_lists_that_heads_share_are_masked_by_head(data, case, side, scores):
-    """Padded segments: the lists of all heads are one, although heads have different tokens in a block."""
-    drawn = data.draw(tensors(case))
-    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
-    sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": torch.device("cpu")}
-    program = make_flex_program(padded_plan(case), masks.Layout(case.num_queries), **sizes)
-    run = _portable_op.Portable(program, Features(0.5, rule.score_mod()))
+    def clamped(score, b, h, q_idx, k_idx):
+        ahead = (q_idx - k_idx).clamp(min=0)
+        return score + table[ahead] * ahead.double().sqrt()
 
-    def attend(q, k, v):
-        return _portable_op.run_with_score_mod(run, q, k, v)
-
-    with patch.object(_portable, "_SCORES_AT_ONCE", scores):
-        assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))
+    found, exact = (
+        (out, *torch.autograd.grad(out.square().sum(), leaves))
+        for out in (
+            fd.attend(q, k, v, pattern, score_mod=earlier, engine="portable"),
+            fd.attend(q, k, v, pattern, score_mod=clamped, engine="reference"),
+        )
+    )
+    assert_close(found, exact, **TIGHT)
 
 
 def scores_of(**tensors):
@@ -134,32 +107,12 @@ def test_every_captured_tensor_has_its_gradient(name):
         assert_close(one, other, **TIGHT, check_dtype=False)
 
 
-@pytest.mark.parametrize("engine", ["portable"])
-def test_a_score_mod_is_asked_about_allowed_pairs_alone(engine):
-    """A table as wide as the window, and a function whose gradient is infinite beyond it."""
-    x = torch.randn(1, 2, 300, 8, dtype=torch.float64, requires_grad=True)
-    table = torch.randn(65, dtype=torch.float64, requires_grad=True)
-    window = masks.local_window(left=32, right=32) & masks.chunked(70)
-
-    def near(score, b, h, i, j):
-        return score + table[i - j + 32] * (33.0 - (i - j).abs()).sqrt()
-
-    def clamped(score, b, h, i, j):
-        return score + table[(i - j + 32).clamp(0, 64)] * (33.0 - (i - j).abs()).clamp(min=1).sqrt()
-
-    (out, *grads), (exact, *exact_grads) = (
-        (out, *torch.autograd.grad(out.square().sum(), (x, table)))
-        for out in (
-            fd.attend(x, x, x, window, score_mod=near, engine=engine),
-            fd.attend(x, x, x, window, score_mod=clamped, engine="reference"),
-        )
-    )
-    assert_close((out, *grads), (exact, *exact_grads), **TIGHT)
+BLOCKWISE = masks.blockwise(masks.causal(), 8)
 
 
-@pytest.mark.parametrize("pattern", [masks.blockwise(masks.causal(), 8), masks.every()])
-@pytest.mark.parametrize("num_tokens", [24, 20])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens", "compiled"), [(BLOCKWISE, 24, False), (masks.every(), 20, False), (BLOCKWISE, 20, True)]
+)
 def test_lists_of_full_blocks_alone(pattern, num_tokens, compiled):
     """Lists of different lengths in one chunk, without a mask that would hide what one lacks."""
     torch.compiler.reset()
@@ -207,33 +160,6 @@ def test_memory_is_linear():
     assert large < 4 * 2 * 4096 * 4096 / 4
 
 
-@settings(phases=(Phase.generate,))
-@given(st.data(), st.sampled_from([0.0, 0.3]), st.booleans(), st.sampled_from([1, 1 << 20]))
-def test_second_derivatives_are_those_of_dense_attention(data, p, with_score_mod, scores):
-    """Of the output and the lse, for q, k, v, sinks, and a table that score_mod reads and of which q is a function."""
-    case = data.draw(cases())
-    q, k, v, *sinks = data.draw(inputs(case))
-    rule = data.draw(modified(len(q), case.num_heads_global, learnable=True))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)] + [rule.table]
-    weights = [torch.randn_like(x) for x in leaves]
-    options = {"enable_gqa": True, "return_lse": True, "dropout_p": p, **case.sizes}
-    options |= {"score_mod": rule.score_mod()} if with_score_mod else {}
-
-    def second(engine: str) -> tuple[torch.Tensor, ...]:
-        q, k, v, *sinks = leaves[:-1]
-        q = q * (1 + rule.table.mean())
-        torch.manual_seed(0)
-        sink = sinks[0] if sinks else None
-        out, lse = fd.attend(q, k, v, case.twin.pattern, engine=engine, sinks=sink, **options)
-        total = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
-        first = torch.autograd.grad(total, leaves, create_graph=True)
-        total = sum((x * weight).sum() for x, weight in zip(first, weights, strict=True))
-        return first + torch.autograd.grad(total, leaves, materialize_grads=True)
-
-    with patch.object(_portable, "_SCORES_AT_ONCE", scores):
-        assert_close(second("portable"), second("reference"), rtol=1e-7, atol=1e-8)
-
-
 @pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q_idx, k_idx: score.tanh()])
 def test_a_third_derivative_is_refused(score_mod):
     x = torch.randn(1, 1, 8, 4, requires_grad=True)
@@ -274,30 +200,6 @@ def test_an_export_takes_no_score_mod():
 
     with pytest.raises(ValueError, match=r"portable with a score_mod is not exported; engine='flex' is"):
         torch.export.export(Model(), (torch.randn(1, 2, 32, 16),), strict=False)
-
-
-@pytest.mark.slow
-@settings(max_examples=6, phases=(Phase.generate,))
-@given(st.data(), st.sampled_from([0.0, 0.3]), st.sampled_from([1, 1 << 20]))
-def test_any_pattern_with_a_score_mod_in_a_graph(data, p, scores):
-    case = data.draw(cases())
-    drawn = data.draw(inputs(case))
-    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
-    torch.compiler.reset()  # every example compiles another function
-
-    @partial(torch.compile, fullgraph=True, backend="aot_eager")
-    def attend(q, k, v, sinks=None):
-        options = {"engine": "portable", "enable_gqa": True, "return_lse": True, **case.sizes}
-        options |= {"score_mod": rule.score_mod(), "dropout_p": p}
-        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options)
-
-    def seeded(*given: torch.Tensor):
-        torch.manual_seed(SEED)
-        return attend(*given)
-
-    how = features(case, drawn, p) if p else {}
-    with patch.object(_portable, "_SCORES_AT_ONCE_IN_GRAPHS", scores):
-        assert_agrees(seeded, drawn, case.counts(), modify=rule.of(case), **how)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from flexdilated import masks
 from flexdilated.engines.aten import _aten_op
 from flexdilated.masks.patterns import KeySet
 from flexdilated.masks.planning.lowering._windows import without_scattered_keys
-from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
-from tests.support.agreement import assert_agrees
+from tests.support.agreement import assert_agrees, assert_nothing_spreads
+from tests.support.drawn_calls import BAD
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import tensors
 
@@ -39,29 +39,25 @@ def scattered(draw):
     marks = st.lists(st.booleans(), min_size=longest, max_size=longest)
     visible = torch.tensor([draw(marks)[:positions] for _ in range(entries)])
     counts = packed.counts * visible[:, None, None, packed.k_offset :]
-    drawn = with_sinks(draw(tensors(packed, batch=packed.batch)), draw(st.booleans()))
+    drawn = draw(tensors(packed, batch=packed.batch))
     return packed.pattern & masks.visible_keys(visible, name="present"), counts, drawn, packed.offsets
 
 
 def attention(pattern, offsets):
-    def attend(q, k, v, sinks=None):
-        options = {"enable_gqa": True, "return_lse": True, "engine": "aten", "sinks": sinks}
+    def attend(q, k, v):
+        options = {"enable_gqa": True, "return_lse": True, "engine": "aten"}
         return fd.attend(q, k, v, pattern, **options, **offsets)
 
     return attend
 
 
 @pytest.mark.usefixtures("always_apart")
-class TestApart:
-    @given(scattered())
-    def test_any_pattern_is_the_oracle(self, case):
-        pattern, counts, drawn, offsets = case
-        assert_agrees(attention(pattern, offsets), drawn, counts)
-
-    @given(scattered(), BAD)
-    def test_hidden_slots_reach_nothing(self, case, value):
-        pattern, counts, drawn, offsets = case
-        assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
+@given(scattered(), BAD)
+def test_any_pattern_is_the_oracle(case, value):
+    """And hidden slots reach nothing."""
+    pattern, counts, drawn, offsets = case
+    assert_agrees(attention(pattern, offsets), drawn, counts)
+    assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
 
 
 @pytest.mark.parametrize("rule", [masks.causal(), masks.local_window(left=300, right=300)], ids=str)
@@ -78,13 +74,12 @@ def test_keys_that_are_hidden_have_no_gradient(rule):
         assert grad[:, :, visible].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "dtype"),
     [
-        masks.causal(),
-        masks.local_window(left=300, right=20) | masks.dilated_window(left=8, right=8, rate=64),
-        masks.longnet((512, 1024), (1, 2), padding="zeros") & masks.causal(),
+        (masks.causal(), torch.float16),
+        (masks.local_window(left=300, right=20) | masks.dilated_window(left=8, right=8, rate=64), torch.bfloat16),
+        (masks.longnet((512, 1024), (1, 2), padding="zeros") & masks.causal(), torch.float16),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -16,11 +17,12 @@ from flexdilated.engines.flex import _selected_flex
 from flexdilated.engines.flex._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from flexdilated.masks.core import Box, Progression
 from flexdilated.masks.patterns import table_split
-from tests.engines.test_run_time_flex import entry_by_entry
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
+from tests.support.dense_flex import dense_flex
 from tests.support.run_time_strategies import Packed
 from tests.support.strategies import tensors
+from tests.support.ties import NoTies, tied
 
 CPU = torch.device("cpu")
 
@@ -79,16 +81,24 @@ def attend_by_table(
             rule = rest.mask_mod(num_heads=case.num_heads, device=CPU)
             classes = classes_of(case, rest, block, rows.shape[2]) if known and unit == 0 else None
             own = rows - case.k_offset // block[1]
-            return attend_selected(of, rule, where, own, classes, q, k, v, Features(0.5), entry_by_entry)
+            return attend_selected(of, rule, where, own, classes, q, k, v, Features(0.5), dense_flex)
 
     return attend
 
 
-@given(drawn=tables(), known=st.booleans(), data=st.data())
-def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, data: st.DataObject):
+@given(drawn=tables(), known=st.booleans(), is_tied=st.booleans(), data=st.data())
+def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, is_tied: bool, data: st.DataObject):
+    """Also for parts of a row that are equal; no gradient passes a tie."""
     case, block, rows = drawn
     qkv = data.draw(tensors(case, batch=case.batch))
-    assert_agrees(attend_by_table(case, block, rows, known=known), qkv, case.counts, scale=0.5)
+    qkv = tuple(tied(*x.shape, seed=place) for place, x in enumerate(qkv)) if is_tied else qkv
+    by_table = attend_by_table(case, block, rows, known=known)
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with NoTies() if is_tied else nullcontext():
+            return by_table(*tensors)
+
+    assert_agrees(attend, qkv, case.counts, scale=0.5)
 
 
 def test_what_the_kernels_take():

@@ -1,41 +1,23 @@
-"""The aten engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
+"""The aten engine: ladders of real sizes, scales, strides and dtypes of results, programs of a million tokens."""
 
-from dataclasses import replace
 from functools import partial
 from time import process_time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import WholeRows, _operands
-from flexdilated.engines.aten import _program, _tile_blocks
+from flexdilated.engines import WholeRows
 from flexdilated.engines.aten._aten_op import plan_aten, portions_on
 from flexdilated.engines.aten._program import make_program
 from flexdilated.masks import Layout
-from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.orders import Compact
 from flexdilated.masks.planning._planner import Plan, plan
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.ladders import GIGAPATH_5, LONGNET_5, PAPER_5, scaled
-from tests.support.strategies import block_sides, cases, inputs, tensors
-
-
-@given(st.data(), st.tuples(block_sides, block_sides), st.floats(-2, 2))
-def test_attend_is_the_oracle(data, sides, scale):
-    """Some of the heads, grouped keys, any queries over any keys, with sinks or without; and all gradients."""
-    case = data.draw(cases())
-
-    def attend(q, k, v, sinks=None):
-        options = {"scale": scale, "enable_gqa": True, "engine": "aten", "block_size": sides, "return_lse": True}
-        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
-
-    assert_agrees(attend, data.draw(inputs(case)), case.counts(), scale=scale)
 
 
 class RunPlan(torch.autograd.Function):
@@ -58,17 +40,6 @@ class RunPlan(torch.autograd.Function):
 def assert_plan_agrees(chosen: Plan, given_order: Layout, data: tuple[Tensor, ...], counts: Tensor, side: int) -> None:
     program = make_program(chosen, given_order, num_kv_heads=data[1].shape[1], block_size=(side, side))
     assert_agrees(lambda q, k, v: RunPlan.apply(program, q, k, v), data, counts, scale=0.5)
-
-
-@given(st.data(), block_sides)
-def test_every_option_is_the_oracle(data, side):
-    """Small problems are cheapest in one layout: the others must be right all the same."""
-    case = data.draw(cases())
-    drawn, weighed = data.draw(tensors(case, one_width=True)), plan(case.bind())
-    for choice in range(max(len(options) for options in weighed.options)):
-        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
-        given_order = Layout(case.num_queries)
-        assert_plan_agrees(replace(weighed, terms=terms), given_order, drawn, case.counts(), side)
 
 
 LADDERS = {
@@ -98,33 +69,6 @@ def test_ladders(name, causal, rate):
         return fd.attend(q, k, v, pattern, enable_gqa=True, layout=layout, return_lse=True)
 
     assert_agrees(attend, drawn, counts)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "limit"),
-    [
-        (_operands, "_MASK_BYTES", 0),
-        (_operands, "_MASK_BYTES", 300),
-        (_tile_blocks, "GATHERED_BYTES", 1),
-        (_blocks, "_CELLS", 100),
-        (_blocks, "_SLOTS_AT_ONCE", 1),
-        (_block_search, "_FRONTIER", 5),
-    ],
-)
-def test_limits_change_nothing(monkeypatch, module, name, limit):
-    """What bounds memory cuts the work into parts, and only that."""
-    monkeypatch.setattr(module, name, limit)
-    N, H = 45, 4
-    pattern = masks.longnet([9, 14], [2, 3]) & masks.local_window(left=11, right=4)
-    rule = oracle.both(oracle.longnet([9, 14], [2, 3]), oracle.local_window(11, 4))
-    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
-    torch.manual_seed(0)
-    drawn = tuple(torch.randn(2, heads, N, 4, dtype=torch.float64, requires_grad=True) for heads in (H, 2, 2))
-    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
-    for choice in range(2):
-        weighed = plan(bound)
-        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
-        assert_plan_agrees(replace(weighed, terms=terms), Layout(N), drawn, counts, 4)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 1e-300, -1e-300])
@@ -158,14 +102,6 @@ def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
     for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
         out, lse = fd.attend(q, k, v, pattern, engine="aten", return_lse=True)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-
-
-def test_sums_over_parts_are_kept_in_float32() -> None:
-    """Room that several parts fill is as wide as the room that the first of them takes."""
-    x = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
-    for out, lse in (_program._empty(x), _program._nothing(x)):
-        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
-        assert (out.shape, lse.shape) == (x.shape, x.shape[:3])
 
 
 def test_a_program_over_a_million_tokens_is_made_in_seconds():

@@ -294,8 +294,8 @@ def test_batches_and_grouped_heads_count() -> None:
     ("name", "device", "engine", "largest", "num_tokens"),
     [
         ("longnet", "cuda", None, 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
-        ("longformer", "cpu", None, 1 << 16, 84_864),
-        ("longnet", "cpu", "portable", 1 << 16, 84_864),
+        ("longformer", "cpu", None, 1 << 14, 36_900),
+        ("longnet", "cpu", "portable", 1 << 14, 36_900),
     ],
 )
 def test_beyond_the_largest_run_memory_goes_on_growing(name, device, engine, largest, num_tokens, monkeypatch) -> None:
@@ -416,10 +416,9 @@ def test_longnet_around_a_pattern_attends_by_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_predicted_peak_is_within_a_tenth_of_a_measured_one(checkpoint) -> None:
+def test_predicted_peak_is_within_a_tenth_of_a_measured_one() -> None:
     """Resident memory of a process of its own, kernels' scratch and all."""
     size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 32768, PATTERNS["longnet"]
     call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
-    found = model_memory(size, num_tokens, call, checkpoint=checkpoint)
-    assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, checkpoint), 0.10)
+    found = model_memory(size, num_tokens, call, checkpoint=True)
+    assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, True), 0.10)

@@ -36,20 +36,63 @@ def gradients_of(
     outputs, sent = [out], [grad_out.to(out.dtype)]
     if through_lse:
         outputs, sent = [out, lse], [*sent, grad_lse.to(lse.dtype)]
-    return torch.autograd.grad(outputs, tensors, sent, retain_graph=again)
+    return torch.autograd.grad(outputs, tensors, sent, retain_graph=again, materialize_grads=True, allow_unused=True)
 
 
 def assert_agrees(
-    attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None, **features
+    attend: Attention,
+    tensors: tuple[Tensor, ...],
+    counts: Tensor,
+    *,
+    scale: float | None = None,
+    learned: tuple[Tensor, ...] = (),
+    **features,
 ) -> None:
-    """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse."""
+    """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse.
+
+    learned: leaves that a score_mod reads, whose gradients are compared too.
+    """
     q, k, v, *sinks = tensors
     found, truth = attend(*tensors), oracle.attention(q, k, v, counts, scale, *sinks, **features)
     for one, true in zip(found, truth, strict=True):
         assert_close(one, true, **TIGHT)
     for through_lse in (True, False):
         how = {"through_lse": through_lse, "again": through_lse}
-        grads, true_grads = (gradients_of(*each, tensors, **how) for each in (found, truth))
-        names = ("q", "k", "v", "sinks")[: len(tensors)]
+        grads, true_grads = (gradients_of(*each, (*tensors, *learned), **how) for each in (found, truth))
+        names = (*("q", "k", "v", "sinks")[: len(tensors)], *("learned",) * len(learned))
         for name, grad, true_grad in zip(names, grads, true_grads, strict=True):
             assert_close(grad, true_grad, **TIGHT, msg=lambda text, name=name: f"d{name}: {text}")
+
+
+def spoilt(x: Tensor, rows: Tensor, value: float) -> Tensor:
+    """x with a value in all of some rows, as a leaf."""
+    return x.detach().masked_fill(rows[..., None], value).requires_grad_(x.requires_grad)
+
+
+def outcome(attend: Attention, leaves: list[Tensor], grad_out: Tensor, grad_lse: Tensor) -> list[Tensor]:
+    """[out, lse, gradients of the leaves]."""
+    out, lse = attend(*leaves)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse))]
+
+
+def assert_nothing_spreads(attend: Attention, given: tuple[Tensor, ...], counts: Tensor, value: float) -> None:
+    """Results and gradients are to the last bit those of zeros in hidden slots, whose own gradients are 0."""
+    q, k, v, *sinks = given
+    seen = (counts > 0).expand(*q.shape[:3], -1)
+    queries = ~seen.any(3)
+    keys = ~seen.any(2).unflatten(1, (k.shape[1], -1)).any(2)
+    generator = torch.Generator().manual_seed(0)
+    grad_out = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=q.dtype)
+    grad_lse = torch.randn(q.shape[:3], generator=generator, dtype=q.dtype).masked_fill(queries, 0.0)
+
+    def run(bad: float) -> list[Tensor]:
+        leaves = [spoilt(q, queries, bad), spoilt(k, keys, bad), spoilt(v, keys, bad), *sinks]
+        return outcome(attend, leaves, spoilt(grad_out, queries, bad), grad_lse)
+
+    clean, found = run(0.0), run(value)
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), found, clean, strict=False):
+        assert torch.equal(one, other), name
+        assert not one.isnan().any(), name
+    assert found[0][queries].eq(0).all()
+    for grad, rows in zip(found[2:5], (queries, keys, keys), strict=True):
+        assert grad[rows].eq(0).all()
