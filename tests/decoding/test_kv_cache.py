@@ -121,8 +121,30 @@ def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Ca
         for _ in range(data.draw(st.integers(1, 8))):
             requests.check()
             turn(data.draw(st.sampled_from(actions)))
-        for each in (requests, *others):
+        for each in others:
             each.check()
+        for each in others:
+            if each is not requests and each.samples:  # they share no memory with it
+                _, k, v = each.tensors
+                each.cache.append(*(x[:1, :, :3].expand(len(each.samples), -1, -1, -1) for x in (k, v)))
+        requests.check()
+
+
+@given(data=st.data())
+def test_undo_can_take_back_as_many_tokens_at_any_time(data: st.DataObject) -> None:
+    """Draft after draft over a small window, whether a full buffer evicts or the end of a chunk does."""
+    pattern = masks.local_window(left=data.draw(st.integers(0, 8)), right=0)
+    undo, chunks = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([(1,), (2,), (1, 9)]))
+    sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
+    q, k, v = draw_tensors(N=40, B=1)
+    cache, found = fd.KVCache(pattern, num_heads=4, undo=undo), []
+    with tiny_sizes(**sizes):
+        while cache.num_tokens < 40:
+            begin, taken = cache.num_tokens, data.draw(st.integers(1, undo))
+            decode(cache, *(torch.zeros_like(x[:, :, :undo]) for x in (q, k, v)), chunks)
+            cache.crop(begin)
+            found.append(decode(cache, *(x[:, :, begin : begin + taken] for x in (q, k, v)), chunks))
+    assert_close(torch.cat(found, dim=2), alone((q, k, v), pattern), **TIGHT)
 
 
 def passes() -> dict[str, tuple[Expression, int, list[tuple[int, ...]]]]:

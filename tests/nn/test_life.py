@@ -87,7 +87,8 @@ def test_a_module_comes_back_the_same(make, inputs, tmp_path: Path) -> None:
         (
             fd.BlockSparseAttention(PATTERN, engine="reference", sinks=True, num_heads=4),
             [
-                f"BlockSparseAttention({PATTERN!r}, scale=None, enable_gqa=False, engine='reference', sinks=True, num_heads=4)"
+                f"BlockSparseAttention({PATTERN!r}, scale=None, enable_gqa=False, ",
+                "engine='reference', sinks=True, num_heads=4)",
             ],
         ),
         (
