@@ -7,12 +7,14 @@ import os
 import socket
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, shard, traffic, unshard
 from flexdilated.distributed.group._call import _named, check_agreement, disagreement
@@ -37,8 +39,8 @@ def transfers_of_three_checks() -> list[int]:
 
 
 def test_the_check_is_made_once_for_the_same_facts() -> None:
-    assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3
-    assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3, "a new group has agreed on nothing yet"
+    for _ in range(2):  # a new group has agreed on nothing yet
+        assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3
     assert on_ranks(1, transfers_of_three_checks) == [[0, 0, 0]]
 
 
@@ -107,11 +109,8 @@ def test_a_rank_alone_with_a_new_call_ends_all_with_an_error() -> None:
         assert "begun a call with other arguments (rank 0: pattern='chunked')" in ended[rank].error
 
 
-LAST = 2  # of three ranks: the one that fails
-
-
-def fail(how: str) -> None:
-    if dist.get_rank() == LAST:
+def fail(how: str, who: int = 2) -> None:
+    if dist.get_rank() == who:
         if how == "dies":
             os._exit(9)
         raise SystemExit("it lives on, its connections open, and takes no part")
@@ -135,19 +134,25 @@ def backward(how: str) -> None:
         loss.backward()
 
 
-def forward(how: str) -> None:
-    """The first step agrees, so that the second fails at its messages."""
-    part = shard(torch.ones(1, 1, 7, 2), line())
-    unshard(part, line(), Sharding(7, 3))
-    fail(how)
-    unshard(part, line(), Sharding(7, 3))
-
-
 def first_call(how: str) -> None:
     mesh = line()
     set_group_timeout(2)
     fail(how)
     unshard(torch.ones(1, 1, 2, 2), mesh)
+
+
+def second_call(how: str, who: int = 2, **options) -> None:
+    """The first agrees, so that the second fails at its messages."""
+    module = fd.BlockSparseAttention(masks.causal(), mesh=line(), **options)
+    x = torch.ones(1, 3, 4, 2)
+    module(x, x, x)
+    set_group_timeout(2)
+    fail(how, who)
+    module(x, x, x)
+
+
+heads = partial(second_call, schedule="heads")
+seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait for it
 
 
 @pytest.mark.slow
@@ -156,15 +161,16 @@ def first_call(how: str) -> None:
     [
         (collective, "dies", "the exchange of keys failed after ", "2 s"),
         (collective, "hangs", "the exchange of keys failed after ", "2 s"),
-        (forward, "hangs", "sending and receiving shards failed after ", "4 s"),
         (backward, "dies", "sending and receiving shards failed after ", "4 s"),
         (backward, "hangs", "sending and receiving shards failed after ", "4 s"),
         (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer", "2 s"),
+        (heads, "dies", "the exchange of heads failed after ", "2 s"),
+        (seed, "dies", "the broadcast of the seed of dropout failed after ", "2 s"),
     ],
 )
 def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(function, how, what, limit) -> None:
     ended = outcomes_on_ranks(3, function, how, group_timeout=4)
-    for outcome in ended[:LAST]:
+    for outcome in ended[1:] if function is seed else ended[:2]:
         assert outcome.error is not None
         told = outcome.error[outcome.error.rindex("torch.distributed.DistError: ") :]
         assert told.startswith(f"torch.distributed.DistError: rank {outcome.rank} of 3: ")

@@ -36,8 +36,8 @@ def sparse(pattern: Any = None, **options: Any) -> fd.BlockSparseAttention:
 Q = torch.zeros(2, 4, 9, 8)
 
 
-def call(q: Any = Q, k: Any = Q, **options: Any) -> Any:
-    return sparse()(q, k, Q, **options)
+def call(q: Any = Q, k: Any = Q, v: Any = Q, **options: Any) -> Any:
+    return sparse()(q, k, v, **options)
 
 
 def model(**options: Any) -> fd.LongNet:
@@ -99,7 +99,7 @@ SPARSE = [
     *rows(
         call,
         [
-            ({"k": Q[:, :2]}, ValueError, "need enable_gqa=True"),
+            ({"k": Q[:, :2], "v": Q[:, :2]}, ValueError, "need enable_gqa=True"),
             ({"q": Q[0]}, ValueError, "4 dims"),
             ({"q": Q.double()}, ValueError, "one dtype"),
             ({"q_offset": -1}, ValueError, "q_offset must be at least 0"),

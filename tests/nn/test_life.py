@@ -76,9 +76,9 @@ def test_a_module_comes_back_the_same(make, inputs, tmp_path: Path) -> None:
         assert not each.training
         assert {x.dtype for x in each.parameters()} == {x.dtype for x in module.parameters()}
         assert_close(answer(each), expected, rtol=0, atol=0)
-    trained = again[-1].train()  # it is a module like any other
-    answer(trained).float().square().mean().backward()
-    assert all(parameter.grad is not None for parameter in trained.parameters())
+    if parameters := tuple(again[-1].train().parameters()):  # it is a module like any other
+        answer(again[-1]).float().square().mean().backward()
+        assert all(parameter.grad is not None for parameter in parameters)
 
 
 @pytest.mark.parametrize(

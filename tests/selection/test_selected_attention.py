@@ -173,23 +173,36 @@ def test_distillation_is_the_kl_to_the_block_mass(case: Case, kind: str, share: 
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
-@settings(max_examples=8)
-@given(case=trained(tensors=False), data=st.data())
-def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, case: Case, data) -> None:
-    """Outputs before a changed token stay to the last bit; what `within` hides from all may hold NaN."""
-    case = replace(case, options=case.options | {"within": case.options["within"] & masks.causal()})
+@settings(max_examples=15)
+@given(data=st.data())
+def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, data) -> None:
+    """Choices and outputs before a changed token stay to the last bit; what `within` hides from all may hold NaN.
+
+    Where no later key is allowed: of rows that begin before the token.
+    """
+    case = data.draw(trained() if gradient == "bias" else cases(scorers=("mean", "minmax", "mass")))
+    within, (N, M) = case.options["within"], (case.q.shape[2], case.k.shape[2])
+    positions = case.q_offset + torch.arange(N)
+    if (case.table(within) & (torch.arange(M) > positions[:, None])).any():
+        within = within & masks.causal()
+    options = case.options | {"within": within, "query_summary": "first", "future_in_choice": False}
+    case = replace(case, options=options)
     attention = fd.SelectedAttention(case.selector, gradient)
-    options = {"enable_gqa": True, "q_offset": case.q_offset}
-    t = data.draw(st.integers(0, case.q_offset + case.q.shape[2]), label="t")
+    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": case.bindings, "return_selection": True}
+    t = data.draw(st.integers(0, case.q_offset + N), label="t")
     before, now = attention(case.q, case.k, case.k, **options), max(0, t - case.q_offset)
     q, k, v = case.q.clone(), case.k.clone(), case.k.clone()
     q[:, :, now:] += 1
     k[:, :, t:] -= 3
     v[:, :, t:] += 5
-    assert attention(q, k, v, **options)[:, :, :now].equal(before[:, :, :now])
-    hidden = ~case.table(case.selector.within).any(2).any(1)[:, None, :, None]
-    k = case.k.masked_fill(hidden, float("nan"))
-    assert attention(case.q, k, k, **options).equal(before)
+    after = attention(q, k, v, **options)
+    assert after[0][:, :, :now].equal(before[0][:, :, :now])
+    rows = [row for row in oracle.rows_of(N, case.q_offset, case.selector.query_block) if row[0] < now]
+    for one, other in zip(after[1][:2], before[1][:2], strict=True):
+        assert one[:, :, : len(rows)].equal(other[:, :, : len(rows)])
+    hidden = ~case.table(case.selector.within).any(2).unflatten(1, (case.k.shape[1], -1)).any(2)
+    k = case.k.masked_fill(hidden[..., None], float("nan"))
+    assert attention(case.q, k, k, **options)[0].equal(before[0])
 
 
 @settings(max_examples=12)
