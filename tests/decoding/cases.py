@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,10 +223,10 @@ class Requests:
             evicted = sorted(set(range(position)) - set(held.tolist()))
             assert not self.counts[:, position:, evicted].any()
 
-    def copied(self, by_pickle: bool) -> Requests:
+    def copied(self) -> Requests:
         """The same with a cache of its own."""
         other = copy.copy(self)
-        other.cache = pickle.loads(pickle.dumps(self.cache)) if by_pickle else copy.deepcopy(self.cache)
+        other.cache = copy.deepcopy(self.cache)
         return other
 
     def advance(self, lengths: list[int], width: int, *, attends: bool) -> None:

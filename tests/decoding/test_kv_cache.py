@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 from unittest import mock
 
@@ -66,9 +67,10 @@ def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Ca
         "undo": (undo := data.draw(st.integers(0, 12))),
     }
     sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
+    empty = Requests(case, tensors, **options)
 
     def begun(count: int) -> Requests:
-        requests = Requests(case, tensors, **options)
+        requests = empty.copied()
         requests.samples = [Sample(data.draw(st.integers(0, 2)), 0) for _ in range(count)]
         lengths = [data.draw(st.sampled_from(requests.ends(0))) for _ in range(count)]
         requests.advance(lengths, max(lengths) + data.draw(st.integers(0, 2)), attends=data.draw(st.booleans()))
@@ -88,7 +90,7 @@ def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Ca
             requests.cache.select(torch.tensor(chosen))
             requests.samples = [samples[entry] for entry in chosen]
         elif action == "copy":
-            others.append(requests.copied(data.draw(st.booleans())))
+            others.append(requests.copied())
         elif action == "draft":
             requests.draft(
                 [
@@ -292,12 +294,14 @@ def test_inference_mode_and_back() -> None:
     assert_goes_on(cache, tuple(x[[2, 1]] for x in (q, k, v)))
 
 
-def test_a_reset_forgets_sizes() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_reset_forgets_sizes(copied) -> None:
     """A copy goes its own way."""
     tensors = draw_tensors(N=50)
     cache = fd.KVCache(LONGNET, num_heads=4)
     expected = decode(cache, *tensors, (20,))
-    other = copy.deepcopy(cache)
+    other = copied(cache)
+    assert_close(other.held(1), cache.held(1), rtol=0, atol=0)
     cache.reset()
     assert (cache.num_tokens, cache.num_kept, cache.nbytes, cache.positions.shape) == (0, 0, 0, (0,))
     assert decode(cache, *draw_tensors(N=50, B=1, G=1, dtype=torch.float32), (20,)).shape == (1, 4, 50, 8)

@@ -44,32 +44,35 @@ def test_the_shortest_chunk_is_found(data: st.DataObject) -> None:
         assert found == Ends(*expected)
 
 
+FAR = [[*range(30), *[30, 31] * (row == 10)] for row in range(30)]  # queries 100 to 109 see keys up to 319
+
+
 @pytest.mark.parametrize(
-    ("pattern", "chunk"),
+    ("pattern", "chunk", "proven"),
     [
-        (FRAMES, 8),
-        (masks.chunked(8) | masks.causal(), 8),
-        (masks.chunked(8).after(3) | masks.first_tokens(3), 8),
-        (masks.local_window(left=9, right=2) & masks.blockwise(masks.causal(), 6), 6),
-        (masks.custom(tree), 4),
-        (masks.prefix_lm(37), 37),
-        (masks.per_head([masks.causal(), masks.chunked(6), masks.blockwise(masks.causal(), 4)]), 12),
-        (masks.chunked(10) + masks.blockwise(masks.causal(), 15), 30),
-        (masks.blockwise(masks.local_window(left=2, right=0), 4680), 4680),
-        (masks.neighborhood((6, 10), kernel_size=(2, 5), causal=(True, False)), 10),
-        (masks.longnet((8, 64), (1, 4)), 64),
-        (masks.causal(), 1),
+        (FRAMES, 8, True),
+        (FRAMES & masks.every(), 8, True),
+        (FRAMES | masks.chunked(6), 24, True),
+        (masks.chunked(8), 8, True),
+        (masks.chunked(8) | masks.causal(), 8, True),
+        (masks.chunked(8).after(3) | masks.first_tokens(3), 8, False),
+        (masks.local_window(left=9, right=2) & masks.blockwise(masks.causal(), 6), 6, True),
+        (masks.custom(tree), 4, False),
+        (masks.prefix_lm(37), 37, False),
+        (masks.per_head([masks.causal(), masks.chunked(6), masks.blockwise(masks.causal(), 4)]), 12, False),
+        (masks.chunked(10) + masks.blockwise(masks.causal(), 15), 30, True),
+        (masks.blockwise(masks.local_window(left=2, right=0), 4680), 4680, True),
+        (masks.neighborhood((6, 10), kernel_size=(2, 5), causal=(True, False)), 10, False),
+        (masks.longnet((8, 64), (1, 4)), 64, True),
+        (masks.causal() | masks.block_list(FAR, block=10), 320, False),
+        (masks.causal(), 1, True),
     ],
 )
-def test_chunks(pattern: masks.Pattern | masks.Mixture, chunk: int) -> None:
-    assert fd.KVCache(pattern, num_heads=3).chunk == chunk
-
-
-def test_a_query_far_before_a_chunk_prolongs_it() -> None:
-    """Queries 100 to 109 see keys up to 319, so positions 301 to 319 are no ends of chunks."""
-    rows = [[*range(30), *[30, 31] * (row == 10)] for row in range(30)]
-    rule = masks.causal() | masks.block_list(rows, block=10)
-    assert regular_ends([RowSource(rule, 0, 1)]) == Ends(0, 320)
+def test_chunks(pattern: masks.Pattern | masks.Mixture, chunk: int, proven: bool) -> None:
+    """Where the form of a pattern does not prove its chunks, the cache has them as a rule beside it."""
+    cache = fd.KVCache(pattern, num_heads=3)
+    assert cache.chunk == chunk
+    assert (cache.pattern == pattern) == proven
 
 
 @given(st.integers(1, 40), st.data())
@@ -93,27 +96,6 @@ def test_a_form_that_shows_the_ends_is_right(data: st.DataObject) -> None:
     if ends.by_form(twin.pattern.for_head(0, 1)):
         counts = oracle.counts(twin.rule, range(1), 1, position, position)
         assert not any(crosses(counts, 0, end) for end in range(ends.first, 100, chunk))
-
-
-@pytest.mark.parametrize(
-    ("first", "chunk", "pattern", "shown"),
-    [
-        (0, 8, masks.chunked(8), True),
-        (0, 16, masks.chunked(8), True),
-        (3, 8, masks.chunked(8), False),
-        (0, 12, masks.chunked(8), False),
-        (0, 8, FRAMES, True),
-        (3, 8, FRAMES, False),
-        (0, 12, FRAMES, False),
-        (0, 24, FRAMES | masks.chunked(6), True),
-        (0, 24, FRAMES | masks.chunked(5), False),
-        (0, 8, FRAMES & masks.every(), True),
-        (3, 7, masks.local_window(left=4, right=0), True),
-        (3, 7, masks.local_window(left=4, right=1), False),
-    ],
-)
-def test_forms(first: int, chunk: int, pattern: masks.Pattern, shown: bool) -> None:
-    assert Ends(first, chunk).by_form(pattern) == shown
 
 
 def test_ends_that_are_not_regular() -> None:

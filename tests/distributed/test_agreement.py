@@ -52,24 +52,19 @@ def error_of(ranks: Ranks, facts: dict) -> str:
     return ""
 
 
-def two_ranks() -> list[str]:
-    """After a disagreement ranks may agree and disagree again; the same function in two processes is no difference."""
-    rank, ranks = dist.get_rank(), all_ranks()
-    rounds = [
-        {"num_tokens": 8 + rank},
-        {"num_tokens": 7},
-        {"num_tokens": 8 + rank},
-        {"function": lambda q, k: q >= k},
-        {"pattern": masks.causal()} if rank else {"pattern": masks.causal(), "dtype": torch.float32},
-    ]
-    return [error_of(ranks, facts) for facts in rounds]
+def rounds() -> list[str]:
+    """The ranks come in all orders; one has another pattern, or a fact less; they agree, and disagree again.
 
-
-def four_ranks() -> list[str]:
-    """The ranks come in all orders, one has another pattern; then 0 and 1 share one sequence, 2 and 3 another."""
+    Then 0 and 1 share one sequence, 2 and 3 another. The same function in two processes is no difference.
+    """
     rank, ranks = dist.get_rank(), all_ranks()
     told = [error for number in range(60) if (error := error_of(ranks, {"number": number}))]
-    told.append(error_of(ranks, {"pattern": masks.chunked(4) if rank == 1 else masks.causal(), "dtype": torch.float32}))
+    for facts in (
+        {"pattern": masks.chunked(4) if rank == 1 else masks.causal(), "dtype": torch.float32},
+        {"num_tokens": 7, "function": lambda q, k: q >= k},
+        {"pattern": masks.causal()} if rank else {"pattern": masks.causal(), "dtype": torch.float32},
+    ):
+        told.append(error_of(ranks, facts))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     row = Ranks.of(mesh["sequence"])
     return [*told, error_of(row, {"num_tokens": 8 + rank // 2}), error_of(row, {"num_tokens": rank})]
@@ -77,15 +72,12 @@ def four_ranks() -> list[str]:
 
 def test_all_ranks_are_told_who_has_what() -> None:
     head = "all ranks must make the same call; they disagree in"
-    wrong = f"{head} num_tokens: rank 0 has num_tokens=8; rank 1 has num_tokens=9"
-    absent = f"{head} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=not given"
-    assert on_ranks(2, two_ranks) == [[wrong, "", wrong, "", absent]] * 2
-    found = on_ranks(4, four_ranks)
+    absent = f"{head} dtype: rank 0 has dtype=torch.float32; ranks 1, 2, 3 have dtype=not given"
     pattern = f"{head} pattern: ranks 0, 2, 3 have pattern={masks.causal()!r}; rank 1 has pattern={masks.chunked(4)!r}"
-    for rank, told in enumerate(found):
+    for rank, told in enumerate(on_ranks(4, rounds)):
         first = rank // 2 * 2
         row = f"{head} num_tokens: rank 0 has num_tokens={first}; rank 1 has num_tokens={first + 1}"
-        assert told == [pattern, "", row]
+        assert told == [pattern, "", absent, "", row]
 
 
 def changes_on_rank_0() -> None:

@@ -19,6 +19,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding, attend, shard, unshard
 from tests.distributed.test_distributed_modules import longnet, text
 from tests.support.agreement import TIGHT
+from tests.support.compilers import without_inductor
 from tests.support.ranks import on_ranks
 from tests.support.sharded_cases import SEED, ShardedCase, compiled_on_the_last, line, reading, tensors_for
 
@@ -95,6 +96,19 @@ def there_and_back() -> None:
         assert_close(*((out, *torch.autograd.grad(out.pow(2).sum(), x)) for out in outs), rtol=0, atol=0)
 
 
+def by_flex() -> None:
+    """Only transfers are ops, then; its kernels run parts in tests/engines/test_placed_call.py."""
+    where, qkv = line(), [x.detach().float() for x in shards(30)]
+
+    def exchanged(engine: str) -> Tensor:
+        return attend(*qkv, masks.local_window(left=10, right=0), mesh=where, schedule="exchange", engine=engine)
+
+    with without_inductor():
+        found = exchanged("flex"), compiled_on_the_last(exchanged)("flex")
+    for out in found:
+        assert_close(out, exchanged("tiles"), rtol=1e-5, atol=1e-5)
+
+
 def inductor() -> None:
     module = fd.BlockSparseAttention(PATTERN, mesh=line(), schedule="exchange")
     compare(module, qkv := shards(20), qkv, backend="inductor")
@@ -103,7 +117,7 @@ def inductor() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    [with_dropout, with_a_score_mod, with_documents, longnets, there_and_back, inductor],
+    [with_dropout, with_a_score_mod, with_documents, longnets, there_and_back, by_flex, inductor],
     ids=lambda function: function.__name__,
 )
 def test_a_graph_is_as_eager_code(function: Callable[[], None]) -> None:

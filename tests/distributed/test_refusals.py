@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # tests/project/errors.md
     ),
     "flex in a ring": (
         lambda: attend(*tensors(), PATTERN, mesh=line(), schedule="ring", engine="flex"),
-        "flex gives no lse on CPU",
+        "engine='tiles' serves it",
     ),
     "a score_mod in a ring": (
         lambda: attend(*tensors(), PATTERN, mesh=line(), schedule="ring", score_mod=lambda s, b, h, q, k: s),

@@ -157,7 +157,10 @@ def test_what_a_cache_refuses() -> None:
     coarse = fd.BlockSelector(block=8, query_block=8, choose=fd.TopK(2), future_in_choice=True)
     with pytest.raises(ValueError, match="a cache cannot use future_in_choice=True"):
         cache(query_block=8, query_summary="first", coarse=coarse)
-    cache(scorer=Gate(4), always=masks.local_window(left=3, right=0))
+    made, q = cache(scorer=Gate(4), always=masks.local_window(left=3, right=0)), torch.randn(1, 2, 9, 4)
+    with pytest.raises(ValueError, match="a cache of selected blocks takes no score_mod"):
+        made.attend(q, q, q, score_mod=lambda score, b, h, q_idx, k_idx: score)
+    assert made.num_tokens == 0
 
 
 @settings(max_examples=12)
