@@ -133,8 +133,8 @@ def test_the_order_is_planned_where_one_length_stands_for_all(monkeypatch: pytes
     """Planned for 8,192 tokens; natural order for run-time tensors and for a grid, which limits the tokens."""
     asked = []
 
-    def recommended_layout(pattern: Any, num_tokens: int, **options: Any) -> masks.Layout:
-        asked.append((pattern, num_tokens))
+    def recommended_layout(pattern: Any, num_tokens: int, *, num_heads: int, device: Any) -> masks.Layout:
+        asked.append((pattern, num_tokens, num_heads, str(device)))
         return masks.layout(pattern, num_tokens)
 
     monkeypatch.setattr(masks, "recommended_layout", recommended_layout)
@@ -151,7 +151,7 @@ def test_the_order_is_planned_where_one_length_stands_for_all(monkeypatch: pytes
         model.blocks[0].register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[3]))
         bindings = {"packing": BINDINGS["packing"]} if model.pattern.varies else None
         model(torch.randn(2, N, 24, dtype=torch.float64), bindings=bindings)
-        assert asked == ([(pattern, planned)] if planned else [])
+        assert asked == ([(pattern, planned, 4, "cpu")] if planned else [])
         assert seen == [masks.Layout(N, 4) if planned else None]
         asked.clear()
 

@@ -131,12 +131,15 @@ class Shares:
     received: dict[str, int]
 
 
-def ways_of(case: ShardedCase, *engines: str | None) -> list[Way]:
-    """The schedules that serve a case, by these engines: a ring takes no score_mod, whole heads go round all ranks."""
+def ways_of(case: ShardedCase, engine: str | None = None) -> list[Way]:
+    """The schedules that serve a case, by this engine: a ring takes no score_mod, whole heads go round all ranks.
+
+    A rank that has whole heads computes with any engine: with "reference" in place of "portable".
+    """
     ways = [{"schedule": "auto"}] if case.biased else WAYS  # which then is an exchange
-    found = [way | {"engine": engine} for engine in engines or (None,) for way in ways]
+    found = [way | {"engine": engine} for way in ways]
     heads = case.tensors[0].shape[1] % case.sharding.num_ranks == 0 and case.head_offset == 0
-    return [*found, *[HEADS] * heads]
+    return [*found, *[HEADS | {"engine": "reference" if engine == "portable" else None}] * heads]
 
 
 def by_way(
