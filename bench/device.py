@@ -55,9 +55,9 @@ class Device:
     def engines(self) -> tuple[str, ...]:
         """Engines that train here, the default first; "flash" only if device and packages serve it."""
         if not self.is_cuda:
-            return ("tiles",)
+            return ("aten",)
         cannot = flash_cannot(torch.device(self.name), torch.bfloat16, HEAD_DIM)
-        return ("flex", "tiles") if cannot else ("flex", "flash", "tiles")
+        return ("flex", "aten") if cannot else ("flex", "flash", "aten")
 
     def size(self, num_tokens: int, num_heads: int = 16, repeats: int = 5) -> Size:
         if self.small:
@@ -143,13 +143,13 @@ def cases() -> Mapping[str, tuple[partial[None], ...]]:
 
 
 def judged(name: str, at: Device) -> tuple[str, ...]:
-    """Engines that run a case, the default first. "tiles" runs only plain calls if it is not the default."""
+    """Engines that run a case, the default first. "aten" runs only plain calls if it is not the default."""
     default, *others = at.engines
     if not any(call.keywords.keys() & {"how", "given"} for call in cases()[name]):
         return at.engines
     # On CPU what trains takes no score_mod.
     default = "reference" if name == "score_mod" and not at.is_cuda else default
-    return (default, *(engine for engine in others if engine != "tiles"))
+    return (default, *(engine for engine in others if engine != "aten"))
 
 
 def judge(name: str, at: Device, engine: str) -> Iterator[Document]:
@@ -180,7 +180,7 @@ def rates(at: Device, target: Target, part: Part, causal: bool) -> Found:
     everything = dense(size.num_tokens, causal=causal)
     for engine in at.engines:
         problem, flash = at.draw(size), engine == "flash"
-        if engine == "tiles":
+        if engine == "aten":
             peer, theirs = "dense SDPA", dense_attention(causal=causal)
         else:
             peer = f"dense FlexAttention{', FLASH' if flash else ''}"
@@ -209,7 +209,7 @@ def window(at: Device, target: Target, name: str, left: int, right: int, block: 
     kernels = {"flash SDPA": SDPBackend.FLASH_ATTENTION}
     if at.is_cuda:
         kernels["cuDNN SDPA"] = SDPBackend.CUDNN_ATTENTION
-    problem, engines = at.draw(size), [each for each in at.engines if each == at.engines[0] or each != "tiles"]
+    problem, engines = at.draw(size), [each for each in at.engines if each == at.engines[0] or each != "aten"]
     peers = [Contestant(peer, on_kernel(kernel, causal=False), problem, everything) for peer, kernel in kernels.items()]
     found = at.race("forward", size, [*peers, *(_ours(engine, own, problem, engine) for engine in engines)])
     fastest = min(kernels, key=found.median_s)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexdilated import attend, masks
 from flexdilated import plan as plan_attention
 from flexdilated.engines._call import Call
-from flexdilated.engines.tiles._tiles_op import _programs
+from flexdilated.engines.aten._aten_op import _programs
 from flexdilated.masks.planning._planner import plan
 
 from ._jobs import Job, Problem, Size, interleave, peak_bytes, race, ratio, say, tokens_text
@@ -116,7 +116,7 @@ def _prepared_build(spec: LongNet, size: Size) -> Callable[[], object]:
 
 
 def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tokens: int) -> object:
-    """The program that every call of the tiles engine looks up, planned where it is not cached."""
+    """The program that every call of the aten engine looks up, planned where it is not cached."""
     sizes = (num_heads, num_heads, num_tokens, num_tokens, 0, 0, 0, num_heads, 1)
     return _programs(Call(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
 
@@ -127,7 +127,7 @@ def plan_lookup(
 ) -> Iterator[Row]:
     """How long does a call wait for a plan that is already there?
 
-    The look-up of every call of the tiles engine, and that of the plan behind it by pattern and sizes.
+    The look-up of every call of the aten engine, and that of the plan behind it by pattern and sizes.
     """
     pattern, heads, tokens = spec.pattern(), size.num_heads, size.num_tokens
     ways: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ._engines import check_transforms, choose_engine
+from ._engine_choice import check_transforms, choose_engine
 from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
@@ -125,12 +125,12 @@ def attend(
     If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
     zero keys; k and v must then be the whole sequence, and q consecutive tokens of it, from q_offset on.
 
-    v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one. k and v may have
+    v may have another head dim E than q and k. Engines "aten" and "flash" then pad to the wider one. k and v may have
     batch 1: all batch entries of q then share them.
 
     dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
         branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
-        without dropout. The seed is drawn from torch's default generator of the device. Engines "tiles" and "flash"
+        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash"
         have no dropout.
     scale: factor on the scores; 1 / sqrt(D) by default.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
@@ -148,10 +148,10 @@ def attend(
     head_offset, num_heads_global: for heads on several devices: index of head 0 of q among the query heads of all
         devices, and the number of these heads; num_heads_global None is head_offset + H.
     layout: order of the tokens in q, k, v and the output, from `masks.layout`. None: by position.
-    engine: "tiles" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (with Triton; on CPU
+    engine: "aten" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (with Triton; on CPU
         only inference, without lse, sinks, dropout or a mixture), "portable" (any device; eagerly it has second
         derivatives), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
-        "reference" (dense, in float64). None takes tiles on CPU, flex where Triton serves the device, and portable
+        "reference" (dense, in float64). None takes aten on CPU, flex where Triton serves the device, and portable
         elsewhere and for calls that these cannot serve, such as dropout or training with a score_mod on CPU; while
         torch.onnx.export traces, it takes dense attention in plain operations. A named engine that cannot serve the
         call raises ValueError.

@@ -157,7 +157,7 @@ def pattern_text(pattern: Pattern | Mixture) -> str:
 
 def engine_text(engine: str | None) -> str:
     """Text "engine=..." for a repr; None is followed by the engines that are taken by default."""
-    return f"engine={engine!r}{' (tiles on CPU, flex on CUDA)' if engine is None else ''}"
+    return f"engine={engine!r}{' (aten on CPU, flex on CUDA)' if engine is None else ''}"
 
 
 def ranks_text(over_ranks: OverRanks | None) -> str:

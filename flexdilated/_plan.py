@@ -22,7 +22,7 @@ from .masks.core import (
     advises,
     bytes_text,
     device_kind,
-    plans,
+    outside_torch_modes,
     renamed,
     require_bool,
     require_expression,
@@ -125,7 +125,7 @@ class PlanReport(PlanSize):
     measured: tuple[MeasuredOption, ...]
 
     @cached_property
-    @plans
+    @outside_torch_modes
     def attention_memory(self) -> AttentionMemory:
         return self.memory_of(self.attention(self.num_tokens))
 
@@ -141,7 +141,7 @@ class PlanReport(PlanSize):
     def _memory_inside(self) -> AttentionMemory:
         return self.memory_of(attention_size(self.model, self.num_tokens))
 
-    @plans
+    @outside_torch_modes
     def _memory_of_model(self, *, checkpoint: bool) -> ModelMemory | None:
         if self.layers is None:
             return None
@@ -236,7 +236,7 @@ def plan(
 ) -> RankLoads: ...
 
 
-@plans
+@outside_torch_modes
 @advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS, batch="batch_size", layers="depth num_layers"))
 def plan(
     pattern: Expression,
@@ -267,8 +267,8 @@ def plan(
     predicted, without a GPU. layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim,
     with values of head dim head_dim; None: of the call alone. dropout_p, score_mod: as in `attend`, for the choice of
     the engine and for memory; inference is planned without dropout, and gradients of tensors that score_mod captures
-    are not counted. engine: the device's default ("tiles" on "cpu", "flex" on "cuda"), "portable", or None as in
-    `attend`; predicted seconds are those of the device's default. A table of selected blocks is counted as "tiles"
+    are not counted. engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in
+    `attend`; predicted seconds are those of the device's default. A table of selected blocks is counted as "aten"
     reads it, and for other engines as block lists. measure: True to time the alternatives on this machine's CPU;
     otherwise no attention is computed.
 
@@ -326,9 +326,9 @@ def plan(
         return rank_loads(size.pattern, sharding, size.attention(num_tokens), schedule=schedule, codec=codec)
     if require_bool("measure", measure) and not device_kind(device).on_host:
         raise ValueError(f"measure=True needs device='cpu', as it times the CPU of this machine; got {device=}")
-    if measure and size.engine != "tiles":
+    if measure and size.engine != "aten":
         raise ValueError(
-            "measure=True times engine 'tiles': leave out dropout_p, score_mod and engine='portable'; "
+            "measure=True times engine 'aten': leave out dropout_p, score_mod and engine='portable'; "
             f"got a call by engine {size.engine!r}"
         )
     if measure and reads_table(bound):
@@ -341,7 +341,7 @@ def plan(
 
 def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
     allowed, operands = allowed_by(size.engine, size.device), size.attention(size.num_tokens).operands(size.engine)
-    planned = plan_with_table if size.engine == "tiles" else plan_terms
+    planned = plan_with_table if size.engine == "aten" else plan_terms
     best = planned(bound, device=size.device, allowed=allowed, operands=operands)
     described = describe_plan(best, head_dim=size.head_dim, value_dim=size.value_dim)
     timed = ()

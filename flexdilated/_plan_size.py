@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ._engines import planned_engine
+from ._engine_choice import planned_engine
 from ._validate import check_score_mod, check_zero_keys
 from .engines import ScoreMod
 from .masks.core import Expression, require_choice, require_int, require_probability

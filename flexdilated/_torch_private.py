@@ -87,7 +87,7 @@ def _kernel(operator: str, where: str) -> Name:
     return Name(
         f"torch:ops.aten._scaled_dot_product_{operator}",
         use,
-        f"engine 'tiles' calls this kernel on {where}",
+        f"engine 'aten' calls this kernel on {where}",
         f"{others}call with engine='flex'",
     )
 
@@ -257,7 +257,7 @@ def graph_constant(function: F) -> F:
     return function
 
 
-class OrdinaryPath(nn.Module):
+class DisablesFusedEncoder(nn.Module):
     """Base class of attention modules that may be the `self_attn` of an `nn.TransformerEncoderLayer`.
 
     It makes the layer, and `nn.TransformerEncoder`, call the module. Otherwise the layer, in eval mode and without

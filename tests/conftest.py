@@ -27,7 +27,7 @@ CHECKED = [
         f"flexdilated.engines.{name}"
         for name in ("_gather", "_reference", "kernels._kernel", "kernels._portable", "_rows")
     ),
-    *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls")),
+    *(f"flexdilated.engines.aten._{name}" for name in ("aten", "tile_blocks", "tile_calls")),
 ]
 
 # What is imported and collected stays: nothing is to be found there that could be freed.

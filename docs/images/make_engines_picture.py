@@ -9,7 +9,7 @@ STEPS = (
     ("orders", "which tokens\nstand side by side"),
     ("blocks", "what to compute,\nby formula"),
     ("plan", "the cheapest way,\nkept in the cache"),
-    ("engine", "tiles, flex or reference:\nforward and backward"),
+    ("engine", "aten, flex or reference:\nforward and backward"),
 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import __version__, masks
 from .._attend import attend
-from .._engines import ENGINES, default_engine
+from .._engine_choice import ENGINES, default_engine
 from ..engines import missing_compiler
 from ..masks import Mixture, Pattern
 from ..masks.core import device_kind
@@ -176,7 +176,7 @@ def tune(options: argparse.Namespace) -> int:
     if options.device not in available_devices():
         raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
     if default_engine(options.device) == "portable":
-        raise UsageError(f"tune measures engines tiles and flex, and the default on {options.device} is portable")
+        raise UsageError(f"tune measures engines aten and flex, and the default on {options.device} is portable")
     if not 0 < options.seconds <= 3600:
         raise UsageError(f"--seconds must be above 0 and at most 3600; got {options.seconds:g}")
     require_file("FILE", options.file, (".json",))

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import masks
 from ..masks import Mixture, Pattern
 from ..masks.core import LARGEST, Expression, require_below
-from ..masks.patterns import Given, Lengths, RunTime, names, require_values, run_time_leaves
+from ..masks.patterns import CarriedTensor, Lengths, RunTime, names, require_values, run_time_leaves
 from ._terminal import CommandParser, UsageError, size_of
 
 PATTERN = "an expression, a .json file, such as masks.to_json writes, or FILE.py:NAME, a pattern that this file makes"
@@ -73,13 +73,15 @@ class AskedPattern:
 
     def entry(self, batch: int) -> AskedPattern:
         """Copy with the run-time tensors of one batch entry; tensors that are common to all entries are kept."""
-        found: dict[str, Given] = {}
+        found: dict[str, CarriedTensor] = {}
 
         def with_row(leaf: Pattern) -> Pattern:
             if not isinstance(leaf, RunTime) or leaf.given is None:
                 return leaf
             tensor = leaf.given.tensor
-            given = found.setdefault(leaf.name, Given(tensor[batch]) if leaf.differs_by_entry(tensor) else leaf.given)
+            given = found.setdefault(
+                leaf.name, CarriedTensor(tensor[batch]) if leaf.differs_by_entry(tensor) else leaf.given
+            )
             return replace(leaf, given=given)
 
         return replace(self, pattern=self.pattern.map_leaves(with_row))
@@ -125,7 +127,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
 
     def with_tensor(leaf: Pattern) -> Pattern:
         if isinstance(leaf, RunTime) and leaf.name in tensors:
-            return replace(leaf, given=Given(tensors[leaf.name]))
+            return replace(leaf, given=CarriedTensor(tensors[leaf.name]))
         return leaf
 
     asked = AskedPattern(pattern.map_leaves(with_tensor), num_tokens, num_heads)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..engines import refuse_transforms
 from ..masks.attended import FOREVER, RowSource, visible
-from ..masks.core import plans, within
+from ..masks.core import outside_torch_modes, within
 
 # B batch, G key/value heads, N tokens, D head dim of keys, E of values, S slots, C selected batch entries
 
 
-class Run(NamedTuple):
+class StoredRun(NamedTuple):
     """Keys at positions [first, first + length), stored at indices (slots) [slot, slot + length) of the buffer."""
 
     first: int
@@ -57,7 +57,7 @@ class HeldKeys:
         self.sources, self.capacity, self.undo = sources, capacity, undo
         num_slots = _LEAST_SLOTS if capacity is None else capacity
         self.keys, self.values = _buffer(keys, num_slots), _buffer(values, num_slots)
-        self.runs: list[Run] = []
+        self.runs: list[StoredRun] = []
 
     @property
     def num_slots(self) -> int:
@@ -102,7 +102,7 @@ class HeldKeys:
         if self.runs and self.runs[-1].stop == first:
             last = self.runs.pop()
             first, slot, length = last.first, last.slot, last.length + length
-        self.runs.append(Run(first, slot, length))
+        self.runs.append(StoredRun(first, slot, length))
 
     def _pack(self, kept: Sequence[range], num_slots: int) -> None:
         """Move the keys at these ranges of positions to a new buffer of num_slots, and drop all other keys."""
@@ -163,7 +163,7 @@ class HeldKeys:
         while self.runs and self.runs[-1].stop > position:
             last = self.runs.pop()
             if last.first < position:
-                self.runs.append(Run(last.first, last.slot, position - last.first))
+                self.runs.append(StoredRun(last.first, last.slot, position - last.first))
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
         """Select batch entries by index, in this order, into new buffers; indices may repeat."""
@@ -189,7 +189,7 @@ class HeldKeys:
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
 
-    @plans
+    @outside_torch_modes
     def visible(
         self, query: int, num_queries: int = FOREVER, sources: Sequence[RowSource] | None = None
     ) -> list[range]:
@@ -207,7 +207,7 @@ class HeldKeys:
                 kept.append(page)
         return kept
 
-    @plans
+    @outside_torch_modes
     def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
         """True if a query at position `query` or later may see an evicted key at a position below `query`.
 

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from .._engines import check_engine, choose_engine
+from .._engine_choice import check_engine, choose_engine
 from .._validate import resolve_scale
 from ..engines import (
     MOST_ROWS,
     Call,
     HeadGroup,
-    HeadRule,
+    RuleHeads,
     ScoreMod,
     branch_rules,
     fixed,
@@ -219,7 +219,7 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
         )
 
 
-def _sources(branches: tuple[tuple[HeadRule, ...], ...]) -> list[RowSource]:
+def _sources(branches: tuple[tuple[RuleHeads, ...], ...]) -> list[RowSource]:
     return [rule.source for rules in branches for rule in rules]
 
 

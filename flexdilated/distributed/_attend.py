@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._attend import autocast
-from .._engines import choose_engine
+from .._engine_choice import choose_engine
 from .._torch_private import graph_constant
 from .._validate import (
     OTHER_KEYWORDS,

@@ -1,6 +1,6 @@
 """The exchange: each rank receives exactly the keys that its queries need, in one all-to-all.
 
-With engines "tiles" and "portable" the whole attention is one custom op; with "flex", which torch.compile traces, and
+With engines "aten" and "portable" the whole attention is one custom op; with "flex", which torch.compile traces, and
 with a score_mod, which ops cannot take, only the transfers of keys and values are custom ops.
 """
 
@@ -29,7 +29,7 @@ from ..engines import (
     sum_dtype,
     without_seed,
 )
-from ..masks.core import own_modes
+from ..masks.core import suspended_torch_modes
 from ._exchange_plan import ExchangePlan
 from .group import PartSums, PlainCall, Ranks, Role, Sharding, as_promised, communicating, group_of, record, whole_rule
 from .wire import codec_for, gradient_codec, lease_from, pool_named
@@ -271,7 +271,7 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *
     if without_seed(bindings, call.dropout_p)[0]:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
-        with own_modes():
+        with suspended_torch_modes():
             plan = plan_of(call, int(q.shape[1]), int(k.shape[1]), [])
             num_keys = (plan.both if own else plan.others).num_keys
     return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
@@ -312,7 +312,7 @@ def exchange(
     pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
     ordered by name; with dropout followed by its seed. One all-to-all brings each (key/value head, token) that some
     query of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32
-    or wider. With engines "tiles" and "portable" the call is one op, which overlaps each transfer with work on this
+    or wider. With engines "aten" and "portable" the call is one op, which overlaps each transfer with work on this
     rank's keys; with "flex", or a score_mod, only the transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
@@ -338,7 +338,7 @@ def exchange(
 @graph_constant  # raises while torch.compile traces, also if graphs may break
 def _refuse_run_time_tensors() -> None:
     raise ValueError(
-        "in a graph of torch.compile, run-time tensors over ranks need engine 'tiles' or 'portable', and no score_mod: "
+        "in a graph of torch.compile, run-time tensors over ranks need engine 'aten' or 'portable', and no score_mod: "
         "give the pattern its values, or take the call out of the graph"
     )
 

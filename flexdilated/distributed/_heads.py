@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._attend import autocast
-from .._engines import choose_engine
+from .._engine_choice import choose_engine
 from .._validate import (
     check_score_mod,
     check_sinks,
@@ -113,7 +113,7 @@ def attend_heads(
     how = {"score_mod": score_mod, "return_lse": needs_lse}
     chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, drops=dropout_p > 0, **how)
     width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
-    q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "tiles")
+    q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "aten")
     dropout = shared_dropout(dropout_p, ranks, q)
     read = [head * G // H - mine.start * G // H for head in mine]
     if len({read.count(head) for head in read}) > 1:  # unequal groups: repeat key/value heads for query heads

@@ -21,10 +21,22 @@ from ._ops import (
 )
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import exports_to_onnx, modified_scores, multiplicity, reference_attention
-from ._rows import MOST_ROWS, HeadGroup, HeadRule, branch_rules, group_heads, row_program
+from ._rows import MOST_ROWS, HeadGroup, RuleHeads, branch_rules, group_heads, row_program
 from ._run import run
 from ._score_mod import ScoreMod, fixed, shifted, tensors_read, through
 from ._tuned import TuningKey, chosen, num_measured, results
+from .aten import (
+    GATHERED_BYTES,
+    KernelCalls,
+    Program,
+    QueryRows,
+    Step,
+    as_given,
+    aten,
+    aten_backward,
+    make_program,
+    program_of,
+)
 from .flex import (
     BACKEND,
     FlexProgram,
@@ -39,16 +51,4 @@ from .flex import (
     missing_compiler,
     options_text,
     run_flex,
-)
-from .tiles import (
-    GATHERED_BYTES,
-    KernelCalls,
-    Program,
-    QueryRows,
-    Step,
-    as_given,
-    make_program,
-    program_of,
-    tiles,
-    tiles_backward,
 )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..masks import Layout, cache
-from ..masks.core import Bound, Expression, Extent, content_digest, device_kind, plans
+from ..masks.core import Bound, Expression, Extent, content_digest, device_kind, outside_torch_modes
 from ..masks.orders import Placement
-from ..masks.patterns import Selection, blank, names, selection_of, tables
-from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
+from ..masks.patterns import TableSplit, blank, names, table_split, tables
+from ..masks.planning import ANYTHING, Allowed, Choice, OperandSizes, Plan, plan, plan_at
 from ..masks.text import read_text
 from ._ops import read_written, written
 
@@ -149,9 +149,9 @@ class Call(NamedTuple):
             num_heads_global=self.num_heads_global,
         )
 
-    def operands(self, q: Tensor) -> Operands:
+    def operands(self, q: Tensor) -> OperandSizes:
         """Return (element size in bytes, head dim, query heads per key/value head), on which plan costs depend."""
-        return Operands(q.element_size(), int(q.shape[-1]), self.num_heads // self.num_kv_heads)
+        return OperandSizes(q.element_size(), int(q.shape[-1]), self.num_heads // self.num_kv_heads)
 
     def plan(
         self,
@@ -160,7 +160,7 @@ class Call(NamedTuple):
         device: torch.device | str = "cpu",
         allowed: Allowed = ANYTHING,
         choice: Choice | None = None,
-        operands: Operands | None = None,
+        operands: OperandSizes | None = None,
     ) -> Plan:
         """Return a plan of how to compute `rule`, or the call's pattern if None, on this kind of device.
 
@@ -190,46 +190,46 @@ def check_heads(constants: str) -> None:
     read_text(pattern).check_heads(num_heads_global)
 
 
-@plans
+@outside_torch_modes
 def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
     """Return (dtype, shape, digest of the values), equal for tensors of equal contents."""
     return x.dtype, x.shape, content_digest(x.detach().contiguous())
 
 
-def selection_in(key: Call) -> Selection | None:
+def table_split_of(call: Call) -> TableSplit | None:
     """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
 
     The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
     it cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
     """
-    found = parted(key.pattern) if not key.placement and key.rate == 1 else None
-    return None if found is None or key.k_offset % found.leaf.block[1] else found
+    found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
+    return None if found is None or call.k_offset % found.leaf.block[1] else found
 
 
 @lru_cache(maxsize=256)
-def parted(text: str) -> Selection | None:
+def table_split_in_text(text: str) -> TableSplit | None:
     """Split a pattern, given as JSON, into a table of selected blocks, a mask on their pairs, and other pairs.
 
     The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
     it cannot be separated from the rest.
     """
-    return selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
+    return table_split(read_text(text)) if '"kind":"selected_blocks"' in text else None
 
 
-def without_table(key: Call, selection: Selection, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
+def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
     """Return (call, run-time tensors) for `selection.others`, the summand of the pattern without selected blocks.
 
     selection: split of the call's pattern, in which `others` is not None. bindings: run-time tensors (mask data that
     are passed with the call) of the whole pattern, sorted by name.
     """
     assert selection.others is not None
-    return key._replace(pattern=selection.others.text), tensors_of(key, selection.others, bindings)
+    return call._replace(pattern=selection.others.text), tensors_of(call, selection.others, bindings)
 
 
-def tensors_of(key: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
+def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
     """Return the run-time tensors (mask data that are passed with the call) of `part`, sorted by name.
 
     part: part of the call's pattern. bindings: all run-time tensors of the pattern, sorted by name.
     """
-    tensors = dict(zip(names(read_text(key.pattern)), bindings, strict=True))
+    tensors = dict(zip(names(read_text(call.pattern)), bindings, strict=True))
     return [tensors[name] for name in names(part)]

@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ..masks.orders import Compact, Folded, Layout, Listed, Permutation, Placement
+from ..masks.orders import Compact, Folded, Layout, ListedOrder, Permutation, Placement
 from ..masks.planning import Plan, Term
 
 # B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
 
 
 @dataclass(frozen=True)
-class Run:
+class HeadRun:
     """Heads of a term that one strided view of a tensor covers: they are evenly spaced, with one token in slot 0.
 
     A term is the part of a plan that one kernel computes. Its head i, with begin <= i < end, reads head `first + (i -
@@ -34,9 +34,9 @@ class Run:
     step: int
     start: int
 
-    def alone(self, place: int) -> Run:
+    def alone(self, place: int) -> HeadRun:
         """Return a run of one head of this run: the term's head `place`."""
-        return Run(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
+        return HeadRun(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Strands:
     """
 
     layout: Compact
-    runs: tuple[Run, ...]
+    runs: tuple[HeadRun, ...]
 
-    def view(self, x: Shaped[Tensor, "B X N ..."], run: Run) -> Shaped[Tensor, "B h F S ..."]:
+    def view(self, x: Shaped[Tensor, "B X N ..."], run: HeadRun) -> Shaped[Tensor, "B h F S ..."]:
         """Return the view of x that holds the slots (places for tokens in a term) of one run of heads.
 
         X heads and N tokens of x; h heads of the run; F folds (segments) of S slots each. If run.step is 0, all heads
@@ -86,7 +86,7 @@ class Strands:
         return slots.flatten(2, 3) if self.every(heads, tokens) else None
 
     def every(self, heads: int, tokens: int) -> bool:
-        one_run = self.runs == (Run(0, heads, 0, 1, 0),)
+        one_run = self.runs == (HeadRun(0, heads, 0, 1, 0),)
         return one_run and self.layout.step == 1 and self.layout.folds * self.layout.num_slots == tokens
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
@@ -99,7 +99,7 @@ class Strands:
             part = slots[:, run.begin : run.end]
             if run.step == 0:
                 part = part.sum(1, keepdim=True)
-                run = Run(run.begin, run.begin + 1, run.first, 1, run.start)
+                run = HeadRun(run.begin, run.begin + 1, run.first, 1, run.start)
             self.view(x, run).add_(part)
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
@@ -258,10 +258,10 @@ class Picked:
                 yield x[:, some], index[few.begin if len(index) > 1 else 0], slice(few.begin, few.end)
 
 
-Side = Strands | Whole | Picked
+TokenGather = Strands | Whole | Picked
 
 
-def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> Side:
+def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
     """Return the reader and writer of one side (queries or keys) of a term, for tensors in the token order `given`.
 
     layout: token in each slot of the term. heads[h]: head of the tensor that head h of the term reads. The result is
@@ -288,7 +288,7 @@ def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
     return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
 
 
-def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
+def claim_rows(sides: Sequence[TokenGather], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
     """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
 
     Returns (fresh, complete). sides: query sides of terms, in the order of their computation; a row is one token of one
@@ -330,12 +330,12 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
     return x.flatten(0, 2).index_select(0, (heads + index).flatten()).view(*x.shape[:2], len(index), *x.shape[3:])
 
 
-def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
+def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
     """Cut the heads of a term into runs that a single strided view of the tensor covers, as long as possible.
 
     heads, starts: head of the tensor and token in slot 0, for each head of the term.
     """
-    runs: list[Run] = []
+    runs: list[HeadRun] = []
     begin = 0
     steps = [after - before for before, after in pairwise(heads)]
     for index in range(1, len(heads) + 1):
@@ -343,7 +343,7 @@ def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
         if same_start and steps[index - 1] == steps[begin] and steps[index - 1] >= 0:
             continue
         step = steps[begin] if index - begin > 1 else 1
-        runs.append(Run(begin, index, heads[begin], step, starts[begin]))
+        runs.append(HeadRun(begin, index, heads[begin], step, starts[begin]))
         begin = index
     return tuple(runs)
 
@@ -351,7 +351,7 @@ def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
 Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, tokens) -> their slots in a tensor
 
 
-def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
+def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[TokenGather, TokenGather]:
     """Return (query side, key side) of a term: readers and writers of its tokens in q and in k and v.
 
     A term is the part of a plan that one kernel computes. groups: number of query heads for each key/value head.
@@ -360,8 +360,8 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     if placement is not None:
         queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # its queries are numbered as in q
         return queries, _placed_keys(term, placement, groups)
-    assert not isinstance(term.q, Listed)
-    assert not isinstance(term.k, Listed)
+    assert not isinstance(term.q, ListedOrder)
+    assert not isinstance(term.k, ListedOrder)
     kv_heads = tuple(head // groups for head in term.heads)
     key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
     return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
@@ -374,14 +374,14 @@ def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Pic
     heads of a group attend to equal positions, each key/value head is gathered once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
-    alike = isinstance(term.k, Listed | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
+    alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
     heads = term.heads[::groups] if every and alike else term.heads
     kv_heads = tuple(head // groups for head in heads)
     return _side(term.k, heads, kv_heads, lambda head, tokens: placement.key_slots(head).of(tokens))
 
 
 def _side(
-    layout: Compact | Permutation | Listed | Folded,
+    layout: Compact | Permutation | ListedOrder | Folded,
     heads: tuple[int, ...],
     tensor_heads: tuple[int, ...],
     locate: Locate,

@@ -121,7 +121,7 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 
 
 @dataclass(frozen=True, eq=False)
-class Hidden:
+class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
     A term is the part of a plan that one kernel computes; it has Q slots (places) for queries and K for keys. E batch
@@ -135,8 +135,8 @@ class Hidden:
     def nbytes(self) -> int:
         return sum(side.nbytes for side in (self.queries, self.keys) if side is not None)
 
-    def on(self, device: torch.device) -> Hidden:
-        return Hidden(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
+    def on(self, device: torch.device) -> HiddenSlots:
+        return HiddenSlots(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
         """Return x with `value` at hidden queries (those that attend to no key); x itself if there are none.
@@ -164,7 +164,7 @@ def _cleared(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: f
 
 def hidden_slots(
     rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
-) -> Hidden:
+) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, among slots in listed blocks.
 
     Kernels read no other slots (places for tokens). ids, masks: (index of each block's mask, distinct masks), as from
@@ -183,7 +183,7 @@ def hidden_slots(
     heads = list(blocks.heads) if blocks.num_tables > 1 else [0]
     queries = _unseen(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
     keys = _unseen(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
-    return Hidden(queries, keys)
+    return HiddenSlots(queries, keys)
 
 
 def _unseen(
@@ -205,14 +205,14 @@ def _unseen(
     return (unseen & listed.any(0)).flatten(1)[None, heads, :slots]
 
 
-def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
+def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
     """Find the queries of a term that attend to no key and the keys that no query attends to.
 
     blocks: the term's block list for each batch entry, or one for all. A term is the part of a plan that one kernel
     computes.
     """
     if isinstance(term, SharedListTerm):
-        return Hidden(*term.hidden())
+        return HiddenSlots(*term.hidden())
     found = [
         hidden_slots(rule, listed, *distinct_masks(rule, listed))
         for each, listed in zip(entry_terms(term), blocks, strict=True)
@@ -220,7 +220,7 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
     ]
     heads = 1 if all(listed.num_tables == 1 for listed in blocks) else len(term.heads)
     queries = _joined([each.queries for each in found], heads, term.q.num_slots)
-    return Hidden(queries, _joined([each.keys for each in found], heads, term.k.num_slots))
+    return HiddenSlots(queries, _joined([each.keys for each in found], heads, term.k.num_slots))
 
 
 def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
@@ -234,7 +234,7 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
     return torch.cat([none if side is None else side.expand(1, heads, -1) for side in sides])
 
 
-def hidden_of_term(term: Term) -> Hidden:
+def hidden_of_term(term: Term) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
 
     A term is the part of a plan that one kernel computes. In a causal term these are the keys after its last query; a
@@ -242,10 +242,10 @@ def hidden_of_term(term: Term) -> Hidden:
     """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0
-        return Hidden(_some(~seen.any(2)), _some(~seen.any(1)))
+        return HiddenSlots(_some(~seen.any(2)), _some(~seen.any(1)))
     queries, keys = term.q.num_slots, term.k.num_slots
     after = term.shape == "causal" and keys > queries
-    return Hidden(None, (torch.arange(keys) >= queries)[None, None] if after else None)
+    return HiddenSlots(None, (torch.arange(keys) >= queries)[None, None] if after else None)
 
 
 def _some(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:

@@ -14,8 +14,8 @@ from ._dropout import without_seed
 from ._merge import WholeRows, sum_dtype
 from ._ops import autograd_on
 from ._run import run
+from .aten._aten_op import attention, gradients
 from .flex import portable_gradients
-from .tiles._tiles_op import attention, gradients
 
 # B batch, H query heads, G key/value heads, L queries, M keys, D head dim
 
@@ -52,10 +52,10 @@ class PlacedCall:
         """Return (out, natural lse) of queries q (B, H, L, D) over keys k and values v (B, G, M, D).
 
         sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name; if dropout_p > 0,
-        followed by the seed of dropout. return_lse: without it the lse may be None. wide: engine "tiles" returns out in
+        followed by the seed of dropout. return_lse: without it the lse may be None. wide: engine "aten" returns out in
         the dtype of the lse, without a gradient; other engines ignore it.
         """
-        if self.engine == "tiles" and wide:
+        if self.engine == "aten" and wide:
             return attention(self.key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
         bindings, dropout = without_seed(bindings, self.dropout_p)
         options = {"dropout": dropout, "return_lse": return_lse}
@@ -67,9 +67,9 @@ class PlacedCall:
         """Return (dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
 
         bindings: as in `forward`. whole: results over all keys, with their gradients. The gradients of all parts sum to
-        the gradients of the whole; engines "tiles" and "portable" return them in float32 or wider.
+        the gradients of the whole; engines "aten" and "portable" return them in float32 or wider.
         """
-        if self.engine == "tiles":
+        if self.engine == "aten":
             return gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
         if self.engine == "portable":
             bindings, dropout = without_seed(bindings, self.dropout_p)
@@ -96,8 +96,8 @@ def placed_engine(engine: str, device: torch.device) -> str:
     """
     if engine in ("reference", "flash"):
         raise ValueError(
-            f"{engine=} runs whole sequences only: for parts of one write engine='tiles' (on CPU), 'flex' or 'portable'"
+            f"{engine=} runs whole sequences only: for parts of one write engine='aten' (on CPU), 'flex' or 'portable'"
         )
-    if engine == "tiles" and not device_kind(device).on_host:
+    if engine == "aten" and not device_kind(device).on_host:
         raise ValueError(f"{engine=} runs parts of a sequence on CPU only; got {device}: take engine='flex'")
     return engine

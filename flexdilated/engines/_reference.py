@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from .._torch_private import graph_constant
 from ..masks import Bound
-from ..masks.core import plans
+from ..masks.core import outside_torch_modes
 from ._dropout import Dropout
-from ._operands import Hidden
+from ._operands import HiddenSlots
 from ._score_mod import ScoreMod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -38,7 +38,7 @@ def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = N
     shape = (entries if dropout is None else bound.batch, bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
     for place, branch in enumerate(bound.pattern.branches()):
-        mask_mod = plans(branch.mask_mod)(num_heads=bound.num_heads_global, device=device)
+        mask_mod = outside_torch_modes(branch.mask_mod)(num_heads=bound.num_heads_global, device=device)
         allowed = mask_mod(b[:entries], h, q, k)
         total += allowed if dropout is None else allowed & dropout.kept(place, b, h, q, k)
     return total
@@ -83,7 +83,7 @@ def reference_attention(
     """
     bound = replace(bound, batch=q.shape[0])
     times = multiplicity(bound, q.device)
-    hidden = Hidden((times == 0).all(3), (times == 0).all(2))
+    hidden = HiddenSlots((times == 0).all(3), (times == 0).all(2))
     q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))

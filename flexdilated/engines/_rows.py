@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..masks import Pattern, cache
 from ..masks.attended import Keys, RowSource, Seen, positions
-from ..masks.core import Expression, device_kind, plans
+from ..masks.core import Expression, device_kind, outside_torch_modes
 from ..masks.text import read_text
 from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype
@@ -243,7 +243,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Te
 
 
 @dataclass(frozen=True)
-class HeadRule:
+class RuleHeads:
     """One rule (set of allowed pairs) and the query heads of this device that have it.
 
     A pair counts exp(log_weight) times.
@@ -256,7 +256,7 @@ class HeadRule:
 
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
-) -> tuple[tuple[HeadRule, ...], ...]:
+) -> tuple[tuple[RuleHeads, ...], ...]:
     """Return, for each distinct branch (summand) of a pattern, its rules with the heads of this device that have each.
 
     A rule is the set of pairs that a branch allows in some heads. Each head of this device has one rule of a branch.
@@ -269,7 +269,7 @@ def branch_rules(
         for head in range(num_heads):
             members.setdefault(branch.for_head(head + head_offset, num_heads_global), []).append(head)
         rules = (
-            HeadRule(RowSource(rule, heads[0] + head_offset, num_heads_global), tuple(heads), log(times))
+            RuleHeads(RowSource(rule, heads[0] + head_offset, num_heads_global), tuple(heads), log(times))
             for rule, heads in members.items()
         )
         branches.append(tuple(rules))
@@ -277,7 +277,7 @@ def branch_rules(
 
 
 def group_heads(
-    branches: Sequence[Sequence[HeadRule]], *, num_heads: int, num_kv_heads: int, device: torch.device
+    branches: Sequence[Sequence[RuleHeads]], *, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> tuple[tuple[HeadGroup, ...], ...]:
     """Return, for each branch (summand of a pattern), groups of query heads that are computed together.
 
@@ -289,7 +289,7 @@ def group_heads(
     )
 
 
-def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
+def _groups(rule: RuleHeads, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
     """Yield groups with equally many of the rule's heads per key/value head and evenly spaced key/value heads."""
     shared = num_heads // num_kv_heads
     queries: dict[int, list[int]] = {}
@@ -325,17 +325,17 @@ _MOST_VIEWS = 4  # most ranges of keys that are read as views; more are gathered
 _GROUP_BYTES = 1000
 
 
-def takes_rows(key: Call) -> bool:
+def takes_rows(call: Call) -> bool:
     """True for calls that need no plan: few queries in natural order, not self-attention, no requested block size.
 
     Self-attention (queries and keys at equal positions) repeats its sizes, so its plan is found in the cache, and is
     then faster.
     """
-    few = key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
-    return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
+    few = call.num_queries <= MOST_ROWS and call.rate == 1 and not call.block_size and not call.placement
+    return few and (call.num_queries, call.q_offset) != (call.num_keys, call.k_offset)
 
 
-def program_of_rows(key: Call, rule: Expression | None, device: torch.device) -> RowProgram:
+def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
     """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
     rule: the pattern with the values of its run-time tensors; None for the call's pattern, which has no such tensors.
@@ -343,19 +343,19 @@ def program_of_rows(key: Call, rule: Expression | None, device: torch.device) ->
     """
 
     def build() -> tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]:
-        read = read_text(key.pattern) if rule is None else rule
-        where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
+        read = read_text(call.pattern) if rule is None else rule
+        where = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
         # From the unbound rule: a bound one draws random numbers only up to the last position of its call.
-        branches = branch_rules(read, num_heads=key.num_heads, **where)
-        return read, group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
+        branches = branch_rules(read, num_heads=call.num_heads, **where)
+        return read, group_heads(branches, num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, device=device)
 
     if rule is None:
-        heads = (key.num_heads, key.num_kv_heads, key.head_offset, key.num_heads_global)
-        name = ("rows", key.pattern, *heads, device)
-        read, branches = cache().get(name, build, _rules_bytes, pattern=key.pattern)
+        heads = (call.num_heads, call.num_kv_heads, call.head_offset, call.num_heads_global)
+        name = ("rows", call.pattern, *heads, device)
+        read, branches = cache().get(name, build, _rules_bytes, pattern=call.pattern)
     else:
         read, branches = build()
-    bound = key.bound(read)
+    bound = call.bound(read)
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
     return row_program(branches, queries, keys, _InOrder(keys.start))
@@ -391,7 +391,7 @@ class _InOrder:
         return positions - self.first
 
 
-@plans
+@outside_torch_modes
 def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: range, store: KeySlots) -> RowProgram:
     """Build the RowProgram, the attention of a few queries, for queries and keys at these positions.
 

@@ -9,15 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..masks import Bound, Layout
-from ..masks.core import Expression, plans
+from ..masks.core import Expression, outside_torch_modes
 from ._call import Call
 from ._dropout import Dropout
 from ._merge import nothing, sum_dtype
 from ._operands import one_width
 from ._reference import exports_to_onnx, reference_attention
 from ._score_mod import ScoreMod
+from .aten import aten
 from .flex import BACKEND, Options, flash_sides, flex, options_text, portable
-from .tiles import tiles
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
@@ -46,12 +46,12 @@ def run(
     if 0 in q.shape or 0 in k.shape:
         return nothing(q, k, v, sinks)
     features: dict[str, Any] = {"score_mod": score_mod, "return_lse": return_lse}
-    if engine in ("tiles", "flash") and q.shape[-1] != v.shape[-1]:
+    if engine in ("aten", "flash") and q.shape[-1] != v.shape[-1]:
         features["kernel_options"] = kernel_options
         out, lse = run(engine, *one_width(q, k, v), sinks, bindings, call, scale, **features)
         return out[..., : v.shape[-1]], lse
-    if engine == "tiles":
-        return tiles(q, k, v, sinks, bindings, *call.arguments, scale)
+    if engine == "aten":
+        return aten(q, k, v, sinks, bindings, *call.arguments, scale)
     if engine == "reference":
         return _reference(q, k, v, sinks, bindings, call, scale, score_mod, dropout)
     if engine == "portable":
@@ -81,7 +81,7 @@ def _reference(
     if exports_to_onnx():
         bound, features["dtype"] = _bound_of_any_size(call, rule), sum_dtype(q)
     else:
-        bound = plans(call.bound)(rule)
+        bound = outside_torch_modes(call.bound)(rule)
     out, lse = reference_attention(*natural, bound, scale=scale, **features)
     return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))
 
@@ -89,6 +89,6 @@ def _reference(
 def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
     """Return the call's Bound. Symbolic sizes of a graph are kept; `bind` would specialize them to check positions."""
     if not any(isinstance(number, torch.SymInt) for number in call):
-        return plans(call.bound)(rule)
+        return outside_torch_modes(call.bound)(rule)
     heads = (call.num_heads, call.head_offset, call.num_heads_global)
     return Bound(rule, call.num_queries, call.num_keys, *heads, call.q_offset, call.k_offset, batch=1)

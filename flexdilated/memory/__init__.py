@@ -6,7 +6,7 @@ from ._memory import (
     NOWHERE,
     AttentionMemory,
     AttentionSize,
-    Hidden,
+    KernelBytes,
     LiveBytes,
     allowed_by,
     attention_memory,

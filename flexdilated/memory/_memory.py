@@ -1,4 +1,4 @@
-"""Predict the memory of one attention call: tiles and portable by a run on meta tensors, flex by compiled buffers."""
+"""Predict the memory of one attention call: aten and portable by a run on meta tensors, flex by compiled buffers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ..engines import (
 )
 from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_with_table, reads_table, way_of
+from ..masks.planning import ANYTHING, Allowed, Choice, OperandSizes, Plan, plan, plan_with_table, reads_table, way_of
 
 # B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
@@ -55,7 +55,7 @@ _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32
 
 
 @dataclass(frozen=True)
-class Hidden:
+class KernelBytes:
     """Bytes that an operator allocates where a TorchDispatchMode, which sees only its results, cannot count them.
 
     work: peak while it runs, including its results but not its inputs. kept: bytes that stay allocated until the last
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
     memory, the counts equal a run on CPU; tensors with values may be mixed in.
     """
 
-    def __init__(self, *held: Tensor, hidden: Mapping[Any, Hidden] | None = None) -> None:
+    def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._hidden = hidden or {}
@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
             self._hold(x)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        hidden, kwargs = self._hidden.get(func, Hidden(0)), kwargs or {}
+        hidden, kwargs = self._hidden.get(func, KernelBytes(0)), kwargs or {}
         self.peak = max(self.peak, self.live + hidden.work)
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()))}) > 1:
             args, kwargs = tree_map_only(Tensor, lambda x: x.to(NOWHERE), (args, kwargs))
@@ -163,13 +163,13 @@ class AttentionSize:
             self.num_heads * token * E,
         )
 
-    def operands(self, engine: str) -> Operands:
+    def operands(self, engine: str) -> OperandSizes:
         """Bytes of an element, head dim, and query heads per key/value head, on which the planner's costs depend.
 
-        The head dim is that of the queries that the engine gets; for "tiles" they are padded to the wider one.
+        The head dim is that of the queries that the engine gets; for "aten" they are padded to the wider one.
         """
-        width = max(self.dims) if engine == "tiles" else self.head_dim
-        return Operands(self.dtype.itemsize, width, self.num_heads // self.kv_heads)
+        width = max(self.dims) if engine == "aten" else self.head_dim
+        return OperandSizes(self.dtype.itemsize, width, self.num_heads // self.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -222,15 +222,15 @@ def attention_memory(
     drops: bool = False,
     score_mod: ScoreMod | None = None,
 ) -> AttentionMemory:
-    """Predict the memory of `attend` on a kind of device, by engine "tiles" on "cpu", "flex" elsewhere, or "portable".
+    """Predict the memory of `attend` on a kind of device, by engine "aten" on "cpu", "flex" elsewhere, or "portable".
 
-    Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles and portable in a run of the engine on
+    Up to 1,048,576 tokens it plans the call, and counts what is alive: for aten and portable in a run of the engine on
     meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
     inside kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is
     needed.
 
-    engine: None takes the device's default, tiles or flex. drops: True with attention dropout, which tiles lacks.
-    score_mod: as in `attend`; tiles takes none. It is called on meta tensors, and gradients of tensors that it captures
+    engine: None takes the device's default, aten or flex. drops: True with attention dropout, which aten lacks.
+    score_mod: as in `attend`; aten takes none. It is called on meta tensors, and gradients of tensors that it captures
     are not counted. Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the
     heads or tokens.
     """
@@ -266,14 +266,14 @@ class _Way:
     def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
         allowed, bound = allowed_by(self.engine, self.device), _key(pattern, size).bound(pattern)
         how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
-        if self.engine == "tiles" and reads_table(bound):
+        if self.engine == "aten" and reads_table(bound):
             return plan_with_table(bound, **how)
         return plan(bound, choice=self.choice, **how)
 
 
 def allowed_by(engine: str, device: str) -> Allowed:
     """Return the kinds of terms (parts of a plan, one kernel each) that an engine runs; device: such as "cpu"."""
-    return ANYTHING if engine == "tiles" else allowed_on(torch.device(device))
+    return ANYTHING if engine == "aten" else allowed_on(torch.device(device))
 
 
 def _key(pattern: Expression, size: AttentionSize) -> Call:
@@ -284,11 +284,11 @@ def _key(pattern: Expression, size: AttentionSize) -> Call:
 
 def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
     key, (q, k, v, out) = _key(pattern, size), size.nbytes
-    if way.engine == "tiles":
+    if way.engine == "aten":
         if reads_table(key.bound(pattern)):
             return AttentionMemory(q, k + v, out, *_table_memory(way.plan(pattern, size), size), 0)
-        program = program_of(key, pattern, way.device, way.choice, size.operands("tiles"), written=key.pattern)
-        return AttentionMemory(q, k + v, out, *_tiles_memory(program, size), program.nbytes)
+        program = program_of(key, pattern, way.device, way.choice, size.operands("aten"), written=key.pattern)
+        return AttentionMemory(q, k + v, out, *_aten_memory(program, size), program.nbytes)
     best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     program = make_flex_program(best, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
     found = _portable_memory(program, size, way) if way.engine == "portable" else _flex_memory(program, size)
@@ -326,8 +326,8 @@ def _dry_run(
     return nbytes(lse), kept, forward_peak, forward_peak, counted.peak
 
 
-def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of engine tiles, in bytes."""
+def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
+    """Return (lse, kept, inference peak, forward peak, backward peak) of engine aten, in bytes."""
     program = _few_of_each_kind(program, size.key_bytes)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import masks
 from .._attend import attend, autocast
-from .._engines import check_engine
+from .._engine_choice import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import OTHER_KEYWORDS, check_tensors, in_batch, resolve_scale
 from ..engines import ScoreMod

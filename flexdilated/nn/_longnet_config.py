@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from .. import masks
-from .._engines import check_engine
+from .._engine_choice import check_engine
 from .._over_ranks import OverRanks
 from ..masks import Mixture, Pattern
 from ..masks.core import (

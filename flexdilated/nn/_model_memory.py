@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..memory import NOWHERE, AttentionMemory, AttentionSize, Hidden, LiveBytes, nbytes
+from ..memory import NOWHERE, AttentionMemory, AttentionSize, KernelBytes, LiveBytes, nbytes
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 
@@ -91,17 +91,17 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
     in `LongNetConfig`.
     """
     # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of the output.
-    forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
-    backward = Hidden(attention.backward_peak - attention.kept - attention.outputs)
-    tiles, tiles_backward = torch.ops.flexdilated.tiles.default, torch.ops.flexdilated.tiles_backward.default
-    alone = {tiles: Hidden(attention.inference_peak - attention.inputs)}
+    forward = KernelBytes(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
+    backward = KernelBytes(attention.backward_peak - attention.kept - attention.outputs)
+    aten, aten_backward = torch.ops.flexdilated.aten.default, torch.ops.flexdilated.aten_backward.default
+    alone = {aten: KernelBytes(attention.inference_peak - attention.inputs)}
     with NOWHERE:
         model = longnet_around(masks.every(), size, checkpoint=checkpoint)
         weights = list(model.parameters())
         x = torch.empty(size.batch, num_tokens, size.embed_dim, dtype=size.dtype)
         with torch.no_grad(), LiveBytes(x, *weights, hidden=alone) as inference:
             model(x)
-        with LiveBytes(x, *weights, hidden={tiles: forward, tiles_backward: backward}) as training:
+        with LiveBytes(x, *weights, hidden={aten: forward, aten_backward: backward}) as training:
             training_step(model, x)
     return ModelMemory(nbytes(*weights), inference.peak, training.peak)
 

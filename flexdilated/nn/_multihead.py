@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._attend import attend, autocast_dtype
-from .._engines import check_engine
+from .._engine_choice import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
-from .._torch_private import OrdinaryPath
+from .._torch_private import DisablesFusedEncoder
 from .._validate import require_dense
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_int, require_probability
@@ -32,7 +32,7 @@ _LARGE_BATCH = 256  # of short sequences; larger batches suggest that the two di
 # B batch, H heads, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
 
-class MultiheadProjections(OrdinaryPath):
+class MultiheadProjections(DisablesFusedEncoder):
     """Base class with the parameters of `nn.MultiheadAttention`: projects inputs to heads, and heads to outputs.
 
     embed_dim, kdim, vdim: widths of query, key and value. in_proj_weight: the three projections stacked if the widths

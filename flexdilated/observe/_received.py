@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
 from .._attend import attend, autocast, planned_call
-from .._engines import choose_engine
+from .._engine_choice import choose_engine
 from .._validate import check_lse, check_tensors, in_batch
-from ..engines import refuse_transforms, sum_dtype, tiles_backward
+from ..engines import aten_backward, refuse_transforms, sum_dtype
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import advises, device_kind, require_below, require_expression, require_int
 
@@ -78,7 +78,7 @@ def attention_received(
     options = {**where, "num_heads_global": num_heads_global, "layout": layout, "block_size": block_size}
     call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
     if engine == "flex" and not device_kind(q.device).flex_trains:
-        raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
+        raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='aten' serves it")
     if engine == "flash":
         raise ValueError(
             "attention_received needs a gradient of v alone, which flash does not have; engine='flex' serves it"
@@ -88,7 +88,7 @@ def attention_received(
     q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
     if 0 in q.shape or 0 in k.shape:
         return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
-    if chosen == "tiles":
+    if chosen == "aten":
         return _by_tiles(q, k, lse, tensors, *call.arguments, factor)
     options |= {"scale": factor, "num_heads_global": call.num_heads_global}
     return _by_autograd(q, k, lse, pattern, bindings=bindings, engine=chosen, **options)
@@ -105,7 +105,7 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
-        _columns(tiles_backward(cotangent, None, q, k, k, out, lse, bindings, *options)[2], members)
+        _columns(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *options)[2], members)
         for members, cotangent in _cotangents(q, k.shape[1])
     ]
     return torch.cat(found, 2).flatten(1, 2)

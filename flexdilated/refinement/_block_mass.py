@@ -16,7 +16,7 @@ from .._validate import check_lse, check_tensors, in_batch, resolve_scale
 from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
-from ..masks.core import Expression, advises, plans, require_expression
+from ..masks.core import Expression, advises, outside_torch_modes, require_expression
 from ..masks.patterns import alike
 from ..masks.planning import block_sides, bound_blocks, shared_terms, term_blocks
 
@@ -198,7 +198,7 @@ class _Operands:
     factor: float
 
 
-@plans
+@outside_torch_modes
 def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, Expression]]:
     return alike(call.rules(tensors), batch)
 
@@ -212,7 +212,7 @@ def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
     return replace(bound, q_offset=rows.offset - rows.ahead, k_offset=columns.offset - columns.ahead, **sizes)
 
 
-@plans
+@outside_torch_modes
 def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
     """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
 

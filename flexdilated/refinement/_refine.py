@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._torch_private import apply
 from ..masks import Pattern, block_list, cache
-from ..masks.core import advises, plans, require_int, require_probability
+from ..masks.core import advises, outside_torch_modes, require_int, require_probability
 from ..masks.patterns import BlockList
 from ..masks.planning import bound_blocks, shared_terms
 
@@ -26,7 +26,7 @@ class Refinement(NamedTuple):
     grown: Int64[Tensor, "n 3"]
 
 
-@plans
+@outside_torch_modes
 @torch.no_grad()
 @advises()
 def refine(

@@ -13,7 +13,7 @@ from .._torch_private import tree_leaves, tree_map_only
 from ..engines import read_written, written
 from ..masks import Mixture, Pattern, cache
 from ..masks.blocks import allowed_pairs
-from ..masks.core import And, Box, Extent, Progression, device_kind, plans
+from ..masks.core import And, Box, Extent, Progression, device_kind, outside_torch_modes
 from ..masks.patterns import names
 from ..masks.text import read_text
 
@@ -29,7 +29,7 @@ _WIDEST = 64  # most boxes of one block that are scored by one product
 _KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds them
 
 
-class Rows(NamedTuple):
+class QueryBlocks(NamedTuple):
     """Rows (blocks of `query_block` query positions) and key blocks of a call; the first and last row may be partial.
 
     q_offset: position of the first query; keys begin at position 0, and rows at multiples of query_block. block: tokens
@@ -115,8 +115,8 @@ class SelectionCall(NamedTuple):
         """Build a call from its `arguments`; q_offset may be symbolic."""
         return cls._make((*read_written(constants), q_offset))
 
-    def rows(self, q: Tensor, k: Tensor) -> Rows:
-        return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
+    def rows(self, q: Tensor, k: Tensor) -> QueryBlocks:
+        return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
         """Number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
@@ -133,7 +133,7 @@ class SelectionCall(NamedTuple):
         return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 
-class HeadRule(NamedTuple):
+class SelectionRule(NamedTuple):
     """Patterns of one batch entry and head: pairs that may be attended to, and pairs that need no choice.
 
     within: pairs that may be attended to. always: pairs that are attended to, if `within` allows them, without being
@@ -215,7 +215,7 @@ class Boxes(NamedTuple):
     def on(self, device: torch.device) -> Boxes:
         return tree_map_only(Tensor, lambda x: x.to(device), self)
 
-    def gains(self, rows: Rows, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
+    def gains(self, rows: QueryBlocks, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
         """Number of pairs that each chosen block adds for one head; 0 for block -1.
 
         part: the rows of this chunk. blocks: chosen blocks of each of these rows, padded with -1.
@@ -242,7 +242,7 @@ def found_in(
     return at, ascending[at] == places
 
 
-def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> Boxes:
+def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.device) -> Boxes:
     """Boxes (row of queries, block of keys) of the rows in `part`, on the device.
 
     They are cached, unless `rows` has more than 2^26 boxes in total.
@@ -252,7 +252,7 @@ def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> B
         return _build(rule, rows, part)
 
     if rows.number * rows.blocks > _KEPT:
-        return plans(built)().on(device)
+        return outside_torch_modes(built)().on(device)
     key = ("selection_boxes", rule.text, rule.head, rule.num_heads, rows, part)
     found = cache().get(key, built, lambda boxes: boxes.nbytes, pattern=rule.within)
     if device_kind(device).on_host:
@@ -277,7 +277,7 @@ class _Evaluated(NamedTuple):
     queries: Bool[Tensor, "x query_block"]
 
 
-def _build(rule: HeadRule, rows: Rows, part: range) -> Boxes:
+def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     """Classify the boxes of the rows in `part`: by bounds on the patterns where these suffice, else pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.blocks
@@ -310,7 +310,7 @@ def _build(rule: HeadRule, rows: Rows, part: range) -> Boxes:
     )
 
 
-def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Evaluated:
+def _evaluate(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Tensor) -> _Evaluated:
     found = []
     for some in torch.arange(len(r)).split(max(1, _CELLS // (rows.query_block * rows.block))):
         q = (box.q.first[some, None] + torch.arange(rows.query_block))[:, :, None]
@@ -326,7 +326,7 @@ def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Ev
 
 
 def _sides(
-    rows: Rows, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
+    rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each row that see a key, mask of the keys that some row sees).
 

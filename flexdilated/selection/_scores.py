@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..engines import sum_dtype
-from ._boxes import Boxes, HeadRule, OwnPools, Rows, SelectionCall, found_in
+from ._boxes import Boxes, OwnPools, QueryBlocks, SelectionCall, SelectionRule, found_in
 from ._choose import masked_lse
 
 # B batch, H query heads, G key/value heads, N queries, M keys, C blocks of keys, n rows, D head dim
@@ -66,7 +66,7 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 
 
 def summaries(
-    q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
+    q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
     """One query for each row (block of queries) in `part`, in float32 or wider.
 
@@ -84,7 +84,7 @@ def summaries(
     return queries.masked_fill(~sees[..., None], 0.0).sum(3) / sees.sum(-1, keepdim=True).clamp(min=1)
 
 
-def in_rows(q: Float[Tensor, "B H N D"], rows: Rows, part: range) -> Float[Tensor, "B H n query_block D"]:
+def in_rows(q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range) -> Float[Tensor, "B H n query_block D"]:
     """Queries of the rows in `part`, in float32 or wider, padded with 0 beyond the call's queries."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
@@ -112,9 +112,9 @@ def scores_of(
     q: Float[Tensor, "b h N D"],
     k: Float[Tensor, "b g M D"],
     pools: tuple[Float[Tensor, "b g C D"], ...],
-    rule: HeadRule,
+    rule: SelectionRule,
     boxes: Boxes,
-    rows: Rows,
+    rows: QueryBlocks,
     part: range,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
@@ -196,7 +196,7 @@ def _put(
     scores: Float[Tensor, "b h n L"],
     own: Float[Tensor, "b h o"],
     boxes: OwnPools,
-    rows: Rows,
+    rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
     """Replace the scores of the boxes (row, block) in `boxes`, which have hidden keys, by `own`; return all scores.
@@ -230,7 +230,7 @@ def _listed(
     return torch.einsum("bxhnd,bxnld->bxhnl", q.unflatten(1, (lists.shape[1], -1)), gathered).flatten(1, 2)
 
 
-def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
+def _few_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
     """Split `part` into ranges of rows that bound the memory of scores, one score per tile of stride x stride pairs."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
@@ -238,7 +238,7 @@ def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
 
 
 def _log_shares(
-    call: SelectionCall, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range
+    call: SelectionCall, q: Tensor, k: Tensor, rule: SelectionRule, rows: QueryBlocks, part: range
 ) -> Float[Tensor, "b h n C"]:
     """log of the share of attention that each row (block of queries) gives to each block of keys.
 
@@ -267,13 +267,15 @@ def _log_shares(
     return _shares(total * call.scale / number.clamp(min=1), number > 0, rows.block // stride, group)
 
 
-def _positions(rows: Rows, part: range, device: torch.device) -> Int64[Tensor, " n"]:
+def _positions(rows: QueryBlocks, part: range, device: torch.device) -> Int64[Tensor, " n"]:
     """Positions of the queries of the rows in `part`, as if each row had all of its query_block queries."""
     start = rows.q_offset - rows.lead
     return torch.arange(start + part.start * rows.query_block, start + part.stop * rows.query_block, device=device)
 
 
-def _sees(rule: HeadRule, rows: Rows, queries: Int64[Tensor, " n"], keys: Int64[Tensor, " m"]) -> Bool[Tensor, "n m"]:
+def _sees(
+    rule: SelectionRule, rows: QueryBlocks, queries: Int64[Tensor, " n"], keys: Int64[Tensor, " m"]
+) -> Bool[Tensor, "n m"]:
     """Mask of the pairs that `within` allows; False for positions outside the call."""
     last = rows.q_offset + rows.num_queries - 1
     inside = ((queries >= rows.q_offset) & (queries <= last))[:, None] & (keys < rows.num_keys)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refuse, sum_dtype
 from ..masks import Pattern
-from ..masks.core import Extent, plans
+from ..masks.core import Extent, outside_torch_modes
 from ..masks.patterns import alike
-from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, HeadRule, SelectionCall, boxes_of
+from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, SelectionCall, SelectionRule, boxes_of
 from ._choose import choose, masked_lse
 from ._scores import LOGS, at_lists, for_heads, pools_for, scores_of
 
@@ -27,7 +27,7 @@ class HeadPart(NamedTuple):
     entries: slice
     heads: slice
     key_heads: slice
-    rule: HeadRule
+    rule: SelectionRule
 
     def of_queries(self, x: Tensor) -> Tensor:
         return x[self.entries, self.heads]
@@ -47,8 +47,8 @@ class HeadPart(NamedTuple):
         return own[:, at : at + 1]
 
 
-@plans
-def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
+@outside_torch_modes
+def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
     """Split the batch entries and query heads of a call into parts with one rule each.
 
     bindings: run-time tensors of the patterns, in the order of their names. Raises ValueError if a pattern does not fit
@@ -60,11 +60,11 @@ def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tens
     found: list[HeadPart] = []
     for entries, both in alike(call.both(bindings, extent), batch):
         rules = [each.bind(**sizes).union for each in both.branches()]
-        of_head: dict[tuple[Pattern, ...], HeadRule] = {}
+        of_head: dict[tuple[Pattern, ...], SelectionRule] = {}
         made = []
         for head in range(heads):
             own = tuple(rule.for_head(head, heads) for rule in rules)
-            made.append(of_head.setdefault(own, HeadRule(own[0], own[1] if len(own) > 1 else None, head, heads)))
+            made.append(of_head.setdefault(own, SelectionRule(own[0], own[1] if len(own) > 1 else None, head, heads)))
         if len(of_head) == 1:
             found.append(HeadPart(entries, slice(None), slice(None), made[0]))
             continue
@@ -91,7 +91,7 @@ def walk(
     that choice, padded with -1; None without a coarse selector. bindings: run-time tensors of the patterns, in the
     order of their names.
     """
-    rows, parts, lists = call.rows(q, k), parts_of(call, bindings, q, k), None
+    rows, parts, lists = call.rows(q, k), head_parts_of(call, bindings, q, k), None
     numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
     if coarse is not None:
         ratio = call.coarse_block // call.block

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from .._attend import autocast
-from .._engines import check_engine
+from .._engine_choice import check_engine
 from .._over_ranks import OverRanks, over_ranks
 from .._torch_private import graph_constant
 from .._validate import check_sinks, check_tensors, resolve_scale

@@ -17,7 +17,7 @@ from ..masks import Pattern, causal, selected_blocks
 from ..masks.attended import RowSource
 from ..masks.core import require_int
 from ..masks.patterns import names
-from ._boxes import HeadRule
+from ._boxes import SelectionRule
 from ._scores import Pools, pools_for, pools_of
 from ._select_op import choose_blocks, selection_pairs
 from ._selector import BlockSelector, is_causal
@@ -344,5 +344,5 @@ def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)
     q, k = q.expand_as(own)[own], k.expand_as(own)[own]
-    rules = (HeadRule(selector.within, selector.always, head, num_heads) for head in range(num_heads))
+    rules = (SelectionRule(selector.within, selector.always, head, num_heads) for head in range(num_heads))
     return not any(bool(rule.leaves(q, k, rule.sees(q, k)).any()) for rule in rules)

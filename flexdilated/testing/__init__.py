@@ -11,8 +11,8 @@ from ._check_module import CheckResult, ModuleReport, check_attention_module, ex
 from ._check_pattern import check_pattern
 from ._closeness import assert_attention_close
 from ._inputs import MEMORY_LAYOUTS, laid_out
-from ._module import Calls, identity_projections
 from ._module_checks import MODULE_CHECKS
+from ._subject import Calls, identity_projections
 
 if TYPE_CHECKING:
     from . import strategies as strategies

@@ -15,8 +15,8 @@ from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
 from ._inputs import KINDS, LONG_LENGTHS, lengths_for, takes, tokens
-from ._module import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, cut, failure
 from ._module_checks import MODULE_CHECKS, Check
+from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, cut, failure
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns

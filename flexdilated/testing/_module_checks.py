@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..masks import documents, visible_keys
 from ._closeness import expected, gradients_of, number, require_close, rough
 from ._inputs import KINDS
-from ._module import Case, DoesNotApply, Failure, Subject
 from ._over_ranks import RANKS, run_over_ranks
+from ._subject import Case, DoesNotApply, Failure, Subject
 
 # B batch, H query heads, N queries, M keys, D head dim
 

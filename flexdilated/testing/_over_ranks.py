@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ._closeness import cotangents
-from ._module import Calls, Failure
+from ._subject import Calls, Failure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -30,7 +30,7 @@ from ..masks.planning import (
     Allowed,
     Candidates,
     Choice,
-    Operands,
+    OperandSizes,
     Option,
     Plan,
     in_other_blocks,
@@ -46,7 +46,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 _WORTH_MEASURING = 4.0  # factor over the cheapest prediction up to which options are measured
 _log = logging.getLogger("flexdilated")
 
-Run = Callable[[], tuple[Tensor, ...]]
+TimedRun = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,15 +69,15 @@ class Inputs:
         return cls(*(x.to(device, dtype) for x in drawn))
 
     @property
-    def operands(self) -> Operands:
+    def operands(self) -> OperandSizes:
         """Sizes for the cost model: bytes of an element, head dim, number of query heads per key/value head."""
-        return Operands(self.q.element_size(), self.q.shape[-1], self.q.shape[1] // self.k.shape[1])
+        return OperandSizes(self.q.element_size(), self.q.shape[-1], self.q.shape[1] // self.k.shape[1])
 
 
-def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> Run:
+def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> TimedRun:
     """Return a function that runs the plan on x once, and returns (out,), or with `backward` (out, dq, dk, dv).
 
-    engine: "tiles" or "flex". block_size: (query, key) side of the blocks; empty: those of the plan.
+    engine: "aten" or "flex". block_size: (query, key) side of the blocks; empty: those of the plan.
     """
     num_kv_heads, scale, device = x.k.shape[1], x.q.shape[-1] ** -0.5, x.q.device
     if engine == "flex":
@@ -102,7 +102,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
     return run
 
 
-def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> list[list[float]]:
+def interleave(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
     """Time the runs, one after the other in each round; return the seconds of each run in all rounds.
 
     seconds: no round begins after this time, except the first 3. There are at most 15 rounds.
@@ -113,7 +113,7 @@ def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> 
             torch.cuda.synchronize(device)
         return perf_counter()
 
-    def time(run: Run) -> float:
+    def time(run: TimedRun) -> float:
         begin = now()
         run()
         return now() - begin
@@ -171,7 +171,7 @@ def measure(
     device, order = x.q.device, Layout(bound.num_queries)
     engine = engine or device_kind(device).engine
     how = {"engine": engine, "backward": backward, "block_size": block_size}
-    allowed = Allowed(masks=not block_size) if engine == "tiles" else allowed_on(device)
+    allowed = Allowed(masks=not block_size) if engine == "aten" else allowed_on(device)
     candidates = Candidates.of(bound, machine_of(device.type), allowed, x.operands)
     found: list[Trialled] = []
 
@@ -189,7 +189,7 @@ def measure(
 
     fastest: list[Option] = []
     for branch, options in enumerate(candidates.branches):
-        if engine == "tiles" and not block_size:
+        if engine == "aten" and not block_size:
             options = tuple(each for option in options for each in in_other_blocks(option))
         limit = _WORTH_MEASURING * min(each.cost.seconds for each in options)
         fastest.append(fastest_of([each for each in options if each.cost.seconds <= limit], branch))
@@ -244,11 +244,11 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
 
     Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while torch.compile
     traces. has_bindings: True if the pattern has run-time tensors. Raises ValueError for calls that cannot be tuned
-    (another engine than "tiles" or "flex", a layout, run-time tensors), and RuntimeError if the results of two ways
+    (another engine than "aten" or "flex", a layout, run-time tensors), and RuntimeError if the results of two ways
     disagree.
     """
-    if engine not in ("tiles", "flex"):
-        raise ValueError(f"autotune=True needs engine 'tiles' or 'flex', as it measures only these; got {engine=}")
+    if engine not in ("aten", "flex"):
+        raise ValueError(f"autotune=True needs engine 'aten' or 'flex', as it measures only these; got {engine=}")
     if call.rate > 1:
         raise ValueError(f"autotune=True needs tokens in natural order, layout=None; got a layout of rate {call.rate}")
     if has_bindings:

@@ -28,7 +28,7 @@ from ..masks.planning import (
     computed_pairs,
     shared_terms,
 )
-from ._tune import Inputs, Run, interleave, trial
+from ._tune import Inputs, TimedRun, interleave, trial
 
 KINDS = ("neighbouring", "plain", "masked")  # in the order of the rates in BlockRates
 _HEAD_DIM = 64
@@ -72,7 +72,7 @@ class MeasuredMachine:
 
 
 class _Work(NamedTuple):
-    run: Run
+    run: TimedRun
     amount: float  # FLOP, bytes or calls
 
 

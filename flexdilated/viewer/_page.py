@@ -19,7 +19,7 @@ from ..masks.core import (
     Expression,
     Pattern,
     Progression,
-    plans,
+    outside_torch_modes,
     require_below,
     require_expression,
     require_int,
@@ -27,7 +27,7 @@ from ..masks.core import (
 )
 from ..masks.orders import residue_rate
 from ..masks.text import parse
-from ._traced_rule import Program, traced_rule
+from ._traced_rule import TracedProgram, traced_rule
 
 LARGEST_PAGE = 4_000_000  # bytes
 _MOST_RESIDUES = 4096  # more residue classes than screen pixels would look like noise
@@ -37,7 +37,7 @@ _MOST_GRIDS = 16  # grids of tiles, over all branches and heads
 _SCRIPTS = ("view", "program", "density", "picture", "panel", "app")  # in order of dependence
 
 
-@plans
+@outside_torch_modes
 def page(
     pattern: Expression,
     num_tokens: int,
@@ -82,7 +82,7 @@ def page(
 def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
-    program = Program((bound.num_heads, bound.num_queries, bound.num_keys))
+    program = TracedProgram((bound.num_heads, bound.num_queries, bound.num_keys))
     pairs = zip(pattern.unpadded.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),

@@ -63,7 +63,7 @@ _SUPPORTED = (
 
 
 @dataclass
-class Program:
+class TracedProgram:
     """Traced operations (nodes) of all rules of a page, and the constant tensors (tables) that they index.
 
     sizes: number of heads, queries and keys. nodes: [operation, operand node indices ...].
@@ -82,7 +82,7 @@ class Program:
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
         try:
-            with _Recorder(self, list(zip(nodes, zeros[1:], strict=True))) as recorder:
+            with _OperationTracer(self, list(zip(nodes, zeros[1:], strict=True))) as recorder:
                 return recorder.node(mask_mod(*zeros))
         except UnsupportedError as error:
             raise ValueError(
@@ -135,13 +135,13 @@ class UnsupportedError(Exception):
     """Error for an operation of a rule or reason that the page does not support."""
 
 
-class _Recorder(TorchDispatchMode):
+class _OperationTracer(TorchDispatchMode):
     """Dispatch mode that adds each operation on a traced tensor to a program; other operations are only computed.
 
     inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
     """
 
-    def __init__(self, program: Program, inputs: list[tuple[int, Tensor]]) -> None:
+    def __init__(self, program: TracedProgram, inputs: list[tuple[int, Tensor]]) -> None:
         super().__init__()
         self.program = program
         self.traced = {id(tensor): (node, tensor) for node, tensor in inputs}
@@ -220,17 +220,17 @@ def _table_data(table: Tensor) -> dict[str, Any]:
     return {"shape": list(table.shape), "values": values.tolist(), "counts": counts.tolist()}
 
 
-def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
+def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
     """Trace a branch (summand of a pattern) to a nested dict for JSON.
 
     Its keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
     the branch with names of run-time tensors, `bound` the same branch with their values.
     """
-    return _Rule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
+    return _TracedRule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 
 
-class _Rule:
+class _TracedRule:
     """A rule to be traced, with the traced parts that its reason names.
 
     written, bound: the rule with names and with values of run-time tensors. nodes: indices of the nodes of head, query
@@ -239,11 +239,11 @@ class _Rule:
     """
 
     def __init__(
-        self, program: Program, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
+        self, program: TracedProgram, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
     ) -> None:
         self.program, self.written, self.bound, self.nodes, self.asked = program, written, bound, nodes, asked
         self.node = program.rule(bound, asked.num_heads, nodes)
-        self.parts: dict[tuple[Any, ...], _Rule] = {}
+        self.parts: dict[tuple[Any, ...], _TracedRule] = {}
         self._ways = 0
 
     def to_data(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class _Path:
     parts that the reason names.
     """
 
-    def __init__(self, rule: _Rule, answers: Sequence[bool]) -> None:
+    def __init__(self, rule: _TracedRule, answers: Sequence[bool]) -> None:
         self.rule, self.program = rule, rule.program
         self.answers = answers
         self.decisions: dict[int, bool] = {}
@@ -300,7 +300,7 @@ class _Path:
         place = len(self.decisions)
         return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
 
-    def part(self, bound: Pattern, pair: _TracedPair) -> _Rule:
+    def part(self, bound: Pattern, pair: _TracedPair) -> _TracedRule:
         """Traced rule of `bound`, a direct part of this path's rule; the part is recorded as named by the reason.
 
         pair: the traced pair in the coordinates of the part.
@@ -310,7 +310,7 @@ class _Path:
         if at not in parts:
             place = next(n for n, each in enumerate(self.rule.bound.direct_parts()) if each is bound)
             written = self.rule.written.direct_parts()[place]
-            parts[at] = _Rule(self.program, written, bound, nodes, pair.counted(pair.unit, 0, 0))
+            parts[at] = _TracedRule(self.program, written, bound, nodes, pair.counted(pair.unit, 0, 0))
         self.named.append(list(parts).index(at))
         return parts[at]
 

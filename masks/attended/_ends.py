@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ..blocks import Blocks, Rule, build_blocks
-from ..core import And, Or, Pattern, plans
+from ..core import And, Or, Pattern, outside_torch_modes
 from ..orders import Layout
 from ..patterns import Band, Blockwise, Causal, blockwise, causal, first_tokens
 from ._rewrites import KeyQuery
@@ -76,7 +76,7 @@ def causal_by_form(rule: Pattern) -> bool:
     return _CAUSAL.by_form(rule)
 
 
-@plans
+@outside_torch_modes
 def later_pair(source: RowSource) -> tuple[int, int] | None:
     """Return positions (query, key) of an allowed pair whose key is after its query; None if none is found.
 
@@ -95,7 +95,7 @@ def _first_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
     return int(q[query]), int(k[key])
 
 
-@plans
+@outside_torch_modes
 def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
     """Return the common ends of all these rules, with the shortest possible chunk.
 
@@ -154,7 +154,7 @@ def _covered(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) 
     return steps.cumsum(0)[:number] > 0
 
 
-@plans
+@outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
     """Return the allowed pair (query, key) with the largest key in `keys`; None if no query sees a key in `keys`.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core import Box, Or, Pattern, Progression
 from ..orders import Pieces
 from ._pair_search import settle_by_diagonals
-from ._rule import Nodes, Rule, Run, enumerated, span
+from ._rule import Nodes, Rule, SlotRun, enumerated, span
 
 _FRONTIER = 1 << 18  # most nodes bounded at once: bounds the memory
 _FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
@@ -48,14 +48,14 @@ class Leaves(NamedTuple):
     high: Tensor
 
 
-class Slots(NamedTuple):
+class SlotIntervals(NamedTuple):
     """Intervals of query slots (places in the order of a layout); interval i is first[i] to last[i] - 1."""
 
     first: Tensor
     last: Tensor
 
     @classmethod
-    def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
+    def of_rows(cls, rows: range | Tensor, q_block: int) -> SlotIntervals:
         """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor.
 
         rows: indices of query blocks. q_block: slots per query block.
@@ -73,7 +73,7 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
     found, unless these are too many.
     """
-    slots = Slots.of_rows(rows, sides[0])
+    slots = SlotIntervals.of_rows(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
     covered = {part: nodes for part in parts if (nodes := _squares(rule, part, tables, slots)) is not None}
     whole = leaves_everywhere(rule, tables, slots, sides)
@@ -83,7 +83,7 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     yield from _together(rule, found or [whole], whole, sides)
 
 
-def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
+def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
     tables: indices of the masks to search. slots: query slots to search. sides: (query side, key side) of a block.
@@ -130,7 +130,7 @@ def _in_order(rule: Rule) -> bool:
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
-def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) -> Nodes | None:
+def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
     """Return one node (query run, key run) for each square of pairs that `pattern` lists; None if it lists none.
 
     The squares are disjoint and contain all allowed pairs. Their queries are cut to `slots`, and empty nodes dropped.
@@ -148,14 +148,14 @@ def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) 
     return join_nodes(found)
 
 
-def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
+def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
     """Return the slots of positions first[i] to first[i] + length - 1, clipped to existing slots, as run i.
 
     pieces: the slots of queries or of keys in table `table`, in the order of positions.
     """
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
     start = begin.clamp(0, last)
-    return Run(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
+    return SlotRun(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
 
 
 def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
@@ -178,14 +178,14 @@ class _Meeting(NamedTuple):
     """
 
     table: int
-    q: Run
-    k: Run
+    q: SlotRun
+    k: SlotRun
     order: Tensor
     begin: Tensor
     partners: Tensor
 
     @classmethod
-    def of(cls, rule: Rule, table: int, q: Run, k: Run) -> _Meeting:
+    def of(cls, rule: Rule, table: int, q: SlotRun, k: SlotRun) -> _Meeting:
         """Return the pairs of runs with positions congruent modulo the rule's spacing; others have no allowed pair."""
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
@@ -204,18 +204,18 @@ class _Meeting(NamedTuple):
         return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
 
 
-def _meetings(rule: Rule, tables: Sequence[int], slots: Slots) -> list[_Meeting]:
+def _meetings(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[_Meeting]:
     _, q = _runs_in(rule.q, slots)
-    return [_Meeting.of(rule, table, q, Run.of(rule.k)) for table in tables]
+    return [_Meeting.of(rule, table, q, SlotRun.of(rule.k)) for table in tables]
 
 
-def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
+def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
 
     These are all combinations if they are few, else those of runs whose positions are congruent modulo the spacing.
     """
     _, q = _runs_in(rule.q, slots)
-    k = Run.of(rule.k)
+    k = SlotRun.of(rule.k)
     if len(q.start) * len(k.start) > _ALL_PAIRS:
         return join_nodes([_Meeting.of(rule, table, q, k).nodes() for table in tables])
     indices = [torch.tensor(tables), torch.arange(len(q.start)), torch.arange(len(k.start))]
@@ -223,7 +223,9 @@ def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
     return Nodes(table, q.select(mine), k.select(other))
 
 
-def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
+def _descend_classes(
+    rule: Rule, part: Pattern, tables: Sequence[int], slots: SlotIntervals, sides: Sides
+) -> Iterator[Leaves]:
     """Yield the leaves (bounded parts of blocks) of one part of a union.
 
     Slots are cut into residue classes or into runs of neighbouring tokens, whichever gives fewer pairs of runs.
@@ -232,7 +234,7 @@ def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Sl
     ways = []
     for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
         _, q = _runs_in(each.q, slots)
-        k = Run.of(each.k)
+        k = SlotRun.of(each.k)
         runs = ((table, _that_see(each, table, q, of_queries=True), _that_see(each, table, k)) for table in tables)
         found = [_Meeting.of(each, *run) for run in runs]
         ways.append((sum(meeting.number for meeting in found), each, found))
@@ -258,18 +260,18 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
         yield from descend(rule, Nodes(number // (rows * columns), *runs), sides)
 
 
-def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
+def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
     """Cut pieces (runs of slots) at the boundaries of blocks; return (parts, begin, number).
 
     Block i contains the number[i] parts from index begin[i] on. blocks: number of blocks. block: slots per block.
     """
-    stretch, run = _runs_in(pieces, Slots.of_rows(torch.arange(blocks), block))
+    stretch, run = _runs_in(pieces, SlotIntervals.of_rows(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)
     number = torch.bincount(stretch, minlength=blocks)
     return run.select(order), number.cumsum(0) - number, number
 
 
-def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
+def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     """Intersect each piece (run of slots) with each interval of `slots`.
 
     Returns (index of the interval of each intersection, the intersections as runs), without empty intersections.
@@ -281,12 +283,12 @@ def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
         piece = begin[stretch] + nth
     else:
         stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
-    run = Run.of(pieces).select(piece).within(first[stretch], last[stretch])
+    run = SlotRun.of(pieces).select(piece).within(first[stretch], last[stretch])
     held = (run.count > 0).nonzero().squeeze(1)
     return stretch[held], run.select(held)
 
 
-def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> Run:
+def _that_see(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the key runs in `own` that may have an allowed pair with some query in the same table.
 
     If `of_queries` is True, `own` are query runs, and pairs with some key count. table: index of the mask.
@@ -365,7 +367,7 @@ def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
     return single.select(((q.count > 0) & (single.k.count > 0)).nonzero().squeeze(1))
 
 
-def _nth_block(run: Run, index: Tensor, block: int) -> Run:
+def _nth_block(run: SlotRun, index: Tensor, block: int) -> SlotRun:
     """Return the slots of each run i in one block: index[i], counted from 0 at the block of the run's first slot.
 
     Empty if the run's stride skips that block.
@@ -382,7 +384,7 @@ def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
     return Nodes(nodes.table[node_k], nodes.q.select(node_k), k)
 
 
-def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
+def _halves(run: SlotRun, block: int) -> tuple[Tensor, SlotRun]:
     blocks = run.num_blocks(block)
     middle = (run.start // block + (blocks + 1) // 2) * block
     many = (blocks > 1).nonzero().squeeze(1)
@@ -397,8 +399,8 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
     return Nodes(torch.cat([part.table for part in parts]), q, k)
 
 
-def join_runs(runs: Sequence[Run]) -> Run:
+def join_runs(runs: Sequence[SlotRun]) -> SlotRun:
     """Concatenate batches of runs; either all have strides or none."""
     strides = [run.stride for run in runs if run.stride is not None]
     piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
-    return Run(piece, start, count, torch.cat(strides) if strides else None)
+    return SlotRun(piece, start, count, torch.cat(strides) if strides else None)

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-from ._block_search import Leaves, Sides, Slots, find_leaves, leaves_everywhere
-from ._rule import Places, Rule, alike
+from ._block_search import Leaves, Sides, SlotIntervals, find_leaves, leaves_everywhere
+from ._rule import BlockPlaces, Rule, alike
 
 # T tables (one for each distinct head), E listed blocks
 
@@ -65,9 +65,9 @@ class Blocks:
     def num_tables(self) -> int:
         return max(self.heads) + 1
 
-    def places(self, index: Int64[Tensor, " n"]) -> Places:
+    def places(self, index: Int64[Tensor, " n"]) -> BlockPlaces:
         """Return table, row and column of the listed blocks at these indices."""
-        return Places(self.table[index], self.row[index], self.column[index])
+        return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
         """Split the list at table boundaries into [(range of tables, slice of the list), ...], which bounds memory.
@@ -156,7 +156,7 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
         doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
-        places = Places(*(x[doubtful] for x in found[:3]))
+        places = BlockPlaces(*(x[doubtful] for x in found[:3]))
         low[doubtful] = high[doubtful] = count_pairs(rule, places, (*rule.num_slots, *sides))
         keep = high > 0
         found = Leaves(*(x[keep] for x in found))
@@ -164,7 +164,7 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
     return table.int(), row.int(), column.int(), low == whole, torch.where(low == high, low, UNKNOWN).int()
 
 
-def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
+def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
     """Return the number of allowed pairs of each block; blocks that are known to have equal masks are evaluated once.
 
     shape: (number of query slots, number of key slots, query side of a block, key side of a block).
@@ -172,14 +172,14 @@ def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) ->
     number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
     counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
-    for mask in evaluate(rule, Places(*(each[one_of_each] for each in places)), shape):
+    for mask in evaluate(rule, BlockPlaces(*(each[one_of_each] for each in places)), shape):
         counts[begin : begin + len(mask)] = mask.sum((1, 2))
         begin += len(mask)
     return counts[number]
 
 
 def evaluate(
-    rule: Rule, places: Places, shape: tuple[int, int, int, int]
+    rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """Yield the dense masks of these blocks, a chunk of blocks at a time: True if allowed, False beyond the last slot.
 
@@ -233,7 +233,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
         tables, first, others = torch.arange(len(rule.heads)), rows, torch.arange(0)
         everywhere = torch.cartesian_prod(tables, torch.arange(rows), torch.arange(columns))
-        tiles = evaluate(rule, Places(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
+        tiles = evaluate(rule, BlockPlaces(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
         pairs = torch.cat([each.sum((1, 2)) for each in tiles])
         some = pairs.nonzero().squeeze(1)
         table, row, column = everywhere[some].unbind(1)
@@ -242,7 +242,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         tables, first = _evenly(len(rule.heads), 4), min(rows, _FIRST_ROWS)
         others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
         sampled = range(rows) if first + len(others) == rows else torch.cat([torch.arange(first), others])
-        leaves = leaves_everywhere(rule, tables.tolist(), Slots.of_rows(sampled, q_block), (q_block, k_block))
+        leaves = leaves_everywhere(rule, tables.tolist(), SlotIntervals.of_rows(sampled, q_block), (q_block, k_block))
         # Sum the leaves of a block before the test for a full block.
         found = join_leaves(list(leaves), (rows, columns))
     height = (num_q - found.row * q_block).clamp(max=q_block)

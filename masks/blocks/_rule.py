@@ -15,7 +15,7 @@ from ..orders import Pieces
 
 
 @dataclass(frozen=True)
-class Run:
+class SlotRun:
     """n runs of slots (places in the order of a layout): `count` slots from slot `start` on; tensors of shape (n,).
 
     `piece`: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
@@ -28,13 +28,13 @@ class Run:
     stride: Tensor | None = None
 
     @classmethod
-    def of(cls, pieces: Pieces) -> Run:
+    def of(cls, pieces: Pieces) -> SlotRun:
         """Return one run for each whole piece."""
         return cls(torch.arange(len(pieces.starts)), pieces.starts, pieces.lengths, pieces.strides)
 
-    def select(self, index: Tensor) -> Run:
+    def select(self, index: Tensor) -> SlotRun:
         stride = None if self.stride is None else self.stride[index]
-        return Run(self.piece[index], self.start[index], self.count[index], stride)
+        return SlotRun(self.piece[index], self.start[index], self.count[index], stride)
 
     @property
     def last(self) -> Tensor:
@@ -48,15 +48,15 @@ class Run:
         """
         return self.last // block - self.start // block + 1
 
-    def split(self, slot: Tensor) -> tuple[Run, Run]:
+    def split(self, slot: Tensor) -> tuple[SlotRun, SlotRun]:
         """Return (slots before slot[i], slots from slot[i] on) of each run i; either may be empty."""
         ahead, stride = slot - self.start, self.stride
         number = ahead if stride is None else (ahead + stride - 1) // stride
         number = number.clamp(min=0).minimum(self.count)
         begin = self.start + (number if stride is None else number * stride)
-        return Run(self.piece, self.start, number, stride), Run(self.piece, begin, self.count - number, stride)
+        return SlotRun(self.piece, self.start, number, stride), SlotRun(self.piece, begin, self.count - number, stride)
 
-    def within(self, first: Tensor, last: Tensor) -> Run:
+    def within(self, first: Tensor, last: Tensor) -> SlotRun:
         """Return the part of each run i in slots first[i] to last[i] - 1; it may be empty."""
         return self.split(last)[0].split(first)[1]
 
@@ -66,8 +66,8 @@ class Nodes:
     """n pairs of a query run and a key run; `table`: index of the mask of each pair, of shape (n,)."""
 
     table: Tensor
-    q: Run
-    k: Run
+    q: SlotRun
+    k: SlotRun
 
     def __len__(self) -> int:
         return len(self.table)
@@ -130,14 +130,14 @@ def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k:
         raise ValueError(f"{pattern!r} must be defined for {given}: {error}") from error
 
 
-def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
+def span(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
     """Return the positions of each run's slots, as progressions; table[i]: index of the table of run i."""
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
     return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)
 
 
-class Places(NamedTuple):
+class BlockPlaces(NamedTuple):
     """Coordinates of n blocks: table (mask of equal heads), row (query block) and column (key block)."""
 
     table: Shaped[Tensor, " n"]
@@ -145,7 +145,7 @@ class Places(NamedTuple):
     column: Shaped[Tensor, " n"]
 
 
-def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
     A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: (number
@@ -164,7 +164,7 @@ def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple
     return numbered(*columns)
 
 
-def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
+def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> SlotRun | None:
     """Return the slots of each block as a run, of piece -1 if they extend over several pieces; None for strided pieces.
 
     start: first slot of each block. slots: number of existing slots. side: slots per block.
@@ -173,7 +173,7 @@ def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
         return None
     count = (slots - start).clamp(max=side)
     first, last = (torch.searchsorted(pieces.starts, slot, right=True) - 1 for slot in (start, start + count - 1))
-    return Run(torch.where(first == last, first, -1), start, count)
+    return SlotRun(torch.where(first == last, first, -1), start, count)
 
 
 def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from ._algebra import (
     head_groups,
     per_head,
 )
-from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
 from ._box import (
     EXACT_RUNS,
@@ -89,3 +88,4 @@ from ._pattern import (
 from ._ranges import Ranges, among, as_ranges, intersect, joined_intervals, ranges_of, union_of, within
 from ._reason import Pair, Reason, listing, span
 from ._recorded import Recorded, RecordError, record, refused_arguments
+from ._torch_modes import outside_torch_modes, suspended_torch_modes

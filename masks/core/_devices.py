@@ -13,9 +13,9 @@ TILE = 128  # side of the largest tile of any kernel; must divide the sides of b
 class DeviceKind:
     """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
-    engine: name of the default engine: "tiles", "flex" (FlexAttention) where Triton serves the device, or "portable".
+    engine: name of the default engine: "aten", "flex" (FlexAttention) where Triton serves the device, or "portable".
     dtype: dtype of q, k and v that is assumed if no tensor is known. on_host: tensors are in host memory, so reading a
-    value waits for no kernel. kernels: the family of `engines/kernels` that engine "tiles" calls, "cpu" (also for
+    value waits for no kernel. kernels: the family of `engines/kernels` that engine "aten" calls, "cpu" (also for
     device "meta") or "cuda"; "" for none. is_cuda: torch.cuda reports its memory and name. flex_trains: FlexAttention's
     kernels return a log-sum-exp, have a backward pass, read block lists of any width, index in 32 bits and accept all
     lengths; those of CPU do none of this. has_streams: kernels are queued in streams.
@@ -30,7 +30,7 @@ class DeviceKind:
     has_streams: bool = True
 
 
-_CPU = DeviceKind("tiles", torch.float32, on_host=True, kernels="cpu", flex_trains=False, has_streams=False)
+_CPU = DeviceKind("aten", torch.float32, on_host=True, kernels="cpu", flex_trains=False, has_streams=False)
 _WITH_TRITON = DeviceKind("flex", torch.bfloat16)
 _OTHER = replace(_WITH_TRITON, engine="portable")
 _KINDS = {

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.serialization import add_safe_globals
 
 from ._advice import OF_PATTERNS, advises, no_operand, no_such_attribute
-from ._ambient import plans
 from ._bound import Bound, Extent
 from ._check import LARGEST, Phrase, call, require_int, shortened
+from ._torch_modes import outside_torch_modes
 
 if TYPE_CHECKING:
     from ._pattern import Mixture, Pattern
@@ -316,7 +316,7 @@ class Expression:
                 )
         return found
 
-    @plans
+    @outside_torch_modes
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
         """Return the expression with the values of its run-time tensors in place; self if it has none.
 

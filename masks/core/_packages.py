@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import TypeVar
 
-from ._ambient import plans
+from ._torch_modes import outside_torch_modes
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def registered(registry: dict[str, T], name: str) -> T | None:
 
 
 @lru_cache(maxsize=1)
-@plans
+@outside_torch_modes
 def failed_imports() -> str:
     """Import the module of each entry point of the group `flexdilated.patterns`, once per process.
 

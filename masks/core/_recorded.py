@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._torch_private import is_batchedtensor, tree_leaves, tree_map_only
-from ._ambient import are_modes_on, own_modes
+from ._torch_modes import are_modes_on, suspended_torch_modes
 
 Function = Callable[..., Tensor]
 
@@ -139,7 +139,9 @@ class _Recorder(TorchFunctionMode):
         self.level: Tensor | None = None
         self._device = device
         self._has_gradients = torch.is_grad_enabled()
-        self._apart: Callable[[], AbstractContextManager[None]] = own_modes if are_modes_on() else nullcontext
+        self._apart: Callable[[], AbstractContextManager[None]] = (
+            suspended_torch_modes if are_modes_on() else nullcontext
+        )
         self._arguments: list[str] = []
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # of values that depend on the arguments, by id
@@ -175,10 +177,10 @@ class _Recorder(TorchFunctionMode):
         given = [*_tensors(args[1:] if name in _SHAPED_ALIKE else args, kwargs)]
         depends, apart = any(id(x) in self._names for x in _tensors(args, kwargs)), self._apart
         if name == "custom_function_call":
-            func, args, apart = args[0].apply, args[1:], own_modes
+            func, args, apart = args[0].apply, args[1:], suspended_torch_modes
             if not depends:  # outside the level of vmap, for which it may have no rule
                 has_gradients = torch.is_grad_enabled()
-                with own_modes(), torch.set_grad_enabled(has_gradients):
+                with suspended_torch_modes(), torch.set_grad_enabled(has_gradients):
                     return func(*args)
         writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         own = self._names if depends else self._made - self._captured.keys()

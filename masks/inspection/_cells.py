@@ -104,7 +104,7 @@ def count_cells(
     else:
         edges = [_edges_at_multiples(*each) for each in zip(windows, sides, strict=True)]
     q, k = (
-        Side(window, each, Layout(size, 1 if order is None else order.rate))
+        CellAxis(window, each, Layout(size, 1 if order is None else order.rate))
         for window, each, size in zip(windows, edges, (num_tokens, num_keys), strict=True)
     )
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
@@ -126,7 +126,7 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
     return (torch.arange(first, last + 1) * side).clamp(window.start, window.stop)
 
 
-def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCounts]:
+def _count_each(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, PairCounts]:
     """Return a map from each rule to the counts of its allowed pairs in each cell, shape (query cells, key cells).
 
     rules: patterns of one head. Each count gets an equal share of the remaining budget of work.
@@ -140,7 +140,7 @@ def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCoun
     return found
 
 
-def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
+def _count(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Return the counts of allowed pairs in each cell, shape (query cells, key cells), for the rule of one head.
 
     Raises ValueError if the rule is undefined for a position.
@@ -154,7 +154,7 @@ def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
     return PairCounts(*(each.view(q.cells, k.cells) for each in found))
 
 
-def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
+def _every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     queries, keys = (side.positions(torch.arange(side.window.start, side.window.stop)) for side in (q, k))
     row, column = (torch.repeat_interleave(side.sizes) for side in (q, k))
@@ -166,7 +166,7 @@ def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
 
 
-def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
+def _by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Count the pairs of each cell as boxes of positions, by bounds and then by cutting undecided boxes into parts.
 
     Boxes that differ by whole periods of the rule are counted once.
@@ -196,7 +196,7 @@ def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
     return found
 
 
-def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
+def _sampled(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     """Estimate the count of each cell from sampled pairs, with trivial bounds (0 and all pairs)."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
@@ -222,7 +222,7 @@ def window_slots(name: str, window: object, size: int) -> range:
 
 
 @dataclass(frozen=True)
-class Side:
+class CellAxis:
     """Queries or keys of a window, cut into cells: cell i has the slots edges[i] to edges[i + 1] - 1.
 
     A slot is a token's place in the order `layout`; `window`: all slots of the cells.

@@ -19,14 +19,14 @@ from ..core import (
     Expression,
     advises,
     device_kind,
-    plans,
+    outside_torch_modes,
     renamed,
     require_expression,
     require_int,
     seconds_text,
     shortened,
 )
-from ..planning import Operands, Option, Plan, plan, plan_with_table
+from ..planning import OperandSizes, Option, Plan, plan, plan_with_table
 from ._pair_counts import COUNTED, BranchShare, HeadShare, PlannedCounts, alike_heads, count_term, head_shares, summed
 from ._receptive_field import ReceptiveField, receptive_field_of
 
@@ -92,7 +92,7 @@ class Description(PlannedCounts):
         return (6 * self.head_dim + 4 * self.value_dim) * self.useful_pairs
 
     @cached_property
-    @plans
+    @outside_torch_modes
     def heads(self) -> tuple[HeadShare, ...]:
         """Allowed pairs per head, in total and by branch; one item for each group of heads with equal rules."""
         if len(alike_heads(self.bound)) == len(set(self.bound.pattern.branches())) == 1:
@@ -100,7 +100,7 @@ class Description(PlannedCounts):
         return head_shares(self.bound, {branch.pattern: branch.options[0].terms for branch in self.branches})
 
     @cached_property
-    @plans
+    @outside_torch_modes
     def branch_shares(self) -> tuple[BranchShare, ...]:
         """Allowed pairs of each distinct branch of the pattern, also if the planner computes branches together."""
         branches = Counter(self.bound.pattern.branches()).items()
@@ -108,7 +108,7 @@ class Description(PlannedCounts):
         return tuple(BranchShare(*each, own) for each, own in zip(branches, pairs, strict=True))
 
     @cached_property
-    @plans
+    @outside_torch_modes
     def zero_keys(self) -> int:
         """Number of zero keys that padding='zeros' adds to the softmax, over all queries and heads.
 
@@ -130,7 +130,7 @@ class Description(PlannedCounts):
         return self._receptive_field
 
     @cached_property
-    @plans
+    @outside_torch_modes
     def _receptive_field(self) -> ReceptiveField:
         return receptive_field_of(self.bound)
 
@@ -165,7 +165,7 @@ class Description(PlannedCounts):
         return "\n\n".join(part for part in parts if part)
 
 
-@plans
+@outside_torch_modes
 @advises(keywords=renamed(num_queries=LENGTH, num_heads=HEADS))
 def describe(
     pattern: Expression,
@@ -194,13 +194,13 @@ def describe(
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
     kind = torch.device(device).type
-    operands = Operands.usual_on(kind)._replace(head_dim=head_dim)
+    operands = OperandSizes.usual_on(kind)._replace(head_dim=head_dim)
     planned = plan_with_table if device_kind(kind).on_host else plan
     described = describe_plan(planned(bound, device=device, operands=operands), head_dim=head_dim)
     return replace(described, pattern=pattern) if pattern.pads else described
 
 
-@plans
+@outside_torch_modes
 def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) -> Description:
     """Describe an existing plan, as `describe` does for a pattern; value_dim: head dim of values; None: head_dim.
 

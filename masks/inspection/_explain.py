@@ -17,7 +17,7 @@ from ..core import (
     Pattern,
     Reason,
     advises,
-    plans,
+    outside_torch_modes,
     renamed,
     require_below,
     require_expression,
@@ -121,7 +121,7 @@ class Explanation:
         return "\n".join([verdict, *self.reason.lines(), *padding, *map(str, self.standings)])
 
 
-@plans
+@outside_torch_modes
 @advises(keywords=renamed(query="q row i", key="k column j"), how="write masks.explain(pattern, query=5, key=2)")
 def explain(
     pattern: Expression,

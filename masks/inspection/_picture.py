@@ -28,7 +28,7 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 
 
 @dataclass(frozen=True)
-class Axis:
+class WindowAxis:
     """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
 
     A slot is a token's place in the order that is drawn. Cells begin at multiples of `cell`, so the first and last cell
@@ -61,8 +61,8 @@ class Axis:
 class Window(NamedTuple):
     """The window of a picture: query slots downwards, key slots to the right."""
 
-    queries: Axis
-    keys: Axis
+    queries: WindowAxis
+    keys: WindowAxis
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def window_of(
     return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
 
 
-def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
+def _axis(slots: range, scale: int, block: int, size: int) -> WindowAxis:
     least = -(-scale // size)
     fitting = (each for each in range(least, block + 1) if block % each == 0)
     cell = next(fitting, None) if block else 1 << (least - 1).bit_length()
@@ -117,7 +117,7 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
             f"to show {scale} tokens in {size} pixels, the block sides must have a common divisor of at least {least}; "
             f"got {block}: choose a smaller window, larger blocks or a larger size"
         )
-    return Axis(slots, cell, max(1, round(size * cell / scale)))
+    return WindowAxis(slots, cell, max(1, round(size * cell / scale)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ..core import (
     LENGTH,
     Expression,
     advises,
-    plans,
+    outside_torch_modes,
     renamed,
     require_below,
     require_bool,
@@ -28,7 +28,7 @@ _ORDERS = ("natural", "residue")
 _MOST_PANELS, _MOST_PIXELS = 32, 2048
 
 
-@plans
+@outside_torch_modes
 @advises(
     keywords=renamed(num_tokens=LENGTH, num_heads=HEADS),
     how="write masks.plot(pattern, num_tokens).savefig('pattern.png')",

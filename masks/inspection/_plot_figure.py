@@ -19,9 +19,9 @@ from ._picture import (
     PAIR,
     PAIR_OF_FULL,
     WHITE,
-    Axis,
     Panel,
     Picture,
+    WindowAxis,
     axis_ticks,
     paint,
     panel_of,
@@ -49,7 +49,7 @@ _LEGEND_STYLE = {
 _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
-class SameBytes(Figure):
+class ReproducibleFigure(Figure):
     """Figure whose saved files have reproducible bytes: no date, and fixed ids within an SVG."""
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def draw(picture: Picture) -> Figure:
     down = subheading + panel_height + _BELOW
     footer = _EDGE // 2 + (ceil(len(entries) / legend_columns) * _LEGEND + 6 if entries else 0)
     height = heading + ceil(len(panels) / columns) * down + footer
-    figure = SameBytes(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
+    figure = ReproducibleFigure(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
     for place, (panel, lines) in enumerate(zip(panels, titles, strict=True)):
         row, column = divmod(place, columns)
         bottom = height - heading - row * down - subheading - panel_height
@@ -120,7 +120,7 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
     axes.set_ylim(q.slots.stop, q.slots.start)
     axes.spines[:].set_color(_BORDER)
     axes.spines[:].set_linewidth(0.7)
-    if picture.block is not None and min(map(Axis.pixels_of, picture.window, picture.block)) >= _LEAST_BLOCK:
+    if picture.block is not None and min(map(WindowAxis.pixels_of, picture.window, picture.block)) >= _LEAST_BLOCK:
         height, width = picture.block
         lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
         lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]

@@ -18,7 +18,7 @@ from ..core import (
     LENGTH,
     Expression,
     advises,
-    plans,
+    outside_torch_modes,
     renamed,
     require_bool,
     require_choice,
@@ -118,7 +118,7 @@ class HeatMap:
         return [line for note in notes for line in wrap(note, self._canvas.columns)]
 
 
-@plans
+@outside_torch_modes
 @advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS))
 def show(
     pattern: Expression,

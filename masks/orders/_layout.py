@@ -204,7 +204,7 @@ class Layout(Permutation):
 
 
 @dataclass(frozen=True)
-class Listed(_SharedOrder):
+class ListedOrder(_SharedOrder):
     """Order of some tokens, equal for all heads: slot s holds the s-th token of the concatenated runs.
 
     All runs have one step.
@@ -362,7 +362,7 @@ class Folded(_SharedOrder):
         return self.order.in_pieces(rule, origin + self.first)
 
 
-Order = Permutation | Listed | Compact | Folded
+Order = Permutation | ListedOrder | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:

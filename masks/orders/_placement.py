@@ -213,7 +213,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivePositions:
     """Ascending order of the active positions in some runs: those p with p % segment % step equal to an offset.
 
     Heads with equal offset and runs share a row: `rows` has the row of each head, `offsets` and `runs` have an entry
@@ -231,7 +231,7 @@ class Held:
     is_natural = False
     is_copied = True
 
-    def in_blocks_of(self, side: int) -> Held:
+    def in_blocks_of(self, side: int) -> ActivePositions:
         """Return the order padded to whole blocks of `side` slots."""
         return replace(self, side=side)
 

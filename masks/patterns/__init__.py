@@ -8,12 +8,12 @@ from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._mask import mask
 from ._neighborhood import Neighborhood, neighborhood
-from ._numbered import After, Blockwise, PerDocument, blockwise, keys_in_blocks
 from ._per_sample import alike, per_sample, without_start
 from ._random_blocks import random_blocks
+from ._renumbered import After, Blockwise, PerDocument, blockwise, keys_in_blocks
 from ._run_time import (
-    Given,
-    Rows,
+    CarriedTensor,
+    HeldRows,
     RunTime,
     Table,
     Windows,
@@ -30,5 +30,5 @@ from ._run_time import (
     tables,
 )
 from ._same_document import same_document
-from ._selected_blocks import SelectedBlocks, Selection, require_row, require_tables, selected_blocks, selection_of
+from ._selected_blocks import SelectedBlocks, TableSplit, require_row, require_tables, selected_blocks, table_split
 from ._token_values import PADDING, Documents, KeySet, Lengths, Spans, VisibleKeys, documents, lengths, visible_keys

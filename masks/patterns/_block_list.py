@@ -46,7 +46,7 @@ _PICTURE_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `
 _ENTRIES_AT_ONCE = 1 << 20
 
 # (line, inside, column) -> bool: True if `inside`, and row `line` of the flattened tables names key block `column`
-Listed = Callable[[Tensor, Tensor, Tensor], Tensor]
+RowTest = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ class BlockTable:
         return cell, sums
 
 
-def _compared(entries: Tensor, device: torch.device) -> Listed:
+def _compared(entries: Tensor, device: torch.device) -> RowTest:
     """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
 
     It compares the column with each entry, for rows of few entries. Entries depend on the query only, so a kernel loads
@@ -194,7 +194,7 @@ def _compared(entries: Tensor, device: torch.device) -> Listed:
     return listed
 
 
-def _halved(entries: Tensor, device: torch.device) -> Listed:
+def _halved(entries: Tensor, device: torch.device) -> RowTest:
     named = by_halving(entries.shape[1], device)
     entries = entries.to(device, index_dtype(device, 0, entries.numel()))
     return lambda line, inside, column: named(entries, line, column) & inside

@@ -26,8 +26,8 @@ from ..core import (
     as_ranges,
     at_least,
     every,
+    outside_torch_modes,
     pattern_kind,
-    plans,
 )
 from ._block_list import block_list
 from ._per_sample import per_sample
@@ -85,7 +85,7 @@ class PositionsBelow(Pattern):
         return as_ranges(keys)
 
 
-@plans
+@outside_torch_modes
 def of_block_mask(
     block_mask: BlockMask, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> Pattern:

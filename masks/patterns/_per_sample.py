@@ -35,7 +35,7 @@ from ..core import (
     parameters,
     pattern_kind,
 )
-from ._numbered import _FromStart
+from ._renumbered import _FromStart
 from ._run_time import RunTime, Table, integers, of_tensor
 from ._token_values import KeySet, VisibleKeys
 

@@ -34,19 +34,21 @@ _HIDDEN = -1e3  # numbers below it in a mask of floats are no bias: they hide ke
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class CarriedTensor:
     """Hashable wrapper of a tensor; equal only to wrappers of the identical tensor object."""
 
     tensor: Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Given) and other.tensor is self.tensor
+        return isinstance(other, CarriedTensor) and other.tensor is self.tensor
 
     def __hash__(self) -> int:
-        return hash(Given)  # not of the tensor: a graph that hashed its identity would compile again for another one
+        return hash(
+            CarriedTensor
+        )  # not of the tensor: a graph that hashed its identity would compile again for another one
 
 
-add_safe_globals([Given])
+add_safe_globals([CarriedTensor])
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class RunTime(Pattern):
     num_dims: ClassVar[int] = 1  # dims of the tensor for one batch entry
 
     name: str
-    given: Given | None = field(default=None, metadata={"stored": False})
+    given: CarriedTensor | None = field(default=None, metadata={"stored": False})
 
     def check(self) -> None:
         if type(self.name) is not str or not self.name.isidentifier():
@@ -199,7 +201,7 @@ class Table(Pattern):
     reach: int | None = None
     known: bool = True
     source: RunTime | None = None
-    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False, metadata={"pickled": False})
+    held: dict[torch.device, HeldRows] = field(default_factory=dict, repr=False, metadata={"pickled": False})
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Table) and other.text == self.text
@@ -226,10 +228,10 @@ class Table(Pattern):
         """Return a short description, which the repr shows in angle brackets."""
         raise NotImplementedError  # defined by each table
 
-    def on(self, device: torch.device) -> Rows:
+    def on(self, device: torch.device) -> HeldRows:
         """Return a holder of a copy of the rows on a device; it is made once, and all mask_mods there share it."""
         if device not in self.held:
-            self.held.setdefault(device, Rows(self.copied_to(device)))
+            self.held.setdefault(device, HeldRows(self.copied_to(device)))
         return self.held[device]
 
     def copied_to(self, device: torch.device) -> Tensor:
@@ -274,7 +276,7 @@ class Table(Pattern):
         return None
 
 
-class Rows:
+class HeldRows:
     """Mutable holder of the rows that a mask_mod reads; a compiled graph puts the rows of each call into it."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -305,7 +307,7 @@ def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"bindings must hold tensors; got {type(x).__name__} for {name!r}")
-    given = {name: Given(x) for name, x in tensors.items()}
+    given = {name: CarriedTensor(x) for name, x in tensors.items()}
     return pattern.map_leaves(
         lambda leaf: replace(leaf, given=given[leaf.name]) if isinstance(leaf, RunTime) and leaf.name in given else leaf
     )
@@ -316,7 +318,7 @@ def on_host(pattern: Any) -> Any:
 
     Calls with this pattern need not copy them again.
     """
-    found = {name: Given(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
+    found = {name: CarriedTensor(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
     if not found:
         return pattern
     return pattern.map_leaves(lambda leaf: replace(leaf, given=found[leaf.name]) if leaf.carried() else leaf)
@@ -362,7 +364,7 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """
     if isinstance(tensor, str):
         return kind(tensor, **options)
-    return kind(name, Given(converted(name, tensor)), **options)
+    return kind(name, CarriedTensor(converted(name, tensor)), **options)
 
 
 def converted(name: str, value: Any) -> Tensor:

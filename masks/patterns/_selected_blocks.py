@@ -282,7 +282,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
     In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
     values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of
-    it, each new table is planned. `fd.plan` and `describe` count what engine "tiles" computes from the table.
+    it, each new table is planned. `fd.plan` and `describe` count what engine "aten" computes from the table.
 
     `attend` and `bind` raise TypeError for a tensor without integers, and ValueError for another shape or for blocks
     beyond the keys.
@@ -295,7 +295,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
 
 @dataclass(frozen=True)
-class Selection:
+class TableSplit:
     """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
 
     others: pattern or mixture; None if there is nothing to add.
@@ -306,7 +306,7 @@ class Selection:
     others: Expression | None
 
 
-def selection_of(pattern: Expression) -> Selection | None:
+def table_split(pattern: Expression) -> TableSplit | None:
     """Split a pattern with one table of selected blocks, combined by `|`, `&` and `+` only; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
@@ -320,16 +320,16 @@ def selection_of(pattern: Expression) -> Selection | None:
         *([] if own.others is None else own.others.branches()),
         *branches[chosen[0] + 1 :],
     ]
-    return Selection(own.leaf, own.rest, Mixture.of(*beside) if beside else None)
+    return TableSplit(own.leaf, own.rest, Mixture.of(*beside) if beside else None)
 
 
 def _uses(pattern: Pattern) -> int:
     return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
 
 
-def _parted(pattern: Pattern) -> Selection | None:
+def _parted(pattern: Pattern) -> TableSplit | None:
     if isinstance(pattern, SelectedBlocks | SelectedTable):
-        return Selection(pattern, Every(), None)
+        return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None
     own = [part for part in pattern.direct_parts() if _uses(part)]
@@ -339,8 +339,8 @@ def _parted(pattern: Pattern) -> Selection | None:
     rest, others = inner.rest, inner.others
     assert others is None or isinstance(others, Pattern)
     if isinstance(pattern, Or):
-        return Selection(inner.leaf, _both(rest, ~beside), beside if others is None else Or.of(others, beside))
-    return Selection(inner.leaf, _both(rest, beside), None if others is None else And.of(others, beside))
+        return TableSplit(inner.leaf, _both(rest, ~beside), beside if others is None else Or.of(others, beside))
+    return TableSplit(inner.leaf, _both(rest, beside), None if others is None else And.of(others, beside))
 
 
 def _both(first: Pattern, second: Pattern) -> Pattern:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from tabulate import tabulate
 
-from ..core import Expression, bytes_text, own_modes, require_expression, shortened
+from ..core import Expression, bytes_text, require_expression, shortened, suspended_torch_modes
 from ..patterns import as_written
 from ..text import read_text
 
@@ -263,7 +263,7 @@ class Cache:
         begin, outer = time.perf_counter(), getattr(self._inside, "patterns", None)
         self._inside.patterns = mine.pattern
         try:
-            with own_modes():
+            with suspended_torch_modes():
                 value = build()
             line = self._masters if mine.device is None else self._copies
             entry = Entry(key, value, nbytes(value), mine.pattern, mine.device, line)

@@ -10,7 +10,7 @@ from ._block_mask import (
     term_blocks,
 )
 from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, in_other_blocks, takes_mask, way_of
-from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
+from ._cost import SLOTS_AT_ONCE, OperandSizes, computed_pairs, cost_of
 from ._machine import (
     ACCELERATOR,
     CPU,

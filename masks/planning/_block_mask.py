@@ -19,7 +19,7 @@ from ..core import (
     Pattern,
     advises,
     device_kind,
-    plans,
+    outside_torch_modes,
     renamed,
     require_expression,
     require_int,
@@ -32,7 +32,7 @@ from .lowering._term import Term
 _LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
 
 
-@plans
+@outside_torch_modes
 @advises(keywords=renamed(num_queries=LENGTH, num_heads=HEADS))
 def block_mask(
     pattern: Expression,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
-from ._cost import Cost, Operands, cost_of, least_seconds, least_seconds_in_larger
+from ._cost import Cost, OperandSizes, cost_of, least_seconds, least_seconds_in_larger
 from ._machine import Machine
 from .lowering._layouts import masked_term, split_causal, terms_by_layout
 from .lowering._nested import chains, nested_terms
@@ -69,7 +69,7 @@ class Option:
     terms: tuple[Term, ...]
     machine: Machine
     given: Layout
-    operands: Operands
+    operands: OperandSizes
     shares_rows: bool = False
 
     @cached_property
@@ -79,7 +79,7 @@ class Option:
 
 
 def options_of(
-    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
+    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> tuple[Option, ...]:
     """Return the ways to compute a branch (a summand of the pattern, which counts `times` times), the cheapest first.
 
@@ -137,7 +137,7 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
 
 
 def _together(
-    apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
+    apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> Iterator[Option]:
     """Yield options that compute all branches together; `apart`: the cheapest option of each branch alone.
 
@@ -294,7 +294,7 @@ class Candidates:
     together: tuple[Option, ...]
 
     @classmethod
-    def of(cls, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands) -> Candidates:
+    def of(cls, bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes) -> Candidates:
         under = machine, allowed, operands
         found = {
             branch: options_of(branch, times, bound, *under)

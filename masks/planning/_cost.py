@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..core import device_kind, plans
+from ..core import device_kind, outside_torch_modes
 from ..orders import Compact, Layout, Padded, Permutation
 from ._machine import Machine
 from .lowering._table import TableTerm
@@ -14,7 +14,7 @@ from .lowering._term import Term
 SLOTS_AT_ONCE = 1 << 14  # slots copied in one chunk: enough to share among cores, few compared with the inputs
 
 
-class Operands(NamedTuple):
+class OperandSizes(NamedTuple):
     """Sizes of an attention call's tensors, on which costs depend; part of the key of cached plans.
 
     element_bytes: bytes of an element. groups: number of query heads for each key-value head.
@@ -25,7 +25,7 @@ class Operands(NamedTuple):
     groups: int = 1
 
     @staticmethod
-    def usual_on(kind: str) -> Operands:
+    def usual_on(kind: str) -> OperandSizes:
         """Sizes to assume for a call on a kind of device, such as "cpu" or "cuda", if its tensors are not known yet.
 
         Head dim 64 and one query head per key-value head; 4-byte elements on CPU, 2-byte elements elsewhere.
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
         return self.head_dim * self.element_bytes
 
 
-_SINGLE, _HALF = Operands(), Operands(element_bytes=2)
+_SINGLE, _HALF = OperandSizes(), OperandSizes(element_bytes=2)
 
 
 class Cost(NamedTuple):
@@ -59,8 +59,8 @@ class Cost(NamedTuple):
     seconds: float
 
 
-@plans
-def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands) -> Cost:
+@outside_torch_modes
+def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes) -> Cost:
     """Predict the cost of a forward pass of these terms (parts of a plan, one kernel each) for one batch entry.
 
     given: order of the tokens in q, k and v. The machine's rates were measured at one head dim and dtype, and are used
@@ -72,7 +72,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
 
 def least_seconds(
-    terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: Operands
+    terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: OperandSizes
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
@@ -84,7 +84,7 @@ def least_seconds(
 
 
 def _cost(
-    pairs: int, slowness: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands
+    pairs: int, slowness: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
     """Cost of the terms for this number of computed pairs; `slowness`: sum over terms of pairs / (FLOP/s)."""
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
@@ -94,7 +94,7 @@ def _cost(
 
 
 def least_seconds_in_larger(
-    side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: Operands
+    side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: OperandSizes
 ) -> float:
     """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this side.
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..._torch_private import graph_constant
-from ..core import And, Bound, Every, Expression, advises, plans, within
-from ..orders import Compact, Folded, Layout, Listed, Part, Placement, residue_rate
-from ..patterns import Selection, selection_of
+from ..core import And, Bound, Every, Expression, advises, outside_torch_modes, within
+from ..orders import Compact, Folded, Layout, ListedOrder, Part, Placement, residue_rate
+from ..patterns import TableSplit, table_split
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
 from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, way_of
-from ._cost import Cost, Operands
+from ._cost import Cost, OperandSizes
 from ._machine import Machine, machine_of
 from .lowering._layouts import MAX_RESIDUE_RATE, shared_terms
 from .lowering._shared_lists import PaddedTerm, interval_terms
@@ -81,7 +81,7 @@ class Plan:
         return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
 
 
-@plans
+@outside_torch_modes
 def plan(
     bound: Bound,
     *,
@@ -89,7 +89,7 @@ def plan(
     layout: Layout | None = None,
     allowed: Allowed = ANYTHING,
     choice: Choice | None = None,
-    operands: Operands | None = None,
+    operands: OperandSizes | None = None,
 ) -> Plan:
     """The cheapest plan of a bound pattern on this kind of device, by predicted cost; cached.
 
@@ -98,7 +98,7 @@ def plan(
     the copies, in natural order: see `Plan.layout`. choice: options to take in natural order instead of the cheapest.
     """
     kind = torch.device(device).type
-    machine, operands = machine_of(kind), operands or Operands.usual_on(kind)
+    machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
     return cache().get(
         ("plan", bound.key(), kind, machine.text, layout, allowed, choice, operands),
         lambda: _logged(_plan(bound, machine, layout, allowed, choice, operands), kind, choice),
@@ -107,21 +107,25 @@ def plan(
     )
 
 
-def _table_split(bound: Bound) -> Selection | None:
-    split = selection_of(bound.pattern)
+def _table_split(bound: Bound) -> TableSplit | None:
+    split = table_split(bound.pattern)
     return None if split is None or bound.k_offset % split.leaf.block[1] else split
 
 
 def reads_table(bound: Bound) -> bool:
-    """True if engine "tiles" reads a table of selected blocks in this pattern, without block lists of its pairs."""
+    """True if engine "aten" reads a table of selected blocks in this pattern, without block lists of its pairs."""
     return _table_split(bound) is not None
 
 
-@plans
+@outside_torch_modes
 def plan_with_table(
-    bound: Bound, *, device: torch.device | str = "cpu", allowed: Allowed = ANYTHING, operands: Operands | None = None
+    bound: Bound,
+    *,
+    device: torch.device | str = "cpu",
+    allowed: Allowed = ANYTHING,
+    operands: OperandSizes | None = None,
 ) -> Plan:
-    """Return the plan of `plan`, except for pairs in a table of selected blocks: engine "tiles" reads the table itself.
+    """Return the plan of `plan`, except for pairs in a table of selected blocks: engine "aten" reads the table itself.
 
     Such pairs are one `TableTerm`; the pattern's other pairs are planned. Raises ValueError for tables that differ by
     batch entry. Cached.
@@ -130,7 +134,7 @@ def plan_with_table(
     if split is None:
         return plan(bound, device=device, allowed=allowed, operands=operands)
     kind = torch.device(device).type
-    machine, operands = machine_of(kind), operands or Operands.usual_on(kind)
+    machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
 
     def build() -> Plan:
         layout, table = Layout(bound.num_queries), split.leaf
@@ -191,10 +195,10 @@ def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> i
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
 
 
-@plans
+@outside_torch_modes
 def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind: str) -> int:
     bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
-    machine, operands = machine_of(kind), Operands.usual_on(kind)
+    machine, operands = machine_of(kind), OperandSizes.usual_on(kind)
 
     def build() -> int:
         rate = residue_rate(bound.union, min(MAX_RESIDUE_RATE, num_tokens))
@@ -216,7 +220,7 @@ def _plan(
     layout: Layout | None,
     allowed: Allowed,
     choice: Choice | None,
-    operands: Operands,
+    operands: OperandSizes,
 ) -> Plan:
     natural = _in_natural_order(bound, Candidates.of(bound, machine, allowed, operands), choice)
     if layout is None or layout.rate == 1:
@@ -244,7 +248,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     return Plan.of(bound, layout, ((*together, apart),), together)
 
 
-def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operands) -> Plan:
+def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: OperandSizes) -> Plan:
     """Plan that computes every branch over all tokens in the order `layout`, which q, k and v already have."""
     name = f"residue {layout.rate}, as given"
     costs = machine, layout, operands
@@ -264,7 +268,7 @@ def plan_at(
     num_heads_global: int,
     device: torch.device | str = "cpu",
     allowed: Allowed = ANYTHING,
-    operands: Operands | None = None,
+    operands: OperandSizes | None = None,
 ) -> Plan:
     """Plan of attention for tokens at given positions, such as one rank's part of a sequence.
 
@@ -297,12 +301,12 @@ def plan_at(
 
 
 def _over_all_runs(
-    bound: Bound, placement: Placement, device: torch.device | str, operands: Operands | None
+    bound: Bound, placement: Placement, device: torch.device | str, operands: OperandSizes | None
 ) -> Plan | None:
     """Plan whose block lists cover all runs of positions at once; None if `interval_terms` rejects a branch."""
     options, layout = [], Layout(placement.num_queries)
     kind = torch.device(device).type
-    costs = machine_of(kind), layout, operands or Operands.usual_on(kind)
+    costs = machine_of(kind), layout, operands or OperandSizes.usual_on(kind)
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = interval_terms(branch, times, bound, placement)
         if terms is None:
@@ -322,7 +326,7 @@ def _placed(term: Term, part: Part, placement: Placement) -> Term:
     tokens = part.queries.start - part.q_token
     queries = _by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
     keys = _by_residue(placement.stretches(part.span, _GAP * rate), rate)
-    return replace(term, shape="blocks", q=Listed(queries), k=Listed(keys), q_offset=tokens, k_offset=0)
+    return replace(term, shape="blocks", q=ListedOrder(queries), k=ListedOrder(keys), q_offset=tokens, k_offset=0)
 
 
 def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 
@@ -128,7 +128,7 @@ def test_sparse_tensors_are_refused():
         (
             {"engine": "fast"},
             ValueError,
-            "None or one of 'flex', 'flash', 'tiles', 'portable', 'reference'; got engine='fast'",
+            "None or one of 'flex', 'flash', 'aten', 'portable', 'reference'; got engine='fast'",
         ),
         ({"engine": 1}, ValueError, "got engine=1"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p"),
@@ -167,16 +167,16 @@ def test_a_layout_is_for_as_many_queries_as_keys():
 @pytest.mark.parametrize(
     ("given", "pattern", "options", "says"),
     [
-        (tensors(requires_grad=True), masks.causal(), {}, "no backward on CPU.*engine='tiles' serves it"),
-        (tensors(), masks.causal(), {"return_lse": True}, "no lse on CPU; engine='tiles' serves it"),
+        (tensors(requires_grad=True), masks.causal(), {}, "no backward on CPU.*engine='aten' serves it"),
+        (tensors(), masks.causal(), {"return_lse": True}, "no lse on CPU; engine='aten' serves it"),
         (
             tensors(),
             masks.causal(),
             {"sinks": torch.zeros(4)},
-            "no lse on CPU, which sinks need; engine='tiles' serves",
+            "no lse on CPU, which sinks need; engine='aten' serves",
         ),
-        (tensors(), PATTERN, {}, "2 branches of a mixture need; engine='tiles' serves it"),
-        (tensors(dtype=torch.float64), masks.causal(), {}, "no float64.*engine='tiles'"),
+        (tensors(), PATTERN, {}, "2 branches of a mixture need; engine='aten' serves it"),
+        (tensors(dtype=torch.float64), masks.causal(), {}, "no float64.*engine='aten'"),
     ],
     ids=["gradient", "lse", "sinks", "mixture", "float64"],
 )
@@ -187,24 +187,24 @@ def test_flex_says_what_it_cannot_serve_on_cpu(given, pattern, options, says):
 
 def test_flex_says_that_it_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    refused(ValueError, "no-such-compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex")
+    refused(ValueError, "no-such-compiler.*engine='aten' serves it", *tensors(), masks.causal(), engine="flex")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    refused(ValueError, "no C.. compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex")
+    refused(ValueError, "no C.. compiler.*engine='aten' serves it", *tensors(), masks.causal(), engine="flex")
     assert fd.attend(*tensors(), masks.causal()).isfinite().all()
 
 
 def test_tiles_says_where_it_runs():
     with FakeTensorMode():  # stands in for devices that are not there
         given = tuple(torch.empty(1, 4, 12, 8, device="xpu") for _ in range(3))
-        refused(ValueError, "on CPU and CUDA; got tensors on xpu:0. engine='portable'", *given, PATTERN, engine="tiles")
+        refused(ValueError, "on CPU and CUDA; got tensors on xpu:0. engine='portable'", *given, PATTERN, engine="aten")
         given = tuple(torch.empty(1, 4, 12, 8, device="cuda", dtype=torch.float64) for _ in range(3))
-        refused(ValueError, "no float64 kernels on cuda; engine='portable'", *given, PATTERN, engine="tiles")
+        refused(ValueError, "no float64 kernels on cuda; engine='portable'", *given, PATTERN, engine="aten")
 
 
 @pytest.mark.parametrize("sides", [(128, 96), (96, 128), (32, 32)])
 def test_flex_says_which_blocks_accelerators_take(monkeypatch, sides):
-    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
     unit = 64 if torch.__version__ >= "2.15" else 128  # newer torch has smaller tiles
     with FakeTensorMode():
         given = tuple(torch.empty(1, 4, 12, 16, device="xpu", dtype=torch.bfloat16) for _ in range(3))
@@ -212,7 +212,7 @@ def test_flex_says_which_blocks_accelerators_take(monkeypatch, sides):
         refused(ValueError, says, *given, PATTERN, block_size=sides)
 
 
-@pytest.mark.parametrize("engine", [None, "tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", [None, "aten", "portable", "reference"])
 def test_every_engine_is_the_oracle(engine):
     rule, positions = oracle.longnet([8, 16], [1, 2]), torch.arange(12)
     given = tensors(G=2, dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_the_output_alone_or_with_its_lse():
     assert (out.shape, pair[1].shape) == ((1, 4, 12, 8), (1, 4, 12))
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_casts_as_sdpa_does(engine, dtype):
     q, k, v = tensors()
@@ -242,7 +242,7 @@ def test_autocast_casts_as_sdpa_does(engine, dtype):
     assert torch.equal(found, fd.attend(q.to(dtype), k.half().to(dtype), v.to(dtype), PATTERN, engine=engine))
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_autocast_leaves_what_sdpa_leaves(engine):
     """Float64 stays float64, and integers stay an error."""
     q, k, v = (x.double() for x in tensors())

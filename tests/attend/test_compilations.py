@@ -14,8 +14,8 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import ScoreMod
+from flexdilated.engines.aten import Program
 from flexdilated.engines.flex import _flex
-from flexdilated.engines.tiles import Program
 from tests.support.compilers import as_it_is, without_inductor
 
 # B batch, H heads, N tokens, D head dim
@@ -53,7 +53,7 @@ def traced_only():
 
 @pytest.fixture
 def runs_of_tiles(monkeypatch) -> list[int]:
-    """The number of tokens of each run of the tiles engine, from inside a graph or not."""
+    """The number of tokens of each run of the aten engine, from inside a graph or not."""
     runs: list[int] = []
     forward = Program.forward
 
@@ -192,7 +192,7 @@ def test_flex_does_not_run_uncompiled(traced_only) -> None:
     """Switched off, torch.compile would run flex_attention as it is written: dense."""
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="forms all pairs") as error:
         fd.attend(draw(20), draw(20), draw(20), WINDOWS[0], engine="flex")
-    assert "engine='tiles'" in str(error.value)
+    assert "engine='aten'" in str(error.value)
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_tracing_takes_no_longer_for_a_larger_pattern(monkeypatch) -> None:
     assert 0 < num_steps(small) == num_steps(large)
 
 
-@pytest.mark.parametrize(("engine", "dynamic"), [("tiles", None), ("tiles", True), ("flex", None)])
+@pytest.mark.parametrize(("engine", "dynamic"), [("aten", None), ("aten", True), ("flex", None)])
 def test_a_pattern_that_does_not_fit_is_refused_while_tracing(engine: str, dynamic: bool | None) -> None:
     """The check that is not traced is made all the same, with the same words."""
     pattern = masks.per_head([masks.causal()] * 3)

@@ -94,7 +94,7 @@ def test_inductor_trains_as_eager_does():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"layout": masks.Layout(61, 3)}, {"engine": "tiles", "block_size": 32}])
+@pytest.mark.parametrize("options", [{}, {"layout": masks.Layout(61, 3)}, {"engine": "aten", "block_size": 32}])
 def test_it_compiles_with(graphs, options):
     eager, autocast = SelfAttention(**options), not options
     compiled = torch.compile(eager, fullgraph=True, backend=graphs)
@@ -128,7 +128,7 @@ def test_the_custom_op_keeps_its_contract(pattern, rate, dtype, tokens_outside):
 
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if tokens_outside else None
     torch.library.opcheck(
-        torch.ops.flexdilated.tiles.default,
+        torch.ops.flexdilated.aten.default,
         (
             tensor(4),
             tensor(2),

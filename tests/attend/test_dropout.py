@@ -211,7 +211,7 @@ def test_kept_pairs_are_independent(p):
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        ("tiles", "tiles runs kernels without attention dropout; engine='portable' serves it"),
+        ("aten", "aten runs kernels without attention dropout; engine='portable' serves it"),
         ("flash", "flash runs kernels without attention dropout; engine='flex' serves it"),
     ],
 )

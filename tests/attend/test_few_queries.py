@@ -19,7 +19,7 @@ from flexdilated import masks
 from flexdilated.engines import _rows
 from flexdilated.engines._rows import MOST_ROWS
 from flexdilated.masks.attended import _row
-from flexdilated.masks.patterns import selection_of
+from flexdilated.masks.patterns import table_split
 from tests.attend.test_gradients import errors, outcome
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -56,7 +56,7 @@ def limits(request):
             yield
 
 
-@given(st.data(), st.floats(-2, 2), st.sampled_from(["tiles", None]))
+@given(st.data(), st.floats(-2, 2), st.sampled_from(["aten", None]))
 @pytest.mark.usefixtures("limits")
 def test_attend_is_the_oracle(data, scale, engine) -> None:
     """Of every pattern, causal or not, by some of the heads, with sinks: output, lse and all gradients."""
@@ -69,7 +69,7 @@ def test_attend_is_the_oracle(data, scale, engine) -> None:
         return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
 
     same = (case.num_queries, case.q_offset) == (case.num_keys, case.k_offset)
-    unplanned = mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=AssertionError("planned"))
+    unplanned = mock.patch("flexdilated.engines.aten._aten_op.make_program", side_effect=AssertionError("planned"))
     with suppress(ValueError):  # an earlier call over fewer keys, whose cached rules are those of this one, too
         q, k, v, *_ = drawn
         few = data.draw(st.integers(1, case.num_keys))
@@ -93,7 +93,7 @@ def test_run_time_tensors_are_the_oracle(packed, data) -> None:
     same = (few, where["q_offset"]) == (packed.num_keys, packed.k_offset)
     before = masks.cache().stats().entries
     assert_agrees(attend, qkv, packed.counts[:, :, packed.num_queries - few :])
-    parted = selection_of(packed.pattern)
+    parted = table_split(packed.pattern)
     fixed = packed.pattern if parted is None or parted.others is None else parted.others
     assert same or not fixed.varies or masks.cache().stats().entries == before
 
@@ -169,7 +169,7 @@ def test_blocks_layouts_self_attention_and_more_queries_are_planned() -> None:
         lambda: fd.attend(*same, LONGNET_4),
         lambda: fd.attend(*more, LONGNET_4, q_offset=0),
     ):
-        with mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=RuntimeError("planned")):
+        with mock.patch("flexdilated.engines.aten._aten_op.make_program", side_effect=RuntimeError("planned")):
             masks.cache().clear()
             with pytest.raises(RuntimeError, match="planned"):
                 call()

@@ -23,7 +23,7 @@ from tests.support.twins import Twin
 
 # B batch, H query heads, G key/value heads, N queries, M keys
 
-ENGINES = ("tiles", "reference", "portable", "flex")  # flex around a dense stand-in for its kernel
+ENGINES = ("aten", "reference", "portable", "flex")  # flex around a dense stand-in for its kernel
 
 
 def by(engine: str, case: Case, kv_heads: int, side: int) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def test_only_the_distance_of_windows_counts(data, side, shift):
     case = data.draw(cases(lambda num_heads: st.just(twin)))
     q, k, v = data.draw(tensors(case))
     moved = replace(case, q_offset=case.q_offset + shift, k_offset=case.k_offset + shift)
-    for one, other in zip(*(by("tiles", each, k.shape[1], side)(q, k, v) for each in (case, moved)), strict=True):
+    for one, other in zip(*(by("aten", each, k.shape[1], side)(q, k, v) for each in (case, moved)), strict=True):
         assert_close(one, other)
 
 
@@ -72,7 +72,7 @@ def shared_keys(drawn: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, T
 
 @settings(max_examples=12)
 @given(st.data(), block_sides)
-@pytest.mark.parametrize("engine", ["tiles", "reference", "portable"])
+@pytest.mark.parametrize("engine", ["aten", "reference", "portable"])
 def test_keys_of_batch_1_are_those_of_every_entry(engine, data, side):
     """Gradients are sums over the batch, also where entries hide different keys."""
     case = data.draw(cases())

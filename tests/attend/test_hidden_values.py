@@ -64,7 +64,7 @@ def with_sinks(drawn: tuple[Tensor, ...], wanted: bool) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @given(data=st.data(), value=BAD)
 def test_in_any_pattern(engine: str, data: st.DataObject, value: float):
     case = data.draw(cases())
@@ -77,7 +77,7 @@ def test_in_any_pattern(engine: str, data: st.DataObject, value: float):
     assert_nothing_spreads(attend, given, case.counts(), value)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @given(packed=packed_cases(), data=st.data(), value=BAD)
 def test_in_any_pattern_with_run_time_tensors(engine: str, packed: Packed, data: st.DataObject, value: float):
     given = data.draw(tensors(packed, batch=packed.batch))

@@ -70,7 +70,7 @@ def _split(given) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("name", PATTERNS)
 @settings(max_examples=8)
-@given(engine=st.sampled_from(["tiles", "portable", "reference"]), layouts=LAYOUTS, seed=st.integers(0, 99))
+@given(engine=st.sampled_from(["aten", "portable", "reference"]), layouts=LAYOUTS, seed=st.integers(0, 99))
 def test_attend(name: str, engine: str, layouts: tuple[str, ...], seed: int):
     options = {"enable_gqa": True, "return_lse": True, "engine": engine}
     assert_same_anywhere(lambda q, k, v: fd.attend(q, k, v, PATTERNS[name], **options), *drawn(seed, *layouts))

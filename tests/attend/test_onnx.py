@@ -111,7 +111,7 @@ def test_a_longnet_with_open_length() -> None:
 REFUSED = {
     "run-time tensors": (Attends(masks.lengths([20, 9])), {}, "an ONNX file takes no run-time tensors: write an AOT"),
     "dropout": (Attends(WINDOW, dropout_p=0.5), {}, "without dropout: call model.eval.., or write dropout_p=0"),
-    "a named engine": (Attends(WINDOW, engine="tiles"), {}, "leave engine=None; got engine='tiles'"),
+    "a named engine": (Attends(WINDOW, engine="aten"), {}, "leave engine=None; got engine='aten'"),
     "a grid of open length": (
         Attends(masks.neighborhood((4, 5), (1, 2))),
         {"dynamic_shapes": OPEN},
@@ -142,4 +142,4 @@ def test_other_exports_keep_the_operator() -> None:
     """An import of torch.onnx does not change the result of torch.export."""
     with warnings.catch_warnings(action="ignore"):
         exported = torch.export.export(Attends(WINDOW).eval(), qkv(20))
-    assert "flexdilated.tiles" in {str(node.target).removesuffix(".default") for node in exported.graph.nodes}
+    assert "flexdilated.aten" in {str(node.target).removesuffix(".default") for node in exported.graph.nodes}

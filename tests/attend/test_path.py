@@ -94,7 +94,7 @@ def by_portable() -> None:
     torch.autograd.grad(fd.attend(q, k, v, PATTERN, dropout_p=0.1).sum(), (q, k, v))
 
 
-RUNS = {"tiles": (0, on_cpu, 0), "flex": (1, as_elsewhere, 1), "portable": (2, by_portable, 0)}
+RUNS = {"aten": (0, on_cpu, 0), "flex": (1, as_elsewhere, 1), "portable": (2, by_portable, 0)}
 
 
 @pytest.mark.parametrize(("block", "run", "skipped"), RUNS.values(), ids=RUNS)

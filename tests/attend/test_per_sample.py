@@ -76,7 +76,7 @@ def test_one_position_serves_all_samples(engine):
 @pytest.mark.parametrize(
     "how",
     [{}, {"engine": "portable"}, {"score_mod": lambda s, b, h, i, j: s - (i - j).abs()}],
-    ids=["tiles", "portable", "score_mod"],
+    ids=["aten", "portable", "score_mod"],
 )
 def test_positions_may_change_in_place(how):
     """As in a loop of decoding: earlier gradients, and later calls from the earlier positions, are not affected."""

@@ -11,9 +11,9 @@ from flexdilated import masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines._call import Call
 from flexdilated.engines._rows import program_of_rows
+from flexdilated.engines.aten._aten_op import aten, aten_backward
 from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
-from flexdilated.engines.tiles._tiles_op import tiles, tiles_backward
 
 META = torch.device("meta")
 PATTERNS = {
@@ -53,9 +53,9 @@ def test_tiles(name: str, with_sinks: bool):
     sinks = on_meta(2) if with_sinks else None
     key = Call(PATTERNS[name].text, 2, 2, 32, M, 0, 0, 0, 2, 1, ())
     options = (*key.arguments, 1.0)
-    out, lse = tiles._init_fn(q, k, v, sinks, [], *options)
+    out, lse = aten._init_fn(q, k, v, sinks, [], *options)
     assert (out.device, lse.device) == (META, META)
-    grads = tiles_backward._init_fn(out, torch.empty_like(lse), q, k, v, out, lse, [], *options)
+    grads = aten_backward._init_fn(out, torch.empty_like(lse), q, k, v, out, lse, [], *options)
     assert [grad.device for grad in grads] == [META] * 3
 
 

@@ -31,7 +31,7 @@ def assert_attends(packed: Packed, data: st.DataObject) -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return fd.attend(
-            q, k, v, packed.pattern, enable_gqa=True, block_size=side, engine="tiles", return_lse=True, **packed.offsets
+            q, k, v, packed.pattern, enable_gqa=True, block_size=side, engine="aten", return_lse=True, **packed.offsets
         )
 
     assert_agrees(attend, qkv, packed.counts)
@@ -250,7 +250,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (lambda: masks.documents("ids"), ValueError, "needs the run-time tensor 'ids'"),
     ],
 )
-@pytest.mark.parametrize("engine", ["tiles", "flex", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "flex", "portable", "reference"])
 def test_bad_tensors(pattern, error, says, engine):
     x = torch.randn(2, 1, 4, 4)
     with pytest.raises(error, match=says):

@@ -88,7 +88,7 @@ def by_flex(pattern: Any, x: Tensor, bindings: dict[str, Tensor]) -> Tensor:
 
 def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call: str, x: Tensor) -> None:
     """One call, with the pattern that carries the tensor, gives what these counts (N, N) allow."""
-    if call in ("tiles", "reference"):
+    if call in ("aten", "reference"):
         out = fd.attend(x, x, x, pattern, scale=1.0, engine=call)
     elif call == "named":
         named = masks.from_json(masks.to_json(pattern))
@@ -123,7 +123,7 @@ def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call
     assert_close(out, dense(counts, x, x, x), rtol=1e-9, atol=1e-9)
 
 
-CALLS = ("tiles", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
+CALLS = ("aten", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
 
 
 @settings(max_examples=12)
@@ -159,7 +159,7 @@ def test_a_write_is_seen_by_the_next_call(write: str, elsewhere: bool) -> None:
         WRITES[write](array, tensor, ids)
         rule = oracle.both(oracle.causal(), oracle.documents(ids))
         counts = oracle.counts(rule, range(1), 1, POSITIONS, POSITIONS)[0].long()
-        for call in ("tiles", "flex", "named", "few"):
+        for call in ("aten", "flex", "named", "few"):
             assert_current(pattern, tensor, "documents", counts, call, x)
 
 
@@ -199,7 +199,7 @@ def packed(q: Tensor, ids: Tensor, engine: str) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["flex", "tiles"])
+@pytest.mark.parametrize("engine", ["flex", "aten"])
 def test_a_graph_sees_the_values_of_its_moment(engine: str) -> None:
     torch.compiler.reset()
     attend = partial(packed, engine=engine)

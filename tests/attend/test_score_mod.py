@@ -311,7 +311,7 @@ def test_who_serves_it():
     learning = SLOPES.clone().requires_grad_()
     wanting = q.clone().requires_grad_()
     for says, call in {
-        "tiles takes no score_mod": partial(fd.attend, q, k, v, causal, engine="tiles"),
+        "aten takes no score_mod": partial(fd.attend, q, k, v, causal, engine="aten"),
         "no lse on CPU": partial(fd.attend, q, k, v, causal, engine="flex", return_lse=True),
         "2 branches": partial(fd.attend, q, k, v, mixture, engine="flex"),
         "q, k or v requires a gradient": partial(fd.attend, wanting, k, v, causal, engine="flex"),
@@ -320,7 +320,7 @@ def test_who_serves_it():
         with pytest.raises(ValueError, match=says) as error:
             call(score_mod=alibi(SLOPES))
         assert "engine='portable'" in str(error.value)
-        assert ("engine='flex'" in str(error.value)) == ("tiles" in says)
+        assert ("engine='flex'" in str(error.value)) == ("aten" in says)
     with pytest.raises(ValueError, match=r"score_mod uses a tensor that requires a gradient; engine='portable' serves"):
         fd.attend(q, k, v, causal, engine="flex", score_mod=alibi(learning))
     for pattern in (causal, mixture):

@@ -18,8 +18,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.tiles import _query_rows, _tiles_op
-from flexdilated.masks.patterns import selection_of
+from flexdilated.engines.aten import _aten_op, _query_rows
+from flexdilated.masks.patterns import table_split
 from flexdilated.masks.planning.lowering import _table
 from flexdilated.testing._drawn_patterns import _selected_blocks
 from flexdilated.testing.strategies import attention_sizes
@@ -235,7 +235,7 @@ def test_another_choice_is_neither_planned_nor_kept(block):
 
     fd.attend(q, k, v, pattern, bindings={"chosen": choice(0)})
     before = masks.cache().stats()
-    with mock.patch.object(_tiles_op, "plan_tiles", side_effect=AssertionError("planned")):
+    with mock.patch.object(_aten_op, "plan_aten", side_effect=AssertionError("planned")):
         for seed in range(1, 5):
             fd.attend(q, k, v, pattern, bindings={"chosen": choice(seed)})
     after = masks.cache().stats()
@@ -275,15 +275,15 @@ def test_every_block_is_dense_attention(block):
 
 def test_where_a_table_may_stand():
     chosen, own = masks.selected_blocks("chosen", block=4, most=2), masks.chunked(4)
-    parted = selection_of((chosen | own) & CAUSAL)
+    parted = table_split((chosen | own) & CAUSAL)
     assert parted is not None
     assert (parted.leaf, parted.rest, parted.others) == (chosen, ~own & CAUSAL, own & CAUSAL)
-    parted = selection_of(own + (chosen & CAUSAL) + CAUSAL)
+    parted = table_split(own + (chosen & CAUSAL) + CAUSAL)
     assert parted is not None
     assert (parted.rest, parted.others) == (CAUSAL, own + CAUSAL)
-    assert selection_of(~chosen & CAUSAL) is None
-    assert selection_of((chosen & CAUSAL) | (chosen & own)) is None
-    assert selection_of(CAUSAL) is None
+    assert table_split(~chosen & CAUSAL) is None
+    assert table_split((chosen & CAUSAL) | (chosen & own)) is None
+    assert table_split(CAUSAL) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flexdilated import masks
 H, D = 2, 16
 PATTERN = masks.longnet([4, 8], [1, 2]) & masks.causal()
 PATTERNS = [PATTERN, masks.causal(), masks.local_window(left=2, right=1) | masks.global_tokens(1)]
-ENGINES = [None, "tiles", "flex", "portable", "reference"]
+ENGINES = [None, "aten", "flex", "portable", "reference"]
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 sizes = st.integers(0, 3)
 
@@ -58,7 +58,7 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_torchs(B, N, M, dtype, engin
 @settings(max_examples=20)
 def test_nothing_in_is_nothing_out(sizes, dtype, sinks) -> None:
     """As torch's attention: zeros where there is no key; the lse is -inf there, or the sink."""
-    for engine in ("tiles", "reference"):
+    for engine in ("aten", "reference"):
         q, k, v = drawn(*sizes, dtype, "cpu")
         logits = torch.arange(H).to(dtype).requires_grad_() if sinks else None
         out, lse = fd.attend(q, k, v, PATTERN, engine=engine, sinks=logits, return_lse=True)

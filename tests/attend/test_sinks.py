@@ -46,7 +46,7 @@ def test_flex_around_its_kernel_is_the_oracle(data, side):
 
 @settings(max_examples=12)
 @given(st.data(), st.integers(1, 7), block_sides)
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_in_a_layout(engine, data, rate, side):
     """Tokens in residue-major order in and out: the oracle with its rows and columns permuted."""
     case = data.draw(whole_cases())
@@ -65,7 +65,7 @@ def qkv(dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2, N
     return tuple(torch.randn(2, count, N, 8).to(dtype).requires_grad_() for count in (heads, kv_heads, kv_heads))
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_a_row_without_keys_has_its_sink_alone(engine):
     q, k, v = qkv()
     sinks = torch.tensor([1.5, -0.5, -torch.inf, 4.0], dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_a_row_without_keys_has_its_sink_alone(engine):
     assert_close(lse, sinks[:, None].expand(2, 4, 37), **TIGHT)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_a_sink_of_minus_infinity_is_none(engine):
     q, k, v = qkv()
     options = {"enable_gqa": True, "engine": engine, "return_lse": True}
@@ -93,7 +93,7 @@ def test_any_float_dtype(dtype, sink_dtype):
     counts = oracle.counts(RULE, range(4), 4, torch.arange(37), torch.arange(37))
     truth, truth_lse = oracle.attention(*inputs[:3], counts, None, sinks)
     true_grads = torch.autograd.grad(truth.sum() + truth_lse[truth_lse.isfinite()].sum(), inputs)
-    for engine in ("tiles", "reference"):
+    for engine in ("aten", "reference"):
         out, lse = fd.attend(*inputs[:3], PATTERN, sinks=sinks, enable_gqa=True, engine=engine, return_lse=True)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         near = 2e-2 if dtype == torch.bfloat16 else 5e-3 if dtype == torch.float16 else 1e-5
@@ -110,7 +110,7 @@ def test_only_the_sinks_may_want_a_gradient():
     q, k, v = (x.detach() for x in qkv())
     sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     grads = []
-    for engine in ("tiles", "reference"):
+    for engine in ("aten", "reference"):
         out = fd.attend(q, k, v, PATTERN, sinks=sinks, enable_gqa=True, engine=engine)
         grads += torch.autograd.grad(out.square().sum(), sinks)
     assert_close(grads[0], grads[1], **TIGHT)

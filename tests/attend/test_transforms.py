@@ -132,7 +132,7 @@ def test_the_reference_has_them_with_run_time_tensors(way: str, restarted: bool)
 @pytest.mark.parametrize("way", WAYS)
 def test_tiles_refuses_them(way: str) -> None:
     for name in ARGUMENTS[:4]:
-        x, function = tensors()[name], of_argument(name, partial(fd.attend, engine="tiles"))
+        x, function = tensors()[name], of_argument(name, partial(fd.attend, engine="aten"))
         if (name, way) == ("sinks", "double backward"):  # their gradient is plain arithmetic
             assert_close(WAYS[way](function, x), WAYS[way](of_argument(name, dense), x))
             continue
@@ -140,7 +140,7 @@ def test_tiles_refuses_them(way: str) -> None:
             WAYS[way](function, x)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "flex"])
+@pytest.mark.parametrize("engine", ["aten", "flex"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_mapped_documents_are_refused(engine: str, compiled: bool) -> None:
     x, ids = torch.randn(1, H, 12, D), torch.stack([torch.arange(12) // 5, torch.arange(12) // 7])
@@ -166,7 +166,7 @@ def test_flex_refuses_what_it_has_not(way: str) -> None:
 def test_a_compiled_graph_drops_no_derivative(way: str) -> None:
     """In every way in both engines; each argument in one way at least of forward mode, of gradients and of vmap."""
     index = COMPILED.index(way)
-    cases = [(ARGUMENTS[index % 3], "tiles"), ("bias", "flex"), ("sinks", "tiles"), (ARGUMENTS[index % 3], "flex")]
+    cases = [(ARGUMENTS[index % 3], "aten"), ("bias", "flex"), ("sinks", "aten"), (ARGUMENTS[index % 3], "flex")]
     for name, engine in cases if way == "vmap" else cases[index % 2 * 2 :][:2]:
         torch.compiler.reset()
         kind = torch.float32 if engine == "flex" else torch.float64

@@ -82,7 +82,7 @@ def test_causal_order_hides_them() -> None:
     assert_close(fd.attend(q, k, v, PADDED & masks.causal())[:, :, :23], fd.attend(*rows, exact), **TIGHT)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_options_of_a_call(engine) -> None:
     """Layouts, sinks, grouped heads, some of the heads, and some of the queries."""
     q, k, v = drawn(6, 57)
@@ -168,7 +168,7 @@ def test_received_attention_leaves_out_what_zero_keys_take() -> None:
     q, k, v = drawn(3, 57)
     lse = fd.attend(q, k, v, PADDED, return_lse=True)[1]
     exact = fd.attend(q, k, v, PADDED.unpadded, return_lse=True)[1]
-    for engine in ("tiles", "reference"):
+    for engine in ("aten", "reference"):
         received = fd.attention_received(q, k, lse, PADDED, engine=engine)
         assert_close(received.sum(-1), (exact - lse).exp().sum(-1), **TIGHT)
 

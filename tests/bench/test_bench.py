@@ -287,7 +287,7 @@ KIND = {
     "aten::lerp_": "merges",
     **dict.fromkeys(("aten::masked_fill_", "aten::where"), "masks"),
     "aten::fill_": "fills",
-    **dict.fromkeys(("flexdilated::tiles", "aten::as_strided")),
+    **dict.fromkeys(("flexdilated::aten", "aten::as_strided")),
 }
 
 

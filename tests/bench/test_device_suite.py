@@ -63,7 +63,7 @@ def in_this_process(monkeypatch):
 def test_dry_run(tmp_path, capsys) -> None:
     """A number in every row, none marked; a file for each name.
 
-    Of the rows those that go another way on CPU; what all do in `tiles` is in the way of a device, below.
+    Of the rows those that go another way on CPU; what all do in `aten` is in the way of a device, below.
     """
     names = ["gpu_correctness", "gpu_vs_matmul", "gpu_vs_branch_loop", "gpu_window", "gpu_memory"]
     assert main(["device", *names, *DRY, "--out", str(tmp_path), "--commit", "abc123"]) == 0
@@ -170,24 +170,24 @@ def distorted(change):
 def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change) -> None:
     """Half precision, too."""
     monkeypatch.setattr(_checks.fd, "attend", distorted(change))
-    (found,) = judge(case, HERE, "tiles")
+    (found,) = judge(case, HERE, "aten")
     assert found["measure"] == f"{case}, tiles"
     assert "AssertionError" in found["detail"]["reason"]
 
 
 def test_engines_of_a_case(monkeypatch) -> None:
-    """Engine flash only where it is served; `tiles` are asked plain calls alone; only the default may not refuse."""
-    for reason, engines in ((None, ("flex", "flash", "tiles")), ("flash needs torch 2.14", ("flex", "tiles"))):
+    """Engine flash only where it is served; `aten` are asked plain calls alone; only the default may not refuse."""
+    for reason, engines in ((None, ("flex", "flash", "aten")), ("flash needs torch 2.14", ("flex", "aten"))):
         monkeypatch.setattr(device, "flash_cannot", lambda *_, reason=reason: reason)
         assert Device("cuda").engines == engines
-    for engines, wrong in ((("tiles", "flex"), 0), (("flex", "tiles"), 1)):
+    for engines, wrong in ((("aten", "flex"), 0), (("flex", "aten"), 1)):
         monkeypatch.setattr(Device, "engines", engines)
         # On CPU FlexAttention refuses mixtures.
         assert len(list(judge("mixture, head dim 48", HERE, "flex"))) == wrong
     call = partial(lambda engine, device: None)
     monkeypatch.setattr(device, "cases", lambda: {"plain": (call,), "odd": (partial(call, given=None),)})
-    monkeypatch.setattr(Device, "engines", ("flex", "flash", "tiles"))
-    plain = [("plain", engine) for engine in ("flex", "flash", "tiles")]
+    monkeypatch.setattr(Device, "engines", ("flex", "flash", "aten"))
+    plain = [("plain", engine) for engine in ("flex", "flash", "aten")]
     assert asked_on(HERE) == [*plain, ("odd", "flex"), ("odd", "flash")]
 
 
@@ -257,7 +257,7 @@ REFUSED |= {"gpu_vs_natural_order": 0, "gpu_ranks": 0}
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_rows_go_the_way_of_a_device(pretended, row) -> None:
-    """In `tiles` there are numbers; what FlexAttention cannot do on CPU is reported in words."""
+    """In `aten` there are numbers; what FlexAttention cannot do on CPU is reported in words."""
     found = list(device.answer(row, pretended))
     gaps = [each for each in found if each["measured"] is None]
     assert not any("not_verified" in each for each in found)

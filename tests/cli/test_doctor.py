@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated import _engines
+from flexdilated import _engine_choice
 from flexdilated.cli import _device, main
 from flexdilated.cli._terminal import find
 
@@ -71,7 +71,7 @@ def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) 
 
     monkeypatch.setattr(_device, "attend", noted)
     assert findings(examine(capsys)[1])["flex on cpu"].startswith("serves inference, error ")
-    assert set(asked) == {"flex", "flash", "tiles", "portable", "reference"}
+    assert set(asked) == {"flex", "flash", "aten", "portable", "reference"}
 
 
 def shifted(amount: float):
@@ -79,22 +79,22 @@ def shifted(amount: float):
     right = _device.attend
 
     def wrong(q, k, v, pattern, *, engine):
-        return right(q, k, v, pattern, engine=engine) * (1 + amount * (engine == "tiles"))
+        return right(q, k, v, pattern, engine=engine) * (1 + amount * (engine == "aten"))
 
     return wrong
 
 
 def off_in_gradients(q, k, v, pattern, *, engine):
     out = fd.attend(q, k, v, pattern, engine=engine)
-    return out.detach() + 1.01 * (out - out.detach()) if engine == "tiles" else out
+    return out.detach() + 1.01 * (out - out.detach()) if engine == "aten" else out
 
 
 def not_a_number(q, k, v, pattern, *, engine):
-    return fd.attend(q, k, v, pattern, engine=engine) * (torch.nan if engine == "tiles" else 1.0)
+    return fd.attend(q, k, v, pattern, engine=engine) * (torch.nan if engine == "aten" else 1.0)
 
 
 def failing(q, k, v, pattern, *, engine):
-    if engine == "tiles":
+    if engine == "aten":
         raise RuntimeError("no kernel\nfor this")
     return fd.attend(q, k, v, pattern, engine=engine)
 
@@ -123,7 +123,7 @@ def test_a_wrong_result_is_found(wrong, verdict: str, capsys, monkeypatch) -> No
 def test_every_device_has_to_work(capsys, monkeypatch) -> None:
     """One that fails is no less broken because the CPU works."""
     monkeypatch.setattr(_device, "available_devices", lambda: ("cpu", "cuda"))
-    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
     monkeypatch.setattr(_device, "_trial", lambda engine, device: (device == "cpu" or engine != "flex", "tried"))
     status, printed = examine(capsys)
     assert status == 1

@@ -105,7 +105,7 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert found.to_data()["memory"]["attention"]["outputs"] == 3 * 512 * 2 * 4 * 16
         assert found.forward_flops == 2 * (32 + 16) * found.useful_pairs
         assert found.backward_flops == (6 * 32 + 4 * 16) * found.useful_pairs
-        assert (found.engine, found.embed_dim) == ("tiles" if device == "cpu" else "flex", 128)
+        assert (found.engine, found.embed_dim) == ("aten" if device == "cpu" else "flex", 128)
         assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
         assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
 
@@ -134,7 +134,7 @@ def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(de
     ("options", "engine"),
     [
         ({"engine": "portable"}, "portable"),
-        ({"engine": "tiles"}, "tiles"),
+        ({"engine": "aten"}, "aten"),
         ({"score_mod": lambda score, b, h, q, k: score + h}, "portable"),
         ({"score_mod": lambda score, b, h, q, k: score + h, "device": "cuda"}, "flex"),
         ({"engine": "portable", "device": "cuda"}, "portable"),

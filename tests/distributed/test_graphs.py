@@ -106,7 +106,7 @@ def by_flex() -> None:
     with without_inductor():
         found = exchanged("flex"), compiled_on_the_last(exchanged)("flex")
     for out in found:
-        assert_close(out, exchanged("tiles"), rtol=1e-5, atol=1e-5)
+        assert_close(out, exchanged("aten"), rtol=1e-5, atol=1e-5)
 
 
 def inductor() -> None:

@@ -312,7 +312,7 @@ ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "t
 def checked(case: ShardedCase) -> None:
     """On the only rank: torch's own checks of the ops and their derivatives."""
     group = line().get_group().group_name
-    call = PlainCall(case.pattern.text, 0.3, 0, 4, "tiles", (), case.sharding.numbers(), group, None, 0.0, "")
+    call = PlainCall(case.pattern.text, 0.3, 0, 4, "aten", (), case.sharding.numbers(), group, None, 0.0, "")
     for op, backward_op in ((ring_op, ring_backward_op), (exchange_op, exchange_backward_op)):
         q, k, v, sinks = (x.clone().requires_grad_() for x in case.tensors)
         heads_inside = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()

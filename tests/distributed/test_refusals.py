@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # tests/project/errors.md
     ),
     "flex in a ring": (
         lambda: attend(*tensors(), PATTERN, mesh=line(), schedule="ring", engine="flex"),
-        "engine='tiles' serves it",
+        "engine='aten' serves it",
     ),
     "a score_mod in a ring": (
         lambda: attend(*tensors(), PATTERN, mesh=line(), schedule="ring", score_mod=lambda s, b, h, q, k: s),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flexdilated as fd
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 from flexdilated.cli import _device, main
 from flexdilated.masks.core import _devices
 from flexdilated.masks.planning import _machine
@@ -28,7 +28,7 @@ def cpu_taken_for(kind: str) -> Iterator[None]:
         patch.setitem(_devices._KINDS, "cpu", _devices.device_kind(kind))
         patch.setattr(_machine, "_in_use", {})
         masks.cache().clear()
-        _engines._tell.cache_clear()
+        _engine_choice._tell.cache_clear()
         yield
     masks.cache().clear()
 
@@ -80,7 +80,7 @@ def test_a_module_is_checked() -> None:
     ],
 )
 def test_portable_is_taken_and_says_why(kind, why, refused, inputs, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_engines, "_has_triton", lambda: False)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: False)
     caplog.set_level("DEBUG", "flexdilated")
     with cpu_taken_for(kind):
         fd.attend(*inputs, masks.causal())
@@ -88,17 +88,17 @@ def test_portable_is_taken_and_says_why(kind, why, refused, inputs, monkeypatch,
         assert line.startswith(f"engine 'portable', {why}: causal(), 4 heads")
         with pytest.raises(ValueError, match=rf"^{re.escape(refused)}$"):
             fd.attend(*inputs, masks.causal(), engine="flex")
-        with pytest.raises(ValueError, match=r"tiles runs ATen's kernels on CPU and CUDA.*'portable' serves them"):
-            fd.attend(*inputs, masks.causal(), engine="tiles")
+        with pytest.raises(ValueError, match=r"aten runs ATen's kernels on CPU and CUDA.*'portable' serves them"):
+            fd.attend(*inputs, masks.causal(), engine="aten")
 
 
 def test_flex_is_taken_where_triton_is(inputs, monkeypatch) -> None:
-    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
     how = {"score_mod": None, "sinks": None, "return_lse": True}
     with cpu_taken_for("xpu"):
-        assert _engines.choose_engine(None, *inputs, masks.causal(), **how) == "flex"
+        assert _engine_choice.choose_engine(None, *inputs, masks.causal(), **how) == "flex"
         narrow = [x[..., :8] for x in inputs]
-        assert _engines.choose_engine(None, *narrow, masks.causal(), **how) == "portable"
+        assert _engine_choice.choose_engine(None, *narrow, masks.causal(), **how) == "portable"
 
 
 @pytest.mark.usefixtures("as_mps")
@@ -110,5 +110,5 @@ def test_what_the_commands_say(capsys, monkeypatch, tmp_path) -> None:
     assert line.startswith("portable on cpu, the default")
     assert "serves training" in line
     assert main(["tune", str(tmp_path / "machine.json")]) == 2
-    said = "tune measures engines tiles and flex, and the default on cpu is portable"
+    said = "tune measures engines aten and flex, and the default on cpu is portable"
     assert said in capsys.readouterr().err

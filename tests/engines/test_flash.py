@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 from flexdilated._attend import planned_call
 from flexdilated.engines import _run
 from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
@@ -124,7 +124,7 @@ def test_sides_of_blocks(device, capability, head_dim, own, others, wrong):
 @pytest.fixture
 def served(device, monkeypatch):
     """Tensors on the CPU pass for some that the engine takes."""
-    monkeypatch.setattr(_engines, "flash_cannot", lambda *_: None)
+    monkeypatch.setattr(_engine_choice, "flash_cannot", lambda *_: None)
     return device
 
 
@@ -145,9 +145,9 @@ def test_gradients(served):
     options: dict[str, Any] = {"score_mod": None, "sinks": None, "return_lse": True}
     for k, v in ((wants, q), (q, wants)):
         with pytest.raises(ValueError, match=r"only if q requires one: call q.requires_grad_\(\), or write"):
-            _engines.choose_engine("flash", q, k, v, masks.causal(), **options)
+            _engine_choice.choose_engine("flash", q, k, v, masks.causal(), **options)
         with torch.no_grad():
-            assert _engines.choose_engine("flash", q, k, v, masks.causal(), **options) == "flash"
+            assert _engine_choice.choose_engine("flash", q, k, v, masks.causal(), **options) == "flash"
     assert _chosen(q.requires_grad_()) == "flash"
     try:
         torch.use_deterministic_algorithms(True)
@@ -162,12 +162,12 @@ def test_gradients(served):
 
 def _chosen(q: Tensor, engine: str | None = "flash") -> str:
     options: dict[str, Any] = {"score_mod": None, "sinks": None, "return_lse": True}
-    return _engines.choose_engine(engine, q, q, q, masks.causal(), **options)
+    return _engine_choice.choose_engine(engine, q, q, q, masks.causal(), **options)
 
 
 def test_by_name_only(served, monkeypatch):
-    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
-    assert _chosen(torch.randn(1, 1, 4, 8), None) == "tiles"
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
+    assert _chosen(torch.randn(1, 1, 4, 8), None) == "aten"
     elsewhere: Any = SimpleNamespace(is_meta=False, device=CUDA, dtype=torch.bfloat16, shape=(1, 1, 4, 64))
     assert _chosen(elsewhere, None) == "flex"
 
@@ -329,4 +329,4 @@ def test_functions_of_masks_keep_to_what_flash_can_lower(entry):
 
 def test_the_page_has_every_engine():
     page = Path(__file__).parents[2].joinpath("docs/concepts/engines.md").read_text(encoding="utf-8")
-    assert [name for name in _engines.ENGINES if f"\n| `{name}` |" not in page] == []
+    assert [name for name in _engine_choice.ENGINES if f"\n| `{name}` |" not in page] == []

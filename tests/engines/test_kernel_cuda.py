@@ -1,4 +1,4 @@
-"""The tiles engine on CUDA, as far as no device is needed: kernels by definition, and the operators' own shapes."""
+"""The aten engine on CUDA, as far as no device is needed: kernels by definition, and the operators' own shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines import WholeRows
+from flexdilated.engines.aten._aten_op import plan_aten
+from flexdilated.engines.aten._program import Program, make_program
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
 from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
-from flexdilated.engines.tiles._tiles import Program, make_program
-from flexdilated.engines.tiles._tiles_op import plan_tiles
 from flexdilated.masks import Layout
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._pattern import Expression
@@ -34,7 +34,7 @@ half, brain, single = torch.float16, torch.bfloat16, torch.float32
 @pytest.fixture(params=KERNELS, ids=NAMES)
 def kernel(request, monkeypatch) -> Iterator[Kernel]:
     """Every call goes to the stand-in of one CUDA kernel."""
-    monkeypatch.setattr(_kernel, "_other", lambda x: _kernel_cuda)
+    monkeypatch.setattr(_kernel, "_device_kernels", lambda x: _kernel_cuda)
     monkeypatch.setattr(_kernel_cuda, "choose", lambda *_: request.param)
     monkeypatch.setattr(_kernel_cuda, "_torch_private", StandIns())
     yield request.param
@@ -48,7 +48,7 @@ def program_of(pattern: Expression, q: Tensor, k: Tensor, given: Layout | None =
     layout = Layout(N) if given is None else given
     names = dict(zip(masks.patterns.names(pattern), run_time_tensors(pattern, None), strict=True))
     rule = pattern.resolve(names, Extent(N, M))
-    plan = plan_tiles(rule.bind(num_heads=H, num_queries=N, num_keys=M), layout, "cuda")
+    plan = plan_aten(rule.bind(num_heads=H, num_queries=N, num_keys=M), layout, "cuda")
     return make_program(plan, layout, num_kv_heads=G, block_size=(128, 128), **portions)
 
 
@@ -265,14 +265,14 @@ def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):
 def test_lists_of_blocks_are_refused(pattern):
     """Before any work, with the branch and the engine that serves it."""
     bound = pattern.bind(num_heads=2, num_queries=600, num_keys=600)
-    with pytest.raises(ValueError, match=r"tiles on cuda.* needs lists of blocks\. engine='flex' serves it"):
-        plan_tiles(bound, Layout(600), "cuda")
+    with pytest.raises(ValueError, match=r"aten on cuda.* needs lists of blocks\. engine='flex' serves it"):
+        plan_aten(bound, Layout(600), "cuda")
 
 
 def test_dense_ways_are_taken_though_others_are_cheaper_or_come_first():
     """Segments in natural order are lists of blocks, and cost as much as the same segments folded."""
     bound = masks.longnet([64, 256], [1, 2]).bind(num_heads=2, num_queries=600, num_keys=600)
-    plan = plan_tiles(bound, Layout(600, 2), "cuda")
+    plan = plan_aten(bound, Layout(600, 2), "cuda")
     assert plan.layout == Layout(600)
     assert {term.shape for term in plan.terms} == {"dense"}
     assert [options[0].terms for options in plan.options] == [
@@ -293,7 +293,7 @@ def test_on_a_device(name, backend, dtype):
     host = tuple(x.detach().to(dtype).double().requires_grad_() for x in drawn(2, 4, 2, 300, 300, 40))
     q, k, v = (x.detach().to("cuda", dtype).requires_grad_() for x in host)
     with sdpa_kernel(list(SDPBackend.__members__.values()) if backend is None else backend):
-        out, lse = fd.attend(q, k, v, pattern, engine="tiles", enable_gqa=True, return_lse=True)
+        out, lse = fd.attend(q, k, v, pattern, engine="aten", enable_gqa=True, return_lse=True)
         grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), (q, k, v))
     counts = oracle.counts(rule, range(4), 4, torch.arange(300), torch.arange(300))
     truth, true_lse = oracle.attention(*host, counts, None)

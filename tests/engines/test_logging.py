@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 from flexdilated.distributed.counts._loads import choose_schedule
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import _LONGEST, Cache, pattern_text
@@ -25,7 +25,7 @@ def told() -> Iterator[Callable[[], list[str]]]:
     handler, logger = logging.Handler(), logging.getLogger("flexdilated")
     handler.emit = lambda record: lines.append(record.getMessage())
     before = logger.level
-    _engines._tell.cache_clear()
+    _engine_choice._tell.cache_clear()
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     yield lambda: list(lines)
@@ -48,7 +48,7 @@ def test_a_call_tells_engine_plan_and_what_was_built(told, own_cache) -> None:
     fd.attend(*qkv(), LONGNET)
     lines = told()
     assert lines[0] == (
-        "engine 'tiles', the default on cpu: longnet((16, 64), (1, 4)) & causal(), 4 heads, 130 queries, 130 keys, "
+        "engine 'aten', the default on cpu: longnet((16, 64), (1, 4)) & causal(), 4 heads, 130 queries, 130 keys, "
         "head dim 16, torch.float32 on cpu"
     )
     assert lines[1].startswith("planned longnet((16, 64), (1, 4)) & causal(), 4 heads, 130 queries, 130 keys, on cpu: ")
@@ -57,7 +57,7 @@ def test_a_call_tells_engine_plan_and_what_was_built(told, own_cache) -> None:
     built = [line for line in lines if line.startswith("built ")]
     assert len(built) == own_cache.stats().misses
     assert built[0].startswith("built plan of longnet((16, 64), (1, 4)) & causal(): ")
-    assert built[-1].startswith("built tiles of longnet((16, 64), (1, 4)) & causal(): ")
+    assert built[-1].startswith("built aten of longnet((16, 64), (1, 4)) & causal(): ")
     assert all(line.endswith(" ms") for line in built)
 
 
@@ -67,7 +67,7 @@ def test_the_second_call_tells_nothing(told, own_cache) -> None:
     before = told()
     fd.attend(q, k, v, LONGNET)
     assert told() == before
-    fd.attend(q, k, v, LONGNET, engine="tiles")  # another choice of the engine, and nothing to build
+    fd.attend(q, k, v, LONGNET, engine="aten")  # another choice of the engine, and nothing to build
     assert told()[len(before) :] == [before[0].replace("the default on cpu", "as the caller names it")]
 
 
@@ -188,7 +188,7 @@ def test_tracing_tells_nothing_and_breaks_no_graph(told, own_cache) -> None:
     compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, LONGNET), fullgraph=True, backend="aot_eager")
     out = compiled(q, k, v)
     assert not [line for line in told() if line.startswith("engine ")]
-    assert [line for line in told() if line.startswith("built tiles ")]
+    assert [line for line in told() if line.startswith("built aten ")]
     torch.testing.assert_close(out, fd.attend(q, k, v, LONGNET))
 
 

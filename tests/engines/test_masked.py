@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines.aten import _aten_op, _tile_blocks
+from flexdilated.engines.aten._program import make_program
 from flexdilated.engines.kernels import _kernel
-from flexdilated.engines.tiles import _tile_blocks, _tiles_op
-from flexdilated.engines.tiles._tiles import make_program
 from flexdilated.masks import Bound, Layout
 from flexdilated.masks.planning import Allowed, CountedPairs, _candidates
 from flexdilated.masks.planning._planner import Plan, plan
@@ -50,11 +50,11 @@ def test_run_time_tensors_of_each_batch_entry(packed, data):
     drawn = with_sinks(data.draw(tensors(packed, batch=packed.batch)), data.draw(st.booleans()))
 
     def attend(q, k, v, sinks=None):
-        options = {"enable_gqa": True, "return_lse": True, "engine": "tiles", "sinks": sinks}
+        options = {"enable_gqa": True, "return_lse": True, "engine": "aten", "sinks": sinks}
         return fd.attend(q, k, v, packed.pattern, **options, **packed.offsets)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_tiles_op, "plan_tiles", under_mask)
+        patch.setattr(_aten_op, "plan_aten", under_mask)
         masks.cache().clear()
         assert_agrees(attend, drawn, packed.counts)
     masks.cache().clear()
@@ -111,7 +111,7 @@ def test_where_no_mask_is_taken(monkeypatch):
         assert "masked" not in layouts(rule, most + 1)
     assert "masked" not in layouts(masks.causal(), 64)
     assert "masked" not in layouts(masks.chunked(16), 64)
-    planned = _tiles_op.plan_tiles(bound_of(window, 64), Layout(64), "cpu", allowed=Allowed(masks=False))
+    planned = _aten_op.plan_aten(bound_of(window, 64), Layout(64), "cpu", allowed=Allowed(masks=False))
     assert {term.shape for term in planned.terms} == {"blocks"}
 
 
@@ -181,7 +181,7 @@ def test_windows_of_900_lengths_hold_one_mask():
     masks.cache().clear()
     for tokens in range(17, 917, 10):
         q, k, v = torch.randn(3, 1, 1, tokens, 8)
-        found, exact = (fd.attend(q, k, v, pattern, engine=engine) for engine in ("tiles", "reference"))
+        found, exact = (fd.attend(q, k, v, pattern, engine=engine) for engine in ("aten", "reference"))
         torch.testing.assert_close(found, exact)
     stats = masks.cache().stats()
     assert stats.evictions == 0

@@ -28,7 +28,7 @@ from tests.support.strategies import block_sides
 # B batch, H query heads, G key/value heads, D head dim
 
 
-ENGINES = st.sampled_from(["tiles", "portable"])
+ENGINES = st.sampled_from(["aten", "portable"])
 
 
 @settings(max_examples=16)
@@ -90,7 +90,7 @@ def test_gradients_of_parts_add_up(part: Part, cut: int, engine: str):
     assert_close(total, truth[0], **TIGHT)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable"])
+@pytest.mark.parametrize("engine", ["aten", "portable"])
 def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed(engine: str) -> None:
     """In float32 for tokens in bfloat16: those of the other parts are to be added."""
     q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
@@ -107,7 +107,7 @@ def test_partly_overlapping_terms_start_from_nothing():
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 15, 8, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 1, 2, 4, 8, generator=generator, dtype=torch.float64)
-    call = PlacedCall(pattern.text, placement, 0.3, 0, 4, "tiles")
+    call = PlacedCall(pattern.text, placement, 0.3, 0, 4, "aten")
     torch.full((1 << 16,), torch.nan)  # freed at once: what the next allocations may find
     found, _ = call.forward(q, k, v, None, [])
     options = {"scale": 0.3, "enable_gqa": True, "k_offset": 10}
@@ -138,7 +138,7 @@ def test_flex_runs_parts(complete: bool):
     with without_inductor():
         found, truth = (
             PlacedCall(pattern.text, placement, 0.25, 0, 4, engine).forward(q, k, v, None, [], return_lse=False)[0]
-            for engine in ("flex", "tiles")
+            for engine in ("flex", "aten")
         )
     assert_close(found, truth, rtol=1e-4, atol=1e-5)
 
@@ -169,7 +169,7 @@ def test_engines_that_run_no_parts():
     with pytest.raises(ValueError, match="whole sequences"):
         placed_engine("reference", torch.device("cpu"))
     with pytest.raises(ValueError, match="on CPU only"):
-        placed_engine("tiles", torch.device("cuda"))
+        placed_engine("aten", torch.device("cuda"))
 
 
 def test_run_time_tensors_reach_to_the_last_token_here() -> None:

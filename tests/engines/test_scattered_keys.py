@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.tiles import _tiles_op
+from flexdilated.engines.aten import _aten_op
 from flexdilated.masks.patterns import KeySet
 from flexdilated.masks.planning.lowering._windows import without_scattered_keys
 from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
@@ -25,8 +25,8 @@ EVERY_TENTH = torch.arange(TOKENS) % 10 > 0
 def always_apart(without_masks, monkeypatch):
     """Keys are hidden apart from the rule however few they are, and in calls of any number of queries."""
     monkeypatch.setattr(KeySet, "are_scattered", True)
-    monkeypatch.setattr(_tiles_op, "takes_rows", lambda key: False)
-    monkeypatch.setattr(_tiles_op, "_packed", lambda *_: None)
+    monkeypatch.setattr(_aten_op, "takes_rows", lambda key: False)
+    monkeypatch.setattr(_aten_op, "_packed", lambda *_: None)
 
 
 @st.composite
@@ -45,7 +45,7 @@ def scattered(draw):
 
 def attention(pattern, offsets):
     def attend(q, k, v, sinks=None):
-        options = {"enable_gqa": True, "return_lse": True, "engine": "tiles", "sinks": sinks}
+        options = {"enable_gqa": True, "return_lse": True, "engine": "aten", "sinks": sinks}
         return fd.attend(q, k, v, pattern, **options, **offsets)
 
     return attend
@@ -91,7 +91,7 @@ def test_keys_that_are_hidden_have_no_gradient(rule):
 def test_half_precision(pattern, dtype):
     q, k, v = (torch.randn(2, heads, 1500, 16).to(dtype) for heads in (4, 2, 2))
     rule = pattern & masks.visible_keys(torch.rand(2, 1500) < 0.6)
-    found, exact = (fd.attend(q, k, v, rule, enable_gqa=True, engine=engine) for engine in ("tiles", "reference"))
+    found, exact = (fd.attend(q, k, v, rule, enable_gqa=True, engine=engine) for engine in ("aten", "reference"))
     torch.testing.assert_close(found, exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
@@ -104,8 +104,8 @@ def test_tokens_in_another_order(rate):
 
 
 def test_new_keys_need_no_new_program(monkeypatch):
-    made = Mock(wraps=_tiles_op.make_program)
-    monkeypatch.setattr(_tiles_op, "make_program", made)
+    made = Mock(wraps=_aten_op.make_program)
+    monkeypatch.setattr(_aten_op, "make_program", made)
     masks.cache().clear()
     q = torch.randn(2, 1, TOKENS, 16)
     for visible in (EVERY_TENTH, *(torch.rand(3, 2, TOKENS) < 0.5)):

@@ -14,7 +14,7 @@ from flexdilated import masks
 from flexdilated.engines.flex import _selected_flex
 from flexdilated.engines.flex._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from flexdilated.masks.core import Box, Progression
-from flexdilated.masks.patterns import selection_of
+from flexdilated.masks.patterns import table_split
 from tests.engines.test_run_time_flex import entry_by_entry
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -64,7 +64,7 @@ def attend_by_table(
     case: Packed, block: tuple[int, int], rows: Tensor, *, known: bool = False
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The engine around a dense kernel of 8 x 8 tiles; known: with the classes of rows and blocks that are tiles."""
-    parted = selection_of(case.pattern)
+    parted = table_split(case.pattern)
     assert parted is not None
     rest = parted.rest
 

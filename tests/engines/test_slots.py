@@ -12,7 +12,7 @@ from flexdilated import masks
 from flexdilated.engines._merge import merge, with_sinks
 from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.engines.flex._program import make_flex_program
-from flexdilated.engines.flex._slots import Rows, Side, _by_index, sides_of
+from flexdilated.engines.flex._slots import SideGather, SlotIndex, _by_index, sides_of
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan
 from tests.support.ladders import LONGNET_5
@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 # B batch, X heads of a tensor, H heads of a term, N tokens, S slots, D head dim
 
 
-def assert_reads(side: Side, tokens: Tensor, heads: list[int], groups: int, num_heads: int, num_tokens: int) -> None:
+def assert_reads(
+    side: SideGather, tokens: Tensor, heads: list[int], groups: int, num_heads: int, num_tokens: int
+) -> None:
     """That a side reads these tokens (H, S) of these query heads, -1 for nothing, and puts rows back there."""
     x = torch.randn(2, num_tokens, num_heads // groups, 3, dtype=torch.float64).transpose(1, 2).requires_grad_()
     slots = side.slots.take(x, side.rows, side.start, tokens.shape[1])
@@ -77,7 +79,7 @@ def test_an_index(data, kv_heads, num_tokens, groups, alike):
 
 def test_what_is_in_order_is_not_moved():
     x = torch.randn(1, 4, 6, 3)
-    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, CPU).slots.take(x, Rows(), 0, 6) is x
+    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, CPU).slots.take(x, SlotIndex(), 0, 6) is x
     grouped = _by_index(torch.arange(6).expand(4, -1), None, 4, 2, 6, CPU)
     assert grouped.slots.take(x[:, :2], grouped.rows, 0, 6).shape == (1, 2, 6, 3)
 

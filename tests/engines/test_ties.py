@@ -79,7 +79,7 @@ def drawn_inputs(data: st.DataObject, case: Case | Packed) -> tuple[Tensor, ...]
     return (*qkv, data.draw(sinks(case.num_heads))) if data.draw(st.booleans()) else qkv
 
 
-@pytest.mark.parametrize("engine", ["reference", "tiles", "portable"])
+@pytest.mark.parametrize("engine", ["reference", "aten", "portable"])
 @settings(max_examples=12)
 @given(data=st.data(), case=cases())
 def test_engines(engine, case, data):
@@ -99,7 +99,7 @@ def test_flex(data, case, side):
     watched(case, attend_by(call_key(case, drawn[1].shape[1], side), 0.5), drawn)
 
 
-@pytest.mark.parametrize("engine", ["reference", "tiles", "portable", "flex"])
+@pytest.mark.parametrize("engine", ["reference", "aten", "portable", "flex"])
 @settings(max_examples=12)
 @given(data=st.data(), packed=packed_cases(), side=block_sides)
 def test_run_time_tensors(engine, packed, data, side):

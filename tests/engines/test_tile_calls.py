@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.tiles import _tile_blocks, _tile_calls
-from flexdilated.engines.tiles._tile_calls import Even, KernelCall, KernelCalls, Listed, Stretches, plan_calls
+from flexdilated.engines.aten import _tile_blocks, _tile_calls
+from flexdilated.engines.aten._tile_calls import BlockRanges, Even, KernelCall, KernelCalls, Stretches, plan_calls
 from flexdilated.masks import Layout
 from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.support import oracle
@@ -51,7 +51,7 @@ def test_attend_is_the_oracle_within_any_limits(data, sides, limit):
     drawn = data.draw(tensors(case))
 
     def attend(q, k, v):
-        options = {"enable_gqa": True, "engine": "tiles", "block_size": sides, "return_lse": True}
+        options = {"enable_gqa": True, "engine": "aten", "block_size": sides, "return_lse": True}
         return fd.attend(q, k, v, case.twin.pattern, scale=0.5, **options, **case.sizes)
 
     with limits(**limit):
@@ -66,7 +66,7 @@ def calls_of(pattern: masks.Pattern, num_tokens: int, side: int, *, heads: int =
 
 def slots(some: Stretches, num_slots: int) -> torch.Tensor:
     """(n, L) slots of stretches."""
-    padded = -(-num_slots // some.side) * some.side if isinstance(some, Listed) else num_slots
+    padded = -(-num_slots // some.side) * some.side if isinstance(some, BlockRanges) else num_slots
     return some.of(torch.arange(padded)[None]).squeeze(0)
 
 
@@ -141,7 +141,7 @@ def test_scattered_blocks_are_gathered():
     pattern = masks.block_list(places, block=8) & masks.local_window(left=30, right=35)
     with limits(least=3 * 8 * 24):
         calls = calls_of(pattern, 64, 8)
-    listed = [call for call in calls.calls if isinstance(call.keys, Listed)]
+    listed = [call for call in calls.calls if isinstance(call.keys, BlockRanges)]
     assert any(call.masks is not None and len(call.masks) == len(call.row) > 1 for call in listed)
 
 
@@ -201,7 +201,7 @@ def test_views_of_any_layout_and_type(layout, dtype, groups):
     exact = tuple(x.detach().double().requires_grad_() for x in lower)
     counts = oracle.counts(rule, range(4), 4, torch.arange(75), torch.arange(75))
     with limits():
-        options = {"enable_gqa": True, "engine": "tiles", "block_size": 8}
+        options = {"enable_gqa": True, "engine": "aten", "block_size": 8}
         found = torch.autograd.grad(fd.attend(*lower, pattern, **options).sum(), lower)
         truth = torch.autograd.grad(oracle.attention(*exact, counts, None)[0].sum(), exact)
     tolerance = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}[dtype]
@@ -218,7 +218,7 @@ def test_folds_and_heads_of_their_own():
     drawn = tuple(torch.randn(2, 5, 96, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
     def attend(q, k, v):
-        return fd.attend(q, k, v, pattern, engine="tiles", block_size=4, return_lse=True)
+        return fd.attend(q, k, v, pattern, engine="aten", block_size=4, return_lse=True)
 
     for together in TOGETHER:
         with limits(together=together):

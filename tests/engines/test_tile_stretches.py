@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flexdilated.engines.tiles._tile_calls import Even, Listed, Stretches, evenly
+from flexdilated.engines.aten._tile_calls import BlockRanges, Even, Stretches, evenly
 
 
 @st.composite
@@ -15,11 +15,11 @@ def evens(draw: st.DrawFn) -> Even:
 
 
 @st.composite
-def lists(draw: st.DrawFn) -> Listed:
+def lists(draw: st.DrawFn) -> BlockRanges:
     """Blocks of 3 slots, not in order and not distinct; the last one of a stretch may be cut."""
     count, length = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     blocks = draw(st.lists(st.integers(0, 8), min_size=count * length, max_size=count * length))
-    return Listed(torch.tensor(blocks).view(count, length), 3, length * 3 - draw(st.integers(0, 2)))
+    return BlockRanges(torch.tensor(blocks).view(count, length), 3, length * 3 - draw(st.integers(0, 2)))
 
 
 def slots_of(some: Stretches) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_reading_and_adding(some, heads, rest, strided):
 def test_writing(some, heads, rest):
     """Every slot of a stretch, and no other."""
     slots = slots_of(some)
-    if len(slots.unique()) < slots.numel() or (isinstance(some, Listed) and some.length % some.side):
+    if len(slots.unique()) < slots.numel() or (isinstance(some, BlockRanges) and some.length % some.side):
         return  # queries are in one problem each, and whole blocks if they are listed
     x, part = torch.zeros(heads, 40, *rest), torch.rand(heads, *slots.shape, *rest) + 1
     some.put(x, part)

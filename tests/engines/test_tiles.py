@@ -1,4 +1,4 @@
-"""The tiles engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
+"""The aten engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,9 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows, _operands
-from flexdilated.engines.tiles import _tile_blocks, _tiles
-from flexdilated.engines.tiles._tiles import make_program
-from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
+from flexdilated.engines.aten import _program, _tile_blocks
+from flexdilated.engines.aten._aten_op import plan_aten, portions_on
+from flexdilated.engines.aten._program import make_program
 from flexdilated.masks import Layout
 from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.orders import Compact
@@ -32,7 +32,7 @@ def test_attend_is_the_oracle(data, sides, scale):
     case = data.draw(cases())
 
     def attend(q, k, v, sinks=None):
-        options = {"scale": scale, "enable_gqa": True, "engine": "tiles", "block_size": sides, "return_lse": True}
+        options = {"scale": scale, "enable_gqa": True, "engine": "aten", "block_size": sides, "return_lse": True}
         return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
 
     assert_agrees(attend, data.draw(inputs(case)), case.counts(), scale=scale)
@@ -156,14 +156,14 @@ def test_the_output_is_laid_out_like_the_queries():
 def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 8).to(dtype)
     for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
-        out, lse = fd.attend(q, k, v, pattern, engine="tiles", return_lse=True)
+        out, lse = fd.attend(q, k, v, pattern, engine="aten", return_lse=True)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
 
 
 def test_sums_over_parts_are_kept_in_float32() -> None:
     """Room that several parts fill is as wide as the room that the first of them takes."""
     x = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
-    for out, lse in (_tiles._empty(x), _tiles._nothing(x)):
+    for out, lse in (_program._empty(x), _program._nothing(x)):
         assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
         assert (out.shape, lse.shape) == (x.shape, x.shape[:3])
 
@@ -173,7 +173,7 @@ def test_a_program_over_a_million_tokens_is_made_in_seconds():
     tokens = Layout(1 << 20)
     pattern = masks.longnet([2048, 4096, 8192], [1, 2, 4]) & masks.causal()
     bound = pattern.bind(num_heads=16, num_queries=1 << 20, num_keys=1 << 20)
-    plan = plan_tiles(bound, tokens, "cpu", None)
+    plan = plan_aten(bound, tokens, "cpu", None)
     begin = process_time()
     program = make_program(plan, tokens, num_kv_heads=16, block_size=(), **portions_on("cpu"))
     assert process_time() - begin < 15

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 from tests.interpreted.emulated_cuda import CALLED, host_reads, require
 
 require(interpreted=True)
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[masks.Pattern | masks.Mixture, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def no_triton(monkeypatch) -> None:
-    monkeypatch.setattr(_engines, "_has_triton", lambda: False)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: False)
     masks.cache().clear()
     CALLED.clear()
 
@@ -65,7 +65,7 @@ def results(
 def test_training(name: str, caplog) -> None:
     pattern, options = CASES[name]
     caplog.set_level(logging.DEBUG, "flexdilated")
-    _engines._tell.cache_clear()
+    _engine_choice._tell.cache_clear()
     found, truth = results("cuda", pattern, **options), results("cpu", pattern, engine="reference", **options)
     assert not CALLED
     assert any("engine 'portable', as flex" in line for line in caplog.messages)

@@ -17,10 +17,10 @@ from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import Dropout, Portable, WholeRows
 from flexdilated.engines._call import Call
+from flexdilated.engines.aten._aten_op import _programs, attention, gradients
+from flexdilated.engines.aten._program import Program, as_given
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.kernels import _portable
-from flexdilated.engines.tiles._tiles import Program, as_given
-from flexdilated.engines.tiles._tiles_op import _programs, attention, gradients
 from flexdilated.masks.core import Expression
 from flexdilated.masks.planning import GATHERED_BYTES
 from flexdilated.masks.planning.lowering import _table
@@ -28,7 +28,7 @@ from flexdilated.memory import _memory
 from flexdilated.memory._memory import (
     NOWHERE,
     AttentionSize,
-    Hidden,
+    KernelBytes,
     LiveBytes,
     _few_of_each_kind,
     attention_memory,
@@ -78,7 +78,7 @@ def opaque_copy(x: Tensor) -> Tensor:
 
 def test_hidden_work_counts_while_an_operator_runs_and_hidden_state_as_long_as_its_result() -> None:
     x = torch.ones(250)
-    with LiveBytes(x, hidden={torch.ops.tests.opaque_copy.default: Hidden(work=5000, kept=700)}) as live:
+    with LiveBytes(x, hidden={torch.ops.tests.opaque_copy.default: KernelBytes(work=5000, kept=700)}) as live:
         y = opaque_copy(x)
         assert (live.live, live.peak) == (2700, 6000)
         del y
@@ -99,7 +99,7 @@ def test_tensors_without_memory_count_as_real_ones() -> None:
 
 
 def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
-    """Peaks of a real forward and a real backward of the tiles engine, all of its steps, inputs included."""
+    """Peaks of a real forward and a real backward of the aten engine, all of its steps, inputs included."""
     shape = size.batch, size.num_tokens, size.num_heads, size.head_dim
     make = torch.randn(shape, dtype=size.dtype)
     q, k, v = (make.clone() if size.tokens_outermost else make.transpose(1, 2).contiguous() for _ in range(3))
@@ -185,8 +185,8 @@ def test_values_of_another_head_dim_are_padded_by_tiles(name, dims, dtype) -> No
     heads = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
     q, k, v = (torch.randn(1, each, 700, dim, dtype=dtype, requires_grad=True) for each, dim in heads)
     hidden = {
-        torch.ops.flexdilated.tiles.default: Hidden(wide.forward_peak - wide.inputs, wide.kept - wide.shown),
-        torch.ops.flexdilated.tiles_backward.default: Hidden(wide.backward_peak - wide.kept - wide.outputs),
+        torch.ops.flexdilated.aten.default: KernelBytes(wide.forward_peak - wide.inputs, wide.kept - wide.shown),
+        torch.ops.flexdilated.aten_backward.default: KernelBytes(wide.backward_peak - wide.kept - wide.outputs),
     }
     with LiveBytes(q, k, v, hidden=hidden) as live:
         out = fd.attend(q, k, v, pattern, enable_gqa=True)
@@ -372,8 +372,8 @@ def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
     x = torch.randn(1, num_tokens, 64)
     ops = torch.ops.flexdilated
     hidden = {
-        ops.tiles.default: Hidden(call.forward_peak - call.inputs),
-        ops.tiles_backward.default: Hidden(call.backward_peak - call.kept - call.queries),
+        ops.tiles.default: KernelBytes(call.forward_peak - call.inputs),
+        ops.aten_backward.default: KernelBytes(call.backward_peak - call.kept - call.queries),
     }
     with LiveBytes(x, *model.parameters(), hidden=hidden) as live:
         training_step(model, x)

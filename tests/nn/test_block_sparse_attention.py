@@ -86,7 +86,7 @@ def test_sinks_are_a_parameter():
 branches = st.lists(st.tuples(st.integers(1, 24), st.integers(1, 9)), min_size=1, max_size=3).filter(
     lambda pairs: any(rate <= segment for segment, rate in pairs)
 )
-engines = st.sampled_from([None, "tiles", "portable", "reference"])
+engines = st.sampled_from([None, "aten", "portable", "reference"])
 
 
 @example([(8, 2)], False, None, 1, 16, 16)  # half of the rows have no keys

@@ -75,4 +75,4 @@ def test_an_import_is_all_that_it_takes(tmp_path, monkeypatch) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     trace, text = sorted(tmp_path.iterdir())
     assert trace.name.endswith(".trace.json.gz")
-    assert "flexdilated::tiles" in text.read_text(encoding="utf-8")
+    assert "flexdilated::aten" in text.read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ def weights(q, k, counts, lse=None, scale=None):
     return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp(), own
 
 
-@given(cases(), st.data(), st.sampled_from([None, "reference", "tiles"]), st.sampled_from([None, 0.3, 0.0, -0.7]))
+@given(cases(), st.data(), st.sampled_from([None, "reference", "aten"]), st.sampled_from([None, 0.3, 0.0, -0.7]))
 def test_sums_of_dense_attention(case, data, engine, scale):
     q, k, _ = data.draw(tensors(case))
     expected, lse = weights(q, k, case.counts(), scale=scale)
@@ -41,7 +41,7 @@ def test_documents_by_batch_entry(case, data):
     torch.testing.assert_close(received, expected.sum(2), rtol=1e-9, atol=1e-12)
 
 
-@given(whole_cases(), st.data(), st.integers(1, 6), st.sampled_from(["tiles", "portable", "reference"]))
+@given(whole_cases(), st.data(), st.integers(1, 6), st.sampled_from(["aten", "portable", "reference"]))
 def test_what_sinks_take_is_missing_in_any_order_of_tokens(case, data, rate, engine):
     q, k, v = data.draw(tensors(case))
     sinks = torch.linspace(-1.0, 2.0, case.num_heads, dtype=q.dtype)
@@ -55,7 +55,7 @@ def test_what_sinks_take_is_missing_in_any_order_of_tokens(case, data, rate, eng
     torch.testing.assert_close(received.sum(-1), left, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @pytest.mark.parametrize(("num_tokens", "cut"), [(2, 1), (37, 9)])
 def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     """With the lse of all keys, each part is told what it got."""
@@ -69,7 +69,7 @@ def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (8, 1, 3), (10, 2, 1)])
 def test_query_heads_that_share_keys_are_told_apart(heads, kv_heads, dim, engine):
     """Also where a group has more heads than there are columns."""
@@ -120,7 +120,7 @@ def one_call(dtype=torch.float64):
     return q, k, lse, weights(q, k, masks_counts(PATTERN, 4, 50))[0].sum(2)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_without_gradients_and_with_tensors_that_want_them(engine):
     q, k, lse, expected = one_call()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_without_gradients_and_with_tensors_that_want_them(engine):
     torch.testing.assert_close(received, expected)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_an_lse_of_another_width_is_read(engine):
     q, k, lse, expected = one_call()
     narrow = fd.attention_received(q, k, lse.float(), PATTERN, engine=engine)

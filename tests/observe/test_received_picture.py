@@ -36,7 +36,7 @@ def test_tiles_stand_at_their_coordinates():
     cells, coordinates = slide()
     received = torch.rand(2, 3, 17, dtype=torch.float64) + 0.1
     received[1, 2, 5] = 0.0
-    figure = fd.plot_attention_received(received, coordinates=coordinates, batch=1, title="tiles")
+    figure = fd.plot_attention_received(received, coordinates=coordinates, batch=1, title="aten")
     maps = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in maps] == ["mean of 3 heads", "head 0", "head 1", "head 2"]
     shades = shades_of(figure)

@@ -253,7 +253,7 @@ _TRIGGERS = {
     },
     "mark_static": f"{_CALL}from flexdilated.engines.flex._slots import _fixed\n_fixed(q.to('meta'))",
     "duck_shape": "from flexdilated.engines.flex._flex import equal_sizes_apart\nwith equal_sizes_apart(): pass",
-    "has_triton": "from flexdilated._engines import default_engine\ndefault_engine('cuda')",
+    "has_triton": "from flexdilated._engine_choice import default_engine\ndefault_engine('cuda')",
     "FakeTensor": f"{_CALL}fd.attend(q, q, q, masks.causal(), autotune=True)",
     "resolve_process_group": "from flexdilated.distributed.group._ranks import group_of\ngroup_of('0')",
     "get_backend": f"{_GROUP}assert timeout_of(ranks) == timedelta(seconds=77)",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.selection import _boxes, _scores
-from flexdilated.selection._boxes import HeadRule, Rows, _build
+from flexdilated.selection._boxes import QueryBlocks, SelectionRule, _build
 from flexdilated.selection._select_op import choose_blocks
 from tests.selection.cases import Case, cases, with_coarse
 from tests.support import selection_oracle as oracle
@@ -112,12 +112,12 @@ def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: b
         found = case.run(q, k)
         return *found, *torch.autograd.grad(found.scores[found.blocks >= 0].sin().sum(), (q, k))
 
-    def portions(rows: Rows, numbers: int) -> list[range]:
+    def portions(rows: QueryBlocks, numbers: int) -> list[range]:
         return [range(at, min(at + few, rows.number)) for at in range(0, rows.number, few)]
 
     whole = results()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rows, "portions", portions)
+        patch.setattr(QueryBlocks, "portions", portions)
         for module, name, value in ((_boxes, "_CELLS", 1), (_boxes, "_WIDEST", 2), (_boxes, "_KEPT", 0)):
             patch.setattr(module, name, value)
         patch.setattr(_scores, "_AT_ONCE", 1)
@@ -212,10 +212,10 @@ def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
     choose_blocks(q, k, None, None, [], call)
     with Watched() as watched:
         choose_blocks(q, k, None, None, [], call)
-    rows = Rows(N, N, 0, 256, 1, False)
+    rows = QueryBlocks(N, N, 0, 256, 1, False)
     part = next(iter(rows.portions(2 * rows.blocks)))
     with Watched() as built:
-        _build(HeadRule(masks.causal(), masks.chunked(256), 0, 2), rows, part)
+        _build(SelectionRule(masks.causal(), masks.chunked(256), 0, 2), rows, part)
     assert 0 < watched.largest <= 4 * 2 * N * N // 16
     assert 0 < built.largest <= 4 * 2 * N * N // 16
 

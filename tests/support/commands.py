@@ -105,7 +105,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
     monkeypatch.setattr("flexdilated.cli._device.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated._engines._has_triton", lambda: True)
+    monkeypatch.setattr("flexdilated._engine_choice._has_triton", lambda: True)
     monkeypatch.setattr("flexdilated.cli._device.measure_machine", _measure_machine)
     monkeypatch.setattr("flexdilated.cli._device._constants_table", lambda found: found.text)
     monkeypatch.setattr("flexdilated.cli._main._parser", functools.cache(_parser))
@@ -122,7 +122,7 @@ def memory_of_call(
     pattern: Any, size: AttentionSize, *, device: str, engine: str, drops: bool, score_mod: Any
 ) -> AttentionMemory:
     """Numbers that depend on all that is asked, and rise with the tokens."""
-    engines = ["tiles", "flex", "portable"]
+    engines = ["aten", "flex", "portable"]
     many = 1 + engines.index(engine) + (device != "cpu") + drops + (score_mod is not None)
     q, k, v, out = (many * each for each in size.nbytes)
     return AttentionMemory(q, k + v, out, 4, q + k + v, q + k + v, 2 * q, 3 * q, len(pattern.text))

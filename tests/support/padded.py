@@ -11,7 +11,7 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from flexdilated.masks import Layout, cache
-from flexdilated.masks.planning import Operands, Plan, _candidates, machine_of
+from flexdilated.masks.planning import OperandSizes, Plan, _candidates, machine_of
 from flexdilated.masks.planning._candidates import Option
 from flexdilated.masks.planning.lowering import padded_terms
 from flexdilated.testing import strategies as fst
@@ -44,7 +44,7 @@ def padded_plan(case: Case) -> Plan:
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = padded_terms(branch, times, bound, side=1)
         assert terms is not None
-        options.append((Option(branch, times, "padded", tuple(terms), machine_of("cpu"), layout, Operands()),))
+        options.append((Option(branch, times, "padded", tuple(terms), machine_of("cpu"), layout, OperandSizes()),))
     return Plan.of(bound, layout, tuple(options))
 
 

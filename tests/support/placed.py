@@ -53,7 +53,7 @@ class Part:
     def branches(self) -> tuple[masks.Pattern, ...]:
         return self.twin.pattern.branches()
 
-    def call(self, engine: str = "tiles") -> PlacedCall:
+    def call(self, engine: str = "aten") -> PlacedCall:
         return PlacedCall(self.twin.pattern.text, self.placement, 0.5, 0, self.num_heads, engine)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,17 +30,17 @@ SIZES = {"num_heads": 4, "max_tokens": 27, "examples": 6}
 
 
 def attention(pattern: masks.Pattern | masks.Mixture):
-    """(out, lse) by the tiles engine."""
+    """(out, lse) by the aten engine."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return fd.attend(q, k, v, pattern, enable_gqa=True, engine="tiles", return_lse=True)
+        return fd.attend(q, k, v, pattern, enable_gqa=True, engine="aten", return_lse=True)
 
     return attend
 
 
 @cache
 def module(pattern: masks.Pattern | masks.Mixture, check: str, *, groups: int | None = None, **sizes: object) -> Look:
-    """Looks at the tiles engine by one check."""
+    """Looks at the aten engine by one check."""
     options = {**SIZES, "num_kv_heads": groups, "checks": [check], **sizes}
     return lambda: check_attention_module(lambda: attention(pattern), pattern, **options)
 
@@ -210,17 +210,17 @@ IN_ENGINES = (
         module(SPARSE, "empty rows"), "sees no key",
     ),
     Bug(
-        "log-weight of a branch that counts twice forgotten", f"{ENGINES}.tiles._tiles:log",
+        "log-weight of a branch that counts twice forgotten", f"{ENGINES}.aten._program:log",
         lambda _: lambda number: 0.0,
         module(masks.causal() + masks.causal() + masks.dilated(6, 2), "agreement"),
         "lse is wrong",
     ),
     Bug(
-        "backward fed each part's own lse instead of the whole's", f"{ENGINES}.tiles._tiles:Step.backward", _by_own_lse,
+        "backward fed each part's own lse instead of the whole's", f"{ENGINES}.aten._program:Step.backward", _by_own_lse,
         module(MIXTURE, "gradients"), "dq is wrong",
     ),
     Bug(
-        "gradient of the lse ignored", f"{ENGINES}.tiles._tiles:Program.backward",
+        "gradient of the lse ignored", f"{ENGINES}.aten._program:Program.backward",
         lambda right: lambda program, q, k, v, whole, scale: right(
             program, q, k, v, replace(whole, grad_lse=None), scale
         ),
@@ -232,7 +232,7 @@ IN_ENGINES = (
         _sinks, "dsinks",
     ),
     Bug(
-        "sinks left out of the lse that the backward is fed", f"{ENGINES}.tiles._tiles_op:add_sinks",
+        "sinks left out of the lse that the backward is fed", f"{ENGINES}.aten._aten_op:add_sinks",
         lambda right: lambda out, lse, sinks: (right(out, lse, sinks)[0], lse),
         _sinks, "not close",
     ),
@@ -241,7 +241,7 @@ IN_ENGINES = (
         module(MIXTURE, "agreement"), "lse is wrong",
     ),
     Bug(
-        "query head h reads key/value head h mod G", f"{ENGINES}.tiles._tile_blocks:_places", _heads_modulo,
+        "query head h reads key/value head h mod G", f"{ENGINES}.aten._tile_blocks:_places", _heads_modulo,
         module(WINDOW, "agreement", groups=2), "out is wrong",
     ),
     Bug(

@@ -115,7 +115,7 @@ def hold(
 ) -> int:
     """Pixels are as full as the rule says, or as their tiles, or in a sample. How many are not blank.
 
-    With `tiles`, as in natural order, none is blank in which the rule allows a pair.
+    With `aten`, as in natural order, none is blank in which the rule allows a pair.
     """
     difference, samples = 0.0, 0
     for cell in found:

@@ -14,10 +14,10 @@ from flexdilated.cli import main
 from flexdilated.engines import _tuned
 from flexdilated.engines._call import Call
 from flexdilated.engines._tuned import TuningKey, chosen
-from flexdilated.engines.tiles import Program, _tiles_op
+from flexdilated.engines.aten import Program, _aten_op
 from flexdilated.masks.core import device_kind
 from flexdilated.masks.planning._candidates import ANYTHING, Candidates, Choice, way_of
-from flexdilated.masks.planning._cost import Operands
+from flexdilated.masks.planning._cost import OperandSizes
 from flexdilated.masks.planning._planner import plan
 from flexdilated.tuning import _tune, _tune_machine
 from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, measure, measure_options
@@ -73,14 +73,14 @@ def winning(monkeypatch, name: str) -> list[bool]:
 def sides_run(monkeypatch) -> list[int]:
     """Fills with the block side of each call's program."""
     sides: list[int] = []
-    real = _tiles_op.program_of
+    real = _aten_op.program_of
 
     def program_of(*given, **options):
         program = real(*given, **options)
         sides.extend(step.calls.shape[2] for step in program.steps if step.calls is not None)
         return program
 
-    monkeypatch.setattr(_tiles_op, "program_of", program_of)
+    monkeypatch.setattr(_aten_op, "program_of", program_of)
     return sides
 
 
@@ -176,7 +176,7 @@ def test_every_choice_gives_the_same_result(pattern):
     leaves = qkv(wants_grad=True)
     out = fd.attend(*leaves, pattern, engine="reference")
     exact = (out, *torch.autograd.grad(out.square().sum(), leaves))
-    candidates = Candidates.of(bound(pattern), masks.machine(), ANYTHING, Operands(head_dim=D))
+    candidates = Candidates.of(bound(pattern), masks.machine(), ANYTHING, OperandSizes(head_dim=D))
     call = Call(pattern.text, H, H, N, N, 0, 0, 0, H, 1, ())
     choices = [
         Choice(False, tuple(way_of(options[index % len(options)]) for options in candidates.branches))
@@ -184,7 +184,7 @@ def test_every_choice_gives_the_same_result(pattern):
     ]
     choices += [Choice(True, (way_of(option),)) for option in candidates.together]
     for choice in choices:
-        planned = plan(bound(pattern), choice=choice, operands=Operands(head_dim=D))
+        planned = plan(bound(pattern), choice=choice, operands=OperandSizes(head_dim=D))
         assert tuple(way_of(options[0]) for options in planned.options) == choice.ways
         _tuned.results[TuningKey.of(call, leaves[0])] = choice, True
         out = fd.attend(*leaves, pattern)
@@ -217,7 +217,7 @@ def test_nothing_is_measured_in_a_graph_or_on_fake_tensors(monkeypatch):
         assert fd.attend(*(mode.from_tensor(x) for x in (q, k, v)), WINDOW, autotune=True).shape == q.shape
 
 
-@pytest.mark.parametrize(("engine", "dynamic"), [(None, False), ("tiles", True), ("flex", True)])
+@pytest.mark.parametrize(("engine", "dynamic"), [(None, False), ("aten", True), ("flex", True)])
 def test_a_graph_uses_what_was_found(engine, dynamic, monkeypatch):
     """The program that won is there already, also where the graph's sizes are open."""
     winning(monkeypatch, "natural, blocks of 256")
@@ -255,7 +255,7 @@ def test_constants_are_measured_in_the_dtype_that_plans_take_them_for(kind, monk
     """On the CPU here, in the dtype of each kind: attention, and copies, whose amount is in its bytes."""
     dtype, measured = device_kind(kind).dtype, set()
     assert dtype == {"cpu": torch.float32, "cuda": torch.bfloat16}[kind]
-    assert dtype.itemsize == Operands.usual_on(kind).element_bytes
+    assert dtype.itemsize == OperandSizes.usual_on(kind).element_bytes
     monkeypatch.setattr(_tune_machine, "device_kind", lambda _: replace(device_kind("cpu"), dtype=dtype))
     real = _tune_machine.trial
     monkeypatch.setattr(

@@ -6,5 +6,5 @@ from ._flex_op import allowed_on, flex
 from ._kernel_call import BACKEND, Options, options_text
 from ._portable_op import Portable, portable, portable_gradients
 from ._program import FlexProgram, FlexStep, make_flex_program
-from ._slots import Side as FlexSide
+from ._slots import SideGather as FlexSide
 from ._traced import let_trace

@@ -26,7 +26,7 @@ from .._ops import own_op
 from .._score_mod import ScoreMod, plain
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
-from ._slots import Side
+from ._slots import SideGather
 from ._traced import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -170,7 +170,7 @@ def require_compiling() -> None:
         raise RuntimeError(
             "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
             "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
-            "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
+            "On CPU engine='aten' compiles nothing; engine='reference' is dense, for small inputs"
         )
 
 
@@ -189,7 +189,7 @@ def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, seed, p, scal
 def _run(
     steps: Sequence[FlexStep],
     tables: Sequence[Tables],
-    enter: tuple[Side, Side] | None,
+    enter: tuple[SideGather, SideGather] | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -271,7 +271,9 @@ def _attend(
     return out, hidden.clear_queries(lse, dim=2, value=-torch.inf)
 
 
-def entered(enter: tuple[Side, Side] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def entered(
+    enter: tuple[SideGather, SideGather] | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gather q, k and v into the token order that a program's steps expect; unchanged if `enter` is None."""
     if enter is None:
         return q, k, v

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks import cache
-from ...masks.core import TILE, Expression, device_kind, own_modes
+from ...masks.core import TILE, Expression, device_kind, suspended_torch_modes
 from ...masks.orders import Placement
 from ...masks.patterns import tables
-from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
+from ...masks.planning import Allowed, Choice, OperandSizes, Plan, machine_of
 from .._call import Call
 from .._dropout import Dropout
 from .._merge import merge
-from .._operands import MOST_ELEMENTS, Hidden, readable
+from .._operands import MOST_ELEMENTS, HiddenSlots, readable
 from .._ops import own_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
@@ -28,14 +28,14 @@ from ._flex import run_flex
 from ._kernel_call import is_flash
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
 from ._selected_flex import copies_of, sides_of_table, unit_of
-from ._selected_op import Parts, parts_of, selected_flex, takes_table
+from ._selected_op import Parts, selected_flex, selected_parts, takes_table
 from ._traced import MAKERS, traced
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
 def static_program(
-    key: Call, device: torch.device, choice: Choice | None = None, operands: Operands | None = None
+    call: Call, device: torch.device, choice: Choice | None = None, operands: OperandSizes | None = None
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call without run-time tensors; cached.
 
@@ -43,12 +43,12 @@ def static_program(
     of lowest predicted cost. operands: sizes of the tensors, on which predicted costs depend; None for the device's
     usual ones.
     """
-    allowed = replace(allowed_on(device), residues=not key.placement)  # queries of a placement stay in order
+    allowed = replace(allowed_on(device), residues=not call.placement)  # queries of a placement stay in order
 
     def planned() -> Plan:
-        return key.plan(device=device, allowed=allowed, choice=choice, operands=operands)
+        return call.plan(device=device, allowed=allowed, choice=choice, operands=operands)
 
-    return _cached(key, key.pattern, device, planned, choice, operands)
+    return _cached(call, call.pattern, device, planned, choice, operands)
 
 
 def allowed_on(device: torch.device) -> Allowed:
@@ -60,51 +60,51 @@ def allowed_on(device: torch.device) -> Allowed:
 
 
 def run_time_program(
-    key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
+    call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call for these values of its run-time tensors; cached.
 
     bindings: the tensors (mask data that are passed with the call), sorted by name. batch: number of batch entries. The
     program has the terms of `blank_program`, whatever the values.
     """
-    rule = key.rules(bindings)
+    rule = call.rules(bindings)
     rule.require_entries(batch)
 
     def planned() -> Plan:
-        blank = key.blank(bindings)
+        blank = call.blank(bindings)
         real = dict(zip(blank.branches(), rule.branches(), strict=True))
-        best = _blank_plan(key, device, blank, operands)
+        best = _blank_plan(call, device, blank, operands)
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
         return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
 
-    return _cached(key, rule.text, device, planned, None, operands)
+    return _cached(call, rule.text, device, planned, None, operands)
 
 
 def blank_program(
-    key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
+    call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call for placeholder values of its run-time tensors; cached.
 
     bindings: the tensors (mask data that are passed with the call), of which only the shapes matter. batch: number of
     batch entries. Programs for values, from `run_time_program`, differ from this one only in their tables.
     """
-    blank = key.blank(bindings)
+    blank = call.blank(bindings)
     blank.require_entries(batch)
-    return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank, operands), None, operands)
+    return _cached(call, blank.text, device, lambda: _blank_plan(call, device, blank, operands), None, operands)
 
 
-def _blank_plan(key: Call, device: torch.device, blank: Expression, operands: Operands | None) -> Plan:
-    allowed = replace(allowed_on(device), shared_rows=False, residues=not key.placement)
-    return key.plan(blank, device=device, allowed=allowed, operands=operands)
+def _blank_plan(call: Call, device: torch.device, blank: Expression, operands: OperandSizes | None) -> Plan:
+    allowed = replace(allowed_on(device), shared_rows=False, residues=not call.placement)
+    return call.plan(blank, device=device, allowed=allowed, operands=operands)
 
 
 def _cached(
-    key: Call,
+    call: Call,
     rule: str,
     device: torch.device,
     planned: Callable[[], Plan],
     choice: Choice | None,
-    operands: Operands | None,
+    operands: OperandSizes | None,
 ) -> FlexProgram:
     """Return the FlexProgram of a call from the cache; if it is not there, it is built from the plan `planned()`.
 
@@ -113,12 +113,12 @@ def _cached(
     """
 
     def build() -> FlexProgram:
-        placement = Placement.read(key.placement) if key.placement else None
-        options = {"num_kv_heads": key.num_kv_heads, "block_size": key.sides, "device": device}
-        return make_flex_program(planned(), key.layout, placement=placement, **options)
+        placement = Placement.read(call.placement) if call.placement else None
+        options = {"num_kv_heads": call.num_kv_heads, "block_size": call.sides, "device": device}
+        return make_flex_program(planned(), call.layout, placement=placement, **options)
 
-    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice, operands)
-    return cache().get(name, build, lambda program: program.nbytes, pattern=key.pattern, device=device)
+    name = ("flex", call._replace(pattern=rule), device, machine_of(device.type).text, choice, operands)
+    return cache().get(name, build, lambda program: program.nbytes, pattern=call.pattern, device=device)
 
 
 @own_op("flexdilated::run_time_tables")
@@ -139,7 +139,7 @@ def run_time_tables(
 @run_time_tables.register_fake
 def _(q, k, bindings, *arguments):
     found = Call.of(q, k, *arguments)
-    with own_modes():
+    with suspended_torch_modes():
         program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
         shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _widths(program)]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -171,7 +171,7 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
         mask = mask_of(step, {name: next(following) for name in TABLES})
         for held in step.held:
             held.rows = next(following)
-        hidden = Hidden(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
+        hidden = HiddenSlots(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
         steps.append(
             FlexStep(mask, hidden, step.term, step.held, step.indices, step.queries, step.keys, step.structure)
         )
@@ -191,21 +191,21 @@ def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
     )
 
 
-def _check_sides(q: Tensor, key: Call) -> None:
+def _check_sides(q: Tensor, call: Call) -> None:
     unit = 64 if torch.__version__ >= "2.15" else TILE  # newer torch has smaller tiles for smaller blocks
-    if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % unit for side in key.block_size):
+    if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % unit for side in call.block_size):
         raise ValueError(
             f"flex on {q.device.type} takes blocks whose sides are multiples of {unit} for {q.dtype}, as its "
-            f"kernels' tiles have to divide them; got block_size={key.block_size}"
+            f"kernels' tiles have to divide them; got block_size={call.block_size}"
         )
 
 
-def _check_table(q: Tensor, key: Call) -> None:
+def _check_table(q: Tensor, call: Call) -> None:
     """Raise ValueError if FlashAttention's kernels do not support the sides of the call's selected blocks."""
-    table = parts_of(key.pattern)
-    if table is None or not takes_table(table, key):
+    table = selected_parts(call.pattern)
+    if table is None or not takes_table(table, call):
         return
-    sides = sides_of_table(table.block, unit_of(table.block, key.q_offset) or 0)
+    sides = sides_of_table(table.block, unit_of(table.block, call.q_offset) or 0)
     reason = flash_cannot(q.device, q.dtype, q.shape[3], sides)
     if reason is not None:
         raise ValueError(f"selected blocks of {table.block}: {reason}")
@@ -233,11 +233,11 @@ def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[rang
     return [range(begin, min(begin + at_once, kv_heads)) for begin in range(0, kv_heads, at_once)]
 
 
-def key_of_part(key: Call, part: range) -> Call:
+def key_of_part(call: Call, part: range) -> Call:
     """Return the Call (pattern and sizes) restricted to some key/value heads and their query heads."""
-    groups = key.num_heads // key.num_kv_heads
+    groups = call.num_heads // call.num_kv_heads
     sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
-    return key._replace(**sizes, head_offset=key.head_offset + part.start * groups)
+    return call._replace(**sizes, head_offset=call.head_offset + part.start * groups)
 
 
 def heads_of_part(x: Tensor, part: range, kv_heads: int) -> Tensor:
@@ -254,7 +254,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    key: Call,
+    call: Call,
     *,
     scale: float,
     score_mod: ScoreMod | None,
@@ -265,17 +265,17 @@ def flex(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
 
-    bindings: the pattern's run-time tensors, sorted by name. key: pattern and sizes. dropout: of attention weights, or
+    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. dropout: of attention weights, or
     None. sinks: one logit per head, or None. return_lse: without it the lse is None. kernel_options: as from
     `options_text`. Raises ValueError for tensors and block sides that FlexAttention's kernels do not support.
     """
     options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "kernel_options": kernel_options}
     if dropout is not None:
         # FlexAttention has no weights to drop, but it can attend to the kept pairs alone.
-        kept, kept_lse = _in_parts(q, k, v, bindings, key, sinks=None, dropout=dropout, return_lse=True, **options)
-        _, lse = _in_parts(q, k, v, bindings, key, sinks=sinks, return_lse=True, **options)
+        kept, kept_lse = _in_parts(q, k, v, bindings, call, sinks=None, dropout=dropout, return_lse=True, **options)
+        _, lse = _in_parts(q, k, v, bindings, call, sinks=sinks, return_lse=True, **options)
         return with_dropout(kept, kept_lse, lse, dropout.p), lse
-    return _in_parts(q, k, v, bindings, key, sinks=sinks, return_lse=return_lse, **options)
+    return _in_parts(q, k, v, bindings, call, sinks=sinks, return_lse=return_lse, **options)
 
 
 def with_dropout(
@@ -292,46 +292,46 @@ def with_dropout(
 
 
 def _in_parts(
-    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, *, sinks: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, *, sinks: Tensor | None, **options: Any
 ) -> tuple[Tensor, Any]:
     kernel_options = options["kernel_options"]
     if is_flash(kernel_options):
-        _check_table(q, key)
+        _check_table(q, call)
     else:
-        _check_sides(q, key)
+        _check_sides(q, call)
     if not device_kind(q.device).flex_trains:
         # On CPU FlexAttention refuses inputs that require a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
-    table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
-    sizes = key.num_queries, key.num_keys
-    copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
+    table = selected_parts(call.pattern) if device_kind(q.device).flex_trains else None
+    sizes = call.num_queries, call.num_keys
+    copies = 1 if table is None else copies_of(table.block, call.q_offset, table.most, sizes)
     parts = kv_head_parts(q, k, v, copies)
     if len(parts) == 1:
-        return _flex(q, k, v, bindings, key, sinks=sinks, **options)
+        return _flex(q, k, v, bindings, call, sinks=sinks, **options)
     found = []
     for part in parts:
         some_q, some_k, some_v = (heads_of_part(x, part, k.shape[1]) for x in (q, k, v))
         some_sinks = None if sinks is None else heads_of_part(sinks, part, k.shape[1])
-        found.append(_flex(some_q, some_k, some_v, bindings, key_of_part(key, part), sinks=some_sinks, **options))
+        found.append(_flex(some_q, some_k, some_v, bindings, key_of_part(call, part), sinks=some_sinks, **options))
     outs, lses = zip(*found, strict=True)
     return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    table = parts_of(key.pattern) if device_kind(q.device).flex_trains and "dropout" not in options else None
-    if table is not None and takes_table(table, key):
-        return _with_table(q, k, v, bindings, key, table, **options)
+    table = selected_parts(call.pattern) if device_kind(q.device).flex_trains and "dropout" not in options else None
+    if table is not None and takes_table(table, call):
+        return _with_table(q, k, v, bindings, call, table, **options)
     if torch.compiler.is_compiling():
-        program = traced("program", q, k, bindings, key)
-        program = with_tables(program, run_time_tables(q, k, bindings, *key.arguments)) if bindings else program
+        program = traced("program", q, k, bindings, call)
+        program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
         return run_flex(program, q, k, v, **options)
     if bindings:
-        program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
+        program = run_time_program(call, q.device, bindings, len(q), call.operands(q))
     else:
-        program = static_program(key, q.device, chosen(key, q), key.operands(q))
+        program = static_program(call, q.device, chosen(call, q), call.operands(q))
     return run_flex(program, q, k, v, **options)
 
 
@@ -340,7 +340,7 @@ def _with_table(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    key: Call,
+    call: Call,
     table: Parts,
     *,
     sinks: Tensor | None,
@@ -351,10 +351,10 @@ def _with_table(
     Attention over the selected blocks and over the pattern's other pairs is merged. table: the split of the pattern.
     """
     how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
-    parts = [selected_flex(q, k, v, bindings, table, key, **how)]
+    parts = [selected_flex(q, k, v, bindings, table, call, **how)]
     if table.others:
         needed = [bindings[table.names.index(name)] for name in table.needed]
-        own = key._replace(pattern=table.others)
+        own = call._replace(pattern=table.others)
         part, part_lse = _flex(q, k, v, needed, own, sinks=None, return_lse=True, **how)
         assert part_lse is not None
         parts.append((part, part_lse))
@@ -362,10 +362,10 @@ def _with_table(
     return out.to(q.dtype), lse
 
 
-def _traced_program(key: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
+def _traced_program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
     if bindings:
-        return blank_program(key, q.device, bindings, int(q.shape[0]), key.operands(q))
-    return static_program(key, q.device, chosen(key, q), key.operands(q))
+        return blank_program(call, q.device, bindings, int(q.shape[0]), call.operands(q))
+    return static_program(call, q.device, chosen(call, q), call.operands(q))
 
 
 MAKERS["program"] = _traced_program

@@ -23,13 +23,13 @@ from ...masks import Layout, cache
 from ...masks.blocks import join_blocks, table_bytes, to_block_mask
 from ...masks.core import TILE, Every, MaskMod, device_kind
 from ...masks.orders import Placement
-from ...masks.patterns import Rows, tables
+from ...masks.patterns import HeldRows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
-from .._operands import Hidden, hidden_of_blocks
+from .._operands import HiddenSlots, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
 from ..kernels._portable import ListLengths
 from ._flash import HOPPER, capability
-from ._slots import Side, Slots, in_order, sides_of
+from ._slots import SideGather, SlotRule, in_order, sides_of
 
 # N queries, M keys
 
@@ -55,8 +55,8 @@ class Structure(torch.nn.Module):
 
     def __init__(
         self,
-        queries: Slots,
-        keys: Slots,
+        queries: SlotRule,
+        keys: SlotRule,
         sides: tuple[int, int],
         places: tuple[int, ...],
         multiplicity: int,
@@ -88,12 +88,12 @@ class FlexStep:
     """
 
     mask: BlockMask
-    hidden: Hidden
+    hidden: HiddenSlots
     term: Term
-    held: tuple[Rows, ...]
+    held: tuple[HeldRows, ...]
     indices: Indices
-    queries: Side
-    keys: Side
+    queries: SideGather
+    keys: SideGather
     structure: Structure
 
     @property
@@ -118,7 +118,7 @@ class FlexProgram:
 
     steps: tuple[FlexStep, ...]
     shares_rows: bool
-    enter: tuple[Side, Side] | None
+    enter: tuple[SideGather, SideGather] | None
     packed: Int32[Tensor, " numbers"] | None
     sizes: tuple[int, ...]
 
@@ -276,7 +276,7 @@ def _step(
     term: Term,
     plan: Plan,
     places: tuple[int, ...],
-    sides: tuple[Side, Side],
+    sides: tuple[SideGather, SideGather],
     heads: Lead,
     block_size: tuple[int, int],
     device: torch.device,

@@ -190,7 +190,7 @@ def _tables_of_rows(
     return tables
 
 
-class Places(NamedTuple):
+class TilePlaces(NamedTuple):
     """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
 
     A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile. place: index of the
@@ -205,7 +205,7 @@ class Places(NamedTuple):
     number: Int64[Tensor, "B H C"]
 
 
-def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> Places:
+def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> TilePlaces:
     lead, pairs, device = block.shape[:2], block.shape[2], block.device
     block = torch.where(named, block, blocks)
     ordered, order = block.sort(dim=-1, stable=True)
@@ -224,10 +224,10 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
     pair = torch.full((*lead, tiles * height + 1), -1, dtype=torch.int32, device=device)
     pair = pair.scatter(2, there, order.int())[..., : tiles * height]
     wanted = torch.arange(tiles, device=device).expand(*lead, tiles).contiguous()
-    return Places(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
+    return TilePlaces(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
 
 
-def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
+def _tables_of_tiles(of: SelectedBlocksOf, at: TilePlaces) -> dict[str, Tensor]:
     """Return a BlockMask's block tables in which each tile of gathered queries lists one block, with the tile's keys.
 
     A key block of the kernel may consist of several selected key blocks. Unused tiles list no block.

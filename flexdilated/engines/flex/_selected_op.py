@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..._torch_private import graph_constant
 from ...masks import cache
-from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, own_modes
-from ...masks.patterns import Rows, blank, names, require_row, require_tables, tables
+from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, suspended_torch_modes
+from ...masks.patterns import HeldRows, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
-from .._call import Call, parted, selection_in, tensors_of
+from .._call import Call, table_split_in_text, table_split_of, tensors_of
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain, plain_values
 from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 @graph_constant
-def parts_of(text: str) -> Parts | None:
+def selected_parts(text: str) -> Parts | None:
     """Split a pattern, given as JSON, into its table of selected blocks and a pattern of other pairs.
 
     The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
@@ -57,7 +57,7 @@ def parts_of(text: str) -> Parts | None:
 
 @lru_cache(maxsize=256)
 def _parts_of(text: str) -> Parts | None:
-    selection = parted(text)
+    selection = table_split_in_text(text)
     if selection is None:
         return None
     leaf, others = selection.leaf, selection.others
@@ -65,11 +65,11 @@ def _parts_of(text: str) -> Parts | None:
     return Parts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))
 
 
-def takes_table(parts: Parts, key: Call) -> bool:
+def takes_table(parts: Parts, call: Call) -> bool:
     """True if kernels support the table's blocks, tokens are in natural order and the first key begins a block."""
     q_block, k_block = parts.block
-    in_order = not key.placement and key.rate == 1 and key.k_offset % k_block == 0
-    return in_order and unit_of((q_block, k_block), key.q_offset) is not None
+    in_order = not call.placement and call.rate == 1 and call.k_offset % k_block == 0
+    return in_order and unit_of((q_block, k_block), call.q_offset) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Prepared:
 
     of: SelectedBlocksOf
     rest: MaskMod
-    held: tuple[Rows, ...]
+    held: tuple[HeldRows, ...]
     where: Where
     classes: Int8[Tensor, "h R C"] | None
     skipped: int  # rows of the table before the first query's row
@@ -93,62 +93,62 @@ class Prepared:
         return 1000 + (0 if self.classes is None else self.classes.nbytes)
 
 
-def prepared(key: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
+def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
     """Return the parts of a call that do not depend on its table of selected blocks.
 
     Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
     blank_rest: use placeholders for the values of these tensors, for a trace. Raises TypeError or ValueError if the
     table does not fit the call.
     """
-    selection = selection_in(key)
+    selection = table_split_of(call)
     assert selection is not None
     leaf, rest = selection.leaf, selection.rest
-    (table,) = tensors_of(key, leaf, bindings)
-    first, count = leaf.first_row(table, key.extent), int(table.shape[-3])
-    require_tables(count, key.num_heads_global)
-    require_row(leaf.block[0], first, int(table.shape[-2]), key.q_offset)
-    skipped = key.q_offset // leaf.block[0] - first
+    (table,) = tensors_of(call, leaf, bindings)
+    first, count = leaf.first_row(table, call.extent), int(table.shape[-3])
+    require_tables(count, call.num_heads_global)
+    require_row(leaf.block[0], first, int(table.shape[-2]), call.q_offset)
+    skipped = call.q_offset // leaf.block[0] - first
 
     def build() -> Prepared:
         rule = rest
         if rest.varies:
-            tensors = dict(zip(names(rest), tensors_of(key, rest, bindings), strict=True))
-            rule = blank(rest, tensors, key.extent) if blank_rest else rest.resolve(tensors, key.extent)
-        unit = unit_of(leaf.block, key.q_offset)
+            tensors = dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True))
+            rule = blank(rest, tensors, call.extent) if blank_rest else rest.resolve(tensors, call.extent)
+        unit = unit_of(leaf.block, call.q_offset)
         assert unit is not None
-        of = SelectedBlocksOf(leaf.block, unit, leaf.most, (count, key.num_heads, key.num_kv_heads))
-        head, query, key_first = (torch.tensor(at, device=device) for at in key.first)
-        where = Where(head, query, key_first, key.q_offset % leaf.block[0], _tables_of(key, count))
+        of = SelectedBlocksOf(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
+        head, query, key_first = (torch.tensor(at, device=device) for at in call.first)
+        where = Where(head, query, key_first, call.q_offset % leaf.block[0], _tables_of(call, count))
         held = tuple(table.on(device) for table in tables(rule))
-        classes = None if held or unit else _classes(key, rule, leaf.block, device)
-        rest_mod = rule.mask_mod(num_heads=key.num_heads_global, device=device)
+        classes = None if held or unit else _classes(call, rule, leaf.block, device)
+        rest_mod = rule.mask_mod(num_heads=call.num_heads_global, device=device)
         return Prepared(of, rest_mod, held, where, classes, skipped)
 
     if rest.varies:
         return build()
-    name = ("selected flex", key, device, count, skipped)
-    return cache().get(name, build, lambda found: found.nbytes, pattern=key.pattern, device=device)
+    name = ("selected flex", call, device, count, skipped)
+    return cache().get(name, build, lambda found: found.nbytes, pattern=call.pattern, device=device)
 
 
-def _tables_of(key: Call, count: int) -> tuple[int, ...]:
+def _tables_of(call: Call, count: int) -> tuple[int, ...]:
     """Return the table of each head of this device; empty if head i has table i and there are no other tables.
 
     count: number of tables of selected blocks, each shared by consecutive heads.
     """
-    heads = range(key.head_offset, key.head_offset + key.num_heads)
-    own = tuple(head * count // key.num_heads_global for head in heads)
+    heads = range(call.head_offset, call.head_offset + call.num_heads)
+    own = tuple(head * count // call.num_heads_global for head in heads)
     return () if own == tuple(range(count)) else own
 
 
-def _classes(key: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
+def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
     """Return, for each (row, key block), 2 if both are whole and the rule allows all their pairs, else 1: (h, R, C).
 
     A row is a block of queries. One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
     """
-    rows, columns = -(-key.num_queries // block[0]), -(-key.num_keys // block[1])
-    bound: Bound = key.bound(rule)
-    heads = [head + key.head_offset for head in range(key.num_heads)]
-    alike = len({rule.for_head(head, key.num_heads_global) for head in heads}) == 1
+    rows, columns = -(-call.num_queries // block[0]), -(-call.num_keys // block[1])
+    bound: Bound = call.bound(rule)
+    heads = [head + call.head_offset for head in range(call.num_heads)]
+    alike = len({rule.for_head(head, call.num_heads_global) for head in heads}) == 1
     heads = heads[:1] if alike else heads
     if rows * columns * len(heads) > _MOST_CLASSES:
         return None
@@ -157,9 +157,9 @@ def _classes(key: Call, rule: Pattern, block: tuple[int, int], device: torch.dev
         for x in torch.meshgrid(torch.tensor(heads), torch.arange(rows), torch.arange(columns), indexing="ij")
     )
     q, k = row * block[0], column * block[1]
-    sides = Progression(q + key.q_offset, 1, torch.full_like(q, block[0])), k + key.k_offset
+    sides = Progression(q + call.q_offset, 1, torch.full_like(q, block[0])), k + call.k_offset
     box = Box(head, sides[0], Progression(sides[1], 1, torch.full_like(k, block[1])))
-    whole = (q + block[0] <= key.num_queries) & (k + block[1] <= key.num_keys)
+    whole = (q + block[0] <= call.num_queries) & (k + block[1] <= call.num_keys)
     found = 1 + (whole & (bound.count(box).low == box.area)).to(torch.int8)
     return found.view(len(heads), rows, columns).to(device)
 
@@ -238,7 +238,7 @@ def _held_rows(
 @_held_rows.register_fake
 def _(q, k, bindings, *arguments):
     found = Call.of(q, k, *arguments)
-    with own_modes():
+    with suspended_torch_modes():
         held = prepared(found, q.device, bindings, blank_rest=True).held
         shapes = [(tuple(each.rows.shape), each.rows.dtype) for each in held]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]

@@ -26,12 +26,12 @@ from .._merge import sum_dtype
 _Numbers = tuple[int, ...]
 
 
-class Rows(NamedTuple):
+class SlotIndex(NamedTuple):
     """Index tensors between one side (queries or keys) of a term and a tensor; None where not needed.
 
     A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. heads: query
     head of each head of the term. places: head of the term of each query head, -1 for none. Both are None if the term
-    has all query heads in order. offsets: each term head's first token in a segment, for kind "segments" of `Slots`.
+    has all query heads in order. offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
     listed: token in each slot; inverse: slot of each token of every query head; both are for kind "index", with -1 for
     none.
     """
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         return sum(each.nbytes for each in self if each is not None)
 
 
-class Slots(torch.nn.Module):
+class SlotRule(torch.nn.Module):
     """Rule that gathers one side (queries or keys) of a term into slots, its numbered places for tokens.
 
     A module, because a compiled graph has a module's numbers as constants. kind: "all", slot i is token i; "heads",
@@ -60,7 +60,9 @@ class Slots(torch.nn.Module):
         super().__init__()
         self.kind, self.numbers = kind, numbers
 
-    def take(self, x: Shaped[Tensor, "B X N ..."], rows: Rows, start: int, slots: int) -> Shaped[Tensor, "B H S ..."]:
+    def take(
+        self, x: Shaped[Tensor, "B X N ..."], rows: SlotIndex, start: int, slots: int
+    ) -> Shaped[Tensor, "B H S ..."]:
         """Gather the tokens of x into the slots of a term: X heads, N tokens to H heads of S slots; empty slots are 0.
 
         rows: index tensors. start: token at which segment 0 begins. slots: number of slots, for kind "segments".
@@ -72,7 +74,7 @@ class Slots(torch.nn.Module):
             slots = x.shape[2]
         return x if self.kind == "all" else moved(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
 
-    def put(self, x: Shaped[Tensor, "B H S ..."], rows: Rows, start: int, tokens: int, empty: float) -> Tensor:
+    def put(self, x: Shaped[Tensor, "B H S ..."], rows: SlotIndex, start: int, tokens: int, empty: float) -> Tensor:
         """Gather slots back into tokens, inverse to `take`: (B, query heads, tokens, ...).
 
         rows: index tensors. start: token at which segment 0 begins. tokens: number of tokens. Tokens without a slot,
@@ -81,17 +83,17 @@ class Slots(torch.nn.Module):
         return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
-class Side(NamedTuple):
+class SideGather(NamedTuple):
     """Gather of one side (queries or keys) of a term: rule, index tensors and the token at which segment 0 begins."""
 
-    slots: Slots
-    rows: Rows
+    slots: SlotRule
+    rows: SlotIndex
     start: int
 
 
 @dataclass(frozen=True)
 class _At:
-    """Index maps between slots of one side of a term and tokens of a tensor; fields as in `Slots`, `Rows` and `Side`.
+    """Index maps between slots of one side of a term and tokens of a tensor.
 
     The first of `numbers` is the number of consecutive heads of the term that read one head of the tensor.
     """
@@ -99,7 +101,7 @@ class _At:
     kind: str
     numbers: _Numbers
     start: int
-    rows: Rows
+    rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (token in each slot of each head, mask of the slots that hold a token; None if all do)."""
@@ -196,20 +198,20 @@ class _Moved(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.to_slots, ctx.side, ctx.length = to_slots, (kind, numbers, start), x.shape[2]
         ctx.save_for_backward(*rows)
-        at = _At(kind, numbers, start, Rows(*rows))
+        at = _At(kind, numbers, start, SlotIndex(*rows))
         return _to_slots(x, at, length, 0) if to_slots else _to_tokens(x, at, length, empty, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (kind, numbers, start) = grads, ctx.side
-        at = _At(kind, numbers, start, Rows(*ctx.saved_tensors))
+        at = _At(kind, numbers, start, SlotIndex(*ctx.saved_tensors))
         if ctx.to_slots:
             grad, groups = _to_tokens(grad, at, ctx.length, 0.0, 1), at.numbers[0]
             if groups > 1:
                 grad = grad.unflatten(1, (-1, groups)).sum(2, dtype=sum_dtype(grad)).to(grad.dtype)
         else:
             grad = _to_slots(grad, at, ctx.length, 1)
-        return grad, *([None] * (6 + len(Rows._fields)))
+        return grad, *([None] * (6 + len(SlotIndex._fields)))
 
 
 def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
@@ -218,7 +220,7 @@ def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
 
 def sides_of(
     term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
-) -> tuple[Side, Side]:
+) -> tuple[SideGather, SideGather]:
     """Return (query side, key side) of a term: how its queries and keys are gathered from q and from k and v.
 
     The tensors hold all tokens, or those of a placement if it is not None. groups: number of query heads for each
@@ -241,32 +243,32 @@ def sides_of(
     return q, _of_order(term.k, keys, heads, num_heads, groups, device)
 
 
-def in_order(given: Layout, device: torch.device) -> Side:
+def in_order(given: Layout, device: torch.device) -> SideGather:
     """Return the gather that brings tokens in the order `given` into natural order."""
-    rows = Rows(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
-    return Side(Slots("index", 1), rows, 0)
+    rows = SlotIndex(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
+    return SideGather(SlotRule("index", 1), rows, 0)
 
 
 def _of_segments(
     order: Padded, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
-) -> Side:
+) -> SideGather:
     offsets = torch.tensor(order.offsets, dtype=torch.int32)
     if heads is None and groups > 1 and bool((offsets.view(-1, groups) == offsets[::groups, None]).all()):
         offsets, groups = offsets[::groups], 1
     offsets = offsets.to(device)
     _fixed(offsets)
     rows = _rows(heads, num_heads, device, offsets=offsets)
-    return Side(Slots("segments", groups, order.step, order.segment, order.width), rows, order.start)
+    return SideGather(SlotRule("segments", groups, order.step, order.segment, order.width), rows, order.start)
 
 
 def _of_order(
     order: Order, given: Layout, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
-) -> Side:
+) -> SideGather:
     if order != given:
         return _by_index(order.tokens()[:, 0], heads, num_heads, groups, given.num_tokens, device)
     if heads is None:
-        return Side(Slots("all", 1), Rows(), 0)
-    return Side(Slots("heads", groups), _rows(heads, num_heads, device), 0)
+        return SideGather(SlotRule("all", 1), SlotIndex(), 0)
+    return SideGather(SlotRule("heads", groups), _rows(heads, num_heads, device), 0)
 
 
 def _by_index(
@@ -276,7 +278,7 @@ def _by_index(
     groups: int,
     num_tokens: int,
     device: torch.device,
-) -> Side:
+) -> SideGather:
     """Return the gather of one side by index; index: token in each slot, -1 for none.
 
     heads: query heads of the term, None for all. groups: number of query heads for each head of the tensor. Heads of a
@@ -288,7 +290,7 @@ def _by_index(
         if not bool((of_group != of_group[:, :1]).any()):
             alike, groups = of_group[:, 0], 1
     if heads is None and groups == 1 and torch.equal(alike, torch.arange(num_tokens)[None]):
-        return Side(Slots("all", 1), Rows(), 0)
+        return SideGather(SlotRule("all", 1), SlotIndex(), 0)
     inverse = torch.full((len(alike), num_tokens + 1), -1, dtype=torch.int32)
     slot = torch.arange(alike.shape[1], dtype=torch.int32)
     inverse.scatter_(1, torch.where(alike < 0, num_tokens, alike), slot.expand_as(alike))
@@ -298,18 +300,18 @@ def _by_index(
             0, torch.tensor(heads), inverse
         )
     rows = _rows(heads, num_heads, device, listed=alike.int().to(device), inverse=inverse.to(device))
-    return Side(Slots("index", groups), rows, 0)
+    return SideGather(SlotRule("index", groups), rows, 0)
 
 
-def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, **tables: Tensor) -> Rows:
+def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, **tables: Tensor) -> SlotIndex:
     if heads is None:
-        return Rows(**tables)
+        return SlotIndex(**tables)
     places = torch.full((num_heads,), -1, dtype=torch.int32)
     places[list(heads)] = torch.arange(len(heads), dtype=torch.int32)
     both = torch.tensor(heads, dtype=torch.int32, device=device), places.to(device)
     for each in both:
         _fixed(each)
-    return Rows(*both, **tables)
+    return SlotIndex(*both, **tables)
 
 
 def _fixed(x: Tensor) -> None:

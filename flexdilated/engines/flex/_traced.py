@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masks.core import own_modes
+from ...masks.core import suspended_torch_modes
 from .._call import Call
 from .._ops import own_op
 from ._selected_flex import gathered
@@ -27,29 +27,29 @@ class Traced:
 _MOST_TRACED = 256
 
 
-def traced_name(what: str, key: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
+def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object: text of all that the object depends on.
 
     A string, because a trace does not support tuples here. what: the kind of object, a key of `MAKERS`. Sizes are
     converted to numbers, as a fake implementation would format a dynamic size as a symbol.
     """
     shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
-    sizes = " ".join([f"{int(each)}" for each in (*key[1:7], *key.operands(q), *shapes)])
-    return f"{what} {q.device.type} {sizes} {key.arguments[0]}"
+    sizes = " ".join([f"{int(each)}" for each in (*call[1:7], *call.operands(q), *shapes)])
+    return f"{what} {q.device.type} {sizes} {call.arguments[0]}"
 
 
 # By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
 MAKERS: dict[str, Callable[[Call, Tensor, list[Tensor]], Any]] = {}
 
 
-def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: Call) -> Any:
+def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], call: Call) -> Any:
     """Return the object that MAKERS[what] builds for a call, inside a torch.compile trace.
 
     A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can
     build it.
     """
-    _prepare(q, k, bindings, what, *key.arguments)
-    return getattr(Traced, traced_name(what, key, bindings, q))
+    _prepare(q, k, bindings, what, *call.arguments)
+    return getattr(Traced, traced_name(what, call, bindings, q))
 
 
 @own_op("flexdilated::prepare")
@@ -69,7 +69,7 @@ def _(q, k, bindings, what, *arguments):
     name = traced_name(what, found, bindings, q)
     let_trace()
     if name not in vars(Traced):
-        with own_modes():
+        with suspended_torch_modes():
             made = MAKERS[what](found, q, bindings)
         known = [each for each in vars(Traced) if not each.startswith("__")]
         for oldest in known[: len(known) - _MOST_TRACED + 1]:

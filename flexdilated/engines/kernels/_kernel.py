@@ -26,7 +26,7 @@ _Problem = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Operands:
+class KernelTensors:
     """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
     A fold is one of several equally shaped segments of a sequence. G equals H or, for a single fold, is a divisor of H.
@@ -40,7 +40,7 @@ class Operands:
 
 
 def forward(
-    x: Operands, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
+    x: KernelTensors, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
 
@@ -55,7 +55,7 @@ def forward(
 
 
 def backward(
-    x: Operands,
+    x: KernelTensors,
     grad_out: Float[Tensor, "B H F Q D"],
     out: Float[Tensor, "B H F Q D"],
     lse: Float[Tensor, "B H F Q"],
@@ -91,7 +91,7 @@ class _Folding:
     keep_heads: bool
 
     @classmethod
-    def of(cls, x: Operands) -> _Folding:
+    def of(cls, x: KernelTensors) -> _Folding:
         grouped = x.k.shape[1] != x.q.shape[1]
         batch, heads, folds = x.q.shape[:3]
         tokens_outermost = heads > 1 and x.q.stride(1) < x.q.stride(3)
@@ -107,7 +107,7 @@ class _Folding:
             return x.unflatten(0, (self.batch, self.folds)).transpose(1, 2)
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
-    def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
+    def mask(self, x: KernelTensors, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
         """Return the kernel's additive mask: `bias`, for all batch entries and folds, or -inf at keys not in x.visible.
 
         It broadcasts against the kernel's scores (batch, heads, Q, K). None if there is neither; both are not allowed.
@@ -121,7 +121,7 @@ class _Folding:
         return bias[None, :, None].expand(self.batch, -1, self.folds, -1, -1).flatten(0, 2).unsqueeze(1)
 
 
-def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
+def _blind(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
     """True for queries without a visible key; None if every query has one. is_causal: query i sees keys 0 to i."""
     if x.visible is None:
         return None
@@ -157,7 +157,7 @@ def flash_forward(
     G may be a divisor of H. is_causal: query i sees keys 0 to i. mask: added to the scores, in the dtype of q or in
     float32, on CPU only; a query with a row of -inf has lse 0, not -inf.
     """
-    other = _other(q)
+    other = _device_kernels(q)
     factor, scale = _positive(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
     q, k, v = readable(q), readable(k), readable(v)
@@ -183,7 +183,7 @@ def flash_backward(
 
     Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
     """
-    other = _other(q)
+    other = _device_kernels(q)
     factor, scale = _positive(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
     grad_out, q, k, v, out = (readable(x) for x in (grad_out, q, k, v, out))
@@ -247,7 +247,7 @@ def _backward_on_cpu(
     )
 
 
-def _other(x: Tensor) -> ModuleType | None:
+def _device_kernels(x: Tensor) -> ModuleType | None:
     """Module with the `forward` and `backward` of the device's kernels; None for the CPU kernels, called directly."""
     return _OTHERS.get(device_kind(x.device).kernels)
 

@@ -59,7 +59,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
         if kernel.serves(dtype, head_dim, num_keys, capability):
             return kernel
     raise ValueError(
-        f"tiles needs one of ATen's {', '.join(kernel.name for kernel in KERNELS)} kernels on {device}, and none that "
+        f"aten needs one of ATen's {', '.join(kernel.name for kernel in KERNELS)} kernels on {device}, and none that "
         f"is switched on (torch.nn.attention.sdpa_kernel) serves {dtype} at head dim {head_dim} with {num_keys} keys; "
         "engine='flex' may"
     )

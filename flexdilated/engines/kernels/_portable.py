@@ -103,7 +103,7 @@ def _lengths(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
+class _ProblemChunk:
     """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
 
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
@@ -166,7 +166,7 @@ class _Problems:
     def by_key_block(self, x: Float[Tensor, "B G M ..."]) -> Float[Tensor, "BGC K ..."]:
         return _blocks(x, self.sides[1])
 
-    def chunks(self) -> Iterator[_Chunk]:
+    def chunks(self) -> Iterator[_ProblemChunk]:
         """Yield chunks that together have every query block with a non-empty list, the longest lists first."""
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
@@ -191,7 +191,7 @@ class _Problems:
             for first in range(0, shared, span.problems)[: _ENOUGH if self.is_meta else None]:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
-                yield _Chunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
+                yield _ProblemChunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
 
     def _hidden(
         self,
@@ -206,8 +206,8 @@ class _Problems:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
         None if every pair is allowed. partial: number of blocks with a mask, which come first in each list. beyond:
-        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_Chunk`. y is 1 if all
-        problems that share a list agree.
+        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_ProblemChunk`. y is 1 if
+        all problems that share a list agree.
         """
         masked = span.masked * self.sides[1]
         if not masked:
@@ -268,7 +268,7 @@ def attention(
 
 
 def _rows(
-    chunk: _Chunk,
+    chunk: _ProblemChunk,
     scores: Scores,
     queries: Float[Tensor, "BHR Q D"],
     keys: Float[Tensor, "BGC K D"],
@@ -326,7 +326,7 @@ def gradients(
 
 
 def _chunk_gradients(
-    chunk: _Chunk,
+    chunk: _ProblemChunk,
     scores: Scores,
     queries: Float[Tensor, "x t Q D"],
     lse: Float[Tensor, "x t Q"],
@@ -365,7 +365,7 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return x.mul_(log2(e)).exp2_()
 
 
-def _shares(chunk: _Chunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
+def _shares(chunk: _ProblemChunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
     """Call `shares`, as in `Scores`, with the indices of every pair of the chunk, and return the results."""
     b, h, q, k = chunk.places
     return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])

@@ -5,6 +5,6 @@ a reason for unsupported ones. These files do not import their library: if a mod
 """
 
 from ._convert import convert
-from ._rule import Left, Replaced, Report
+from ._rule import Replaced, Report, Unconverted
 
-__all__ = ["Left", "Replaced", "Report", "convert"]
+__all__ = ["Replaced", "Report", "Unconverted", "convert"]

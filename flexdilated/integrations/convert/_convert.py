@@ -13,12 +13,12 @@ from ...masks.core import advises, instead_of_pattern
 from ...masks.patterns import names
 from . import _timm, _torch, _x_transformers
 from ._rule import (
+    Candidate,
     Converted,
-    Found,
-    Given,
-    Left,
+    GivenPattern,
     Replaced,
     Report,
+    Unconverted,
     check_restorable,
     original_class,
     replace_class,
@@ -90,21 +90,21 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     replaced, left = [], []
     for each, own in zip(found, chosen, strict=True):
         if isinstance(own, str):
-            left.append(Left(each.name, each.kind, own))
+            left.append(Unconverted(each.name, each.kind, own))
             continue
-        _replace(each, Given(each.name, own, by_name))
+        _replace(each, GivenPattern(each.name, own, by_name))
         replaced.append(Replaced(each.name, each.kind, each.num_heads, own))
     return Report(tuple(replaced), tuple(left))
 
 
-def _attentions(model: nn.Module) -> list[Found]:
+def _attentions(model: nn.Module) -> list[Candidate]:
     """Find the attention modules of a model, in the order of `model.named_modules()`.
 
     These are the modules that a library's `find` describes, and modules of unknown classes with Attention or Attn in
     their class name. The latter have a reason, `refused`; they are left out if they contain an attention module or a
     module of a known class contains them.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, Candidate] = {}
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         each = _torch.find(name, module, model) or _timm.find(name, module) or _x_transformers.find(name, module, model)
@@ -114,7 +114,7 @@ def _attentions(model: nn.Module) -> list[Found]:
             named[name] = module
     for name, module in named.items():
         if not any(_holds(name, inner) for inner in (*found, *named)):
-            found[name] = Found(name, module, refused=_unknown(module))
+            found[name] = Candidate(name, module, refused=_unknown(module))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -131,7 +131,7 @@ def _unknown(module: nn.Module) -> str:
     return "its class is not known to convert: call flexdilated.attend in its forward"
 
 
-def _choice(each: Found, pattern: Expression | Chosen | None) -> Expression | str:
+def _choice(each: Candidate, pattern: Expression | Chosen | None) -> Expression | str:
     """Return the validated pattern for a module, or a text: the reason why it keeps its original attention.
 
     pattern: the argument of `convert`.
@@ -149,7 +149,7 @@ def _choice(each: Found, pattern: Expression | Chosen | None) -> Expression | st
     return own
 
 
-def _check(each: Found, own: Any) -> None:
+def _check(each: Candidate, own: Any) -> None:
     if not isinstance(own, Expression):
         raise TypeError(f"the function must return a pattern or None; for {each.name!r} it returned {own!r}")
     if names(own):
@@ -162,7 +162,7 @@ def _check(each: Found, own: Any) -> None:
         raise ValueError(f"{each.name!r} has {each.num_heads} heads: {error}") from error
 
 
-def _replace(each: Found, given: Given) -> None:
+def _replace(each: Candidate, given: GivenPattern) -> None:
     assert each.inner is not None
     replace_class(each.inner, each.by, given)
     for module, by in each.around:
@@ -170,7 +170,7 @@ def _replace(each: Found, given: Given) -> None:
             replace_class(module, by)
 
 
-def _refuse(model: nn.Module, found: list[Found]) -> NoReturn:
+def _refuse(model: nn.Module, found: list[Candidate]) -> NoReturn:
     first_of_kind = {each.kind: each for each in reversed(found)}
     seen = "".join(
         f"; {each.name or 'the model'} ({kind}): {each.refused or each.cross}" for kind, each in first_of_kind.items()

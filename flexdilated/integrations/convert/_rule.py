@@ -16,7 +16,7 @@ from ...nn import require_causal_mask, without_padding
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenPattern:
     """Settings of a converted module: its name in the model, and its pattern.
 
     by_name: True if a function chose the pattern for this module; False if one pattern was given for the whole model.
@@ -37,7 +37,7 @@ class Converted(nn.Module):
 
     original: ClassVar[type[nn.Module]]
     kind: ClassVar[type[Converted]]
-    _flexdilated: Given | None
+    _flexdilated: GivenPattern | None
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
@@ -66,7 +66,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return module.original if isinstance(module, Converted) else type(module)
 
 
-def replace_class(module: nn.Module, kind: type[Converted], given: Given | None = None) -> None:
+def replace_class(module: nn.Module, kind: type[Converted], given: GivenPattern | None = None) -> None:
     """Convert a module: set its class to a subclass of both `kind` and its original class.
 
     The module must not be converted already. given: its settings; None for an enclosing module without a pattern.
@@ -99,7 +99,9 @@ def restore_class(module: nn.Module) -> None:
 _INSTEAD = "give convert another rule as part of the pattern, `pattern & other`"
 
 
-def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool) -> Pattern | Mixture:
+def call_rule(
+    given: GivenPattern, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool
+) -> Pattern | Mixture:
     """Pattern of one call: the module's pattern, intersected with the call's mask and, if is_causal, causal order.
 
     given: settings of the converted module. shape: (B, N, M) of the call. mask: as `scaled_dot_product_attention` takes
@@ -132,7 +134,7 @@ def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int,
     return pattern & causal()
 
 
-def check_lengths(given: Given, num_queries: int, num_keys: int) -> None:
+def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
     """Raise ValueError if the numbers of queries and keys differ, unless a function chose this module's pattern.
 
     given: settings of the converted module.
@@ -146,7 +148,7 @@ def check_lengths(given: Given, num_queries: int, num_keys: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Candidate:
     """An attention module of a model, and how it can be converted.
 
     name: name in the model. inner: the module whose class is replaced by a subclass of `by`: `module` or a submodule of
@@ -196,7 +198,7 @@ class Replaced:
 
 
 @dataclass(frozen=True)
-class Left:
+class Unconverted:
     """An attention module that was not converted: its name in the model, and the reason.
 
     kind: package and class, such as torch.MultiheadAttention.
@@ -218,7 +220,7 @@ class Report:
     """
 
     replaced: tuple[Replaced, ...]
-    left: tuple[Left, ...]
+    left: tuple[Unconverted, ...]
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
         """Raise TypeError: the report was called in place of the model."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..._attend import attend
-from ._rule import Converted, Found, Given, call_rule, check_lengths, class_name, original_class
+from ._rule import Candidate, Converted, GivenPattern, call_rule, check_lengths, class_name, original_class
 
 # Some classes have moved between versions.
 _SERVED = (
@@ -70,7 +70,7 @@ class ScaledDotProduct(Converted):
 class _ByPattern(TorchFunctionMode):
     """Mode that replaces `scaled_dot_product_attention` by `attend` with the module's pattern; counts the calls."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: GivenPattern) -> None:
         super().__init__()
         self.given = given
         self.calls = 0
@@ -85,7 +85,7 @@ class _ByPattern(TorchFunctionMode):
 
 
 def _attended(
-    given: Given,
+    given: GivenPattern,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,7 +102,7 @@ def _attended(
     return attend(query, key, value, pattern, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
-def find(name: str, module: Any) -> Found | None:
+def find(name: str, module: Any) -> Candidate | None:
     """Describe a module of timm that computes attention; None for any other module.
 
     name: name of the module in its model. A supported class is recognized by its forward, an unsupported one by its
@@ -112,7 +112,7 @@ def find(name: str, module: Any) -> Found | None:
     forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]
     if kind.forward in forwards:
         refused = "" if getattr(module, "relative_position_bias_table", None) is None else _REFUSED["RelPosAttention"]
-        return Found(name, module, module.num_heads, module, by=ScaledDotProduct, refused=refused)
+        return Candidate(name, module, module.num_heads, module, by=ScaledDotProduct, refused=refused)
     if kind.__module__.startswith("timm.") and kind.__name__ in _REFUSED:
-        return Found(name, module, refused=_REFUSED[kind.__name__])
+        return Candidate(name, module, refused=_REFUSED[kind.__name__])
     return None

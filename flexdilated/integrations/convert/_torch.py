@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..._attend import attend
 from ...masks import causal
 from ...nn import MultiheadProjections, refuse_weights, without_padding
-from ._rule import Converted, Found, ancestors, check_lengths, original_class, with_causal_mask
+from ._rule import Candidate, Converted, ancestors, check_lengths, original_class, with_causal_mask
 
 
 class MultiheadAttention(MultiheadProjections, Converted):
@@ -60,7 +60,7 @@ class TransformerEncoder(Converted):
         return False
 
 
-def find(name: str, module: nn.Module, model: nn.Module) -> Found | None:
+def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
     """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
 
     name: name of the module in `model`. A subclass with its own forward, and a module with add_bias_kv or
@@ -69,7 +69,7 @@ def find(name: str, module: nn.Module, model: nn.Module) -> Found | None:
     if not isinstance(module, nn.MultiheadAttention):
         return None
     above = ancestors(name, model)
-    return Found(
+    return Candidate(
         name,
         module,
         module.num_heads,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._attend import attend
-from ._rule import Converted, Found, ancestors, call_rule, check_lengths
+from ._rule import Candidate, Converted, ancestors, call_rule, check_lengths
 
 _WEIGHTS = "attention weights, which are never formed"
 _BIAS = "adds a bias to each pair's score"
@@ -98,7 +98,7 @@ class Attend(Converted):
         return out, sys.modules[self.original.__module__].Intermediates()
 
 
-def find(name: str, module: Any, model: nn.Module) -> Found | None:
+def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
     """Describe a module of x-transformers' class `Attention`; None for any other module.
 
     name: name of the module in `model`. For unsupported options, `refused` of the result is the reason.
@@ -109,7 +109,7 @@ def find(name: str, module: Any, model: nn.Module) -> Found | None:
     above = ancestors(name, model)
     layers: Any = next((each for each in reversed(above) if isinstance(each, library.AttentionLayers)), None)
     is_cross = layers is not None and _layer_type(module, layers) == "c"
-    return Found(
+    return Candidate(
         name,
         module,
         module.heads,

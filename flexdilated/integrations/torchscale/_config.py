@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..._engines import check_engine
+from ..._engine_choice import check_engine
 from ...masks import Mixture, Pattern, longnet
 from ...masks.core import require_choice, require_finite, require_int, require_probability
 

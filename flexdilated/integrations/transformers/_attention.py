@@ -21,11 +21,11 @@ from ...masks import Mixture, Pattern, documents, every, visible_keys
 from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import Given, given_of
+from ._cache import KeyOrigin, given_of
 from ._documents import ModelCall, running_call, watch
 from ._layers import Patterns, attention_layers, choose, give, implement, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
-from ._served import KEEP, left_out
+from ._unsupported_models import KEEP, left_out
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -384,7 +384,7 @@ def _selected(
 
 
 def _without_mask(
-    module: nn.Module, query: Tensor, key: Tensor, given: Given | None, is_causal: bool | None
+    module: nn.Module, query: Tensor, key: Tensor, given: KeyOrigin | None, is_causal: bool | None
 ) -> Visibility:
     """`Visibility` for a model that makes no mask: causal order or all pairs, as with "sdpa".
 

@@ -92,7 +92,7 @@ class FlexdilatedCache(Cache):
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class KeyOrigin:
     """Origin of keys that `_Layer.update` of a `FlexdilatedCache` returned, stored as an attribute of the keys.
 
     layer: the cache layer. tokens: positions of the tokens that this update appended. update: number of the update in
@@ -104,12 +104,12 @@ class Given:
     update: int
 
 
-def given_of(keys: Tensor) -> Given | None:
+def given_of(keys: Tensor) -> KeyOrigin | None:
     """Return the origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
     return getattr(keys, _GIVEN, None)
 
 
-def hand_on(keys: Tensor, given: Given) -> None:
+def hand_on(keys: Tensor, given: KeyOrigin) -> None:
     """Mark a tensor of keys, such as a padded copy of a cache's keys, with the origin `given`."""
     setattr(keys, _GIVEN, given)
 
@@ -163,7 +163,7 @@ class _Layer(CacheLayerMixin):
         self.lazy_initialization(k, v)
         self.known, self.readers = self.readers, {}
         self.held.append(k, v, self.num_tokens)
-        given = Given(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
+        given = KeyOrigin(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
         self.num_tokens, self.num_updates = given.tokens.stop, given.update
         keys, values = self._views(self.held)
         hand_on(keys, given)
@@ -179,7 +179,7 @@ class _Layer(CacheLayerMixin):
 
     def attend(
         self,
-        given: Given,
+        given: KeyOrigin,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B G M D"],
         v: Float[Tensor, "B G M E"],
@@ -378,7 +378,7 @@ def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
     return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
 
 
-def _require_own_queries(given: Given, module: nn.Module, queries: range) -> None:
+def _require_own_queries(given: KeyOrigin, module: nn.Module, queries: range) -> None:
     """Raise ValueError unless the attention is causal and its queries are the tokens of the last cache update.
 
     given: origin of the keys. module: the model's attention module. queries: positions of the queries.

@@ -60,7 +60,7 @@ def read(function: Callable[..., Any], begin: Pattern | None) -> Reading:
             found = function(_Batch(), _Head(), _Position(of_query=True), _Position(of_query=False))
         except TypeError as error:
             _refuse(str(error))
-    if not isinstance(found, _Rule):
+    if not isinstance(found, _PairRule):
         _refuse(f"it returns {type(found).__name__}")
     return found.reading(begin, {})
 
@@ -88,8 +88,8 @@ class _Begin:
 class _TablesOfPositions(TorchFunctionMode):
     """Mode that makes look-ups of tensors with symbolic indices return symbolic values.
 
-    table[batch, position] gives a `_Position` with this table, or a `_Rule` if the table is boolean; table[batch] gives
-    `_Begin`.
+    table[batch, position] gives a `_Position` with this table, or a `_PairRule` if the table is boolean; table[batch]
+    gives `_Begin`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,13 +120,13 @@ class _Position:
             _refuse("it reads a table elsewhere than at a query's or key's own position")
         if table.dtype != torch.bool:
             return replace(self, table=table)
-        return _refuse("it hides queries by a table") if self.of_query else _Rule(visible=table)
+        return _refuse("it hides queries by a table") if self.of_query else _PairRule(visible=table)
 
-    def new_ones(self, *_: Any, **__: Any) -> _Rule:
-        return _Rule()
+    def new_ones(self, *_: Any, **__: Any) -> _PairRule:
+        return _PairRule()
 
-    def new_zeros(self, *_: Any, **__: Any) -> _Rule:
-        return _Rule(nothing=True)
+    def new_zeros(self, *_: Any, **__: Any) -> _PairRule:
+        return _PairRule(nothing=True)
 
     def __add__(self, number: Any) -> _Position:
         return replace(self, shift=self.shift + _integer(number))
@@ -136,36 +136,36 @@ class _Position:
             return self
         return _Distance(self, other) if isinstance(other, _Position) else self + -_integer(other)
 
-    def __floordiv__(self, size: Any) -> _Chunk:
-        return _Chunk(self, _integer(size))
+    def __floordiv__(self, size: Any) -> _ChunkIndex:
+        return _ChunkIndex(self, _integer(size))
 
-    def __le__(self, other: Any) -> _Rule:
+    def __le__(self, other: Any) -> _PairRule:
         if not isinstance(other, _Position) or other.of_query == self.of_query:
             _refuse("it compares a position of a query or key with other than a position of the other of the two")
         # key + a <= query + b: key - query is at most b - a. query + a <= key + b: key - query is at least a - b.
         counted = self.table is not None
         if self.of_query:
-            return _Rule(least=self.shift - other.shift, counted_anew=counted)
-        return _Rule(most=other.shift - self.shift, counted_anew=counted)
+            return _PairRule(least=self.shift - other.shift, counted_anew=counted)
+        return _PairRule(most=other.shift - self.shift, counted_anew=counted)
 
-    def __lt__(self, other: Any) -> _Rule:
+    def __lt__(self, other: Any) -> _PairRule:
         return self + 1 <= other
 
-    def __ge__(self, other: Any) -> _Rule:
+    def __ge__(self, other: Any) -> _PairRule:
         if isinstance(other, _Position):
             return other <= self
         if _integer(other) != 0 or self.shift:
             _refuse("it compares a position or a group with a number other than 0")
-        return _Rule()  # no position is below 0, and tokens with negative ids are in no group
+        return _PairRule()  # no position is below 0, and tokens with negative ids are in no group
 
-    def __gt__(self, other: Any) -> _Rule:
+    def __gt__(self, other: Any) -> _PairRule:
         if not isinstance(other, _Position):
             _refuse("it asks whether a position or a group is above a number")
         return other < self
 
     def __eq__(self, other: Any) -> Any:
         if isinstance(other, _Position) and self.table is not None and other.table is not None:
-            return _Rule(same=self.table)
+            return _PairRule(same=self.table)
         return (self <= other) & (other <= self)
 
 
@@ -180,19 +180,19 @@ class _Distance:
     def __abs__(self) -> _Distance:
         return replace(self, either_way=True)
 
-    def __le__(self, most: Any) -> _Rule:
+    def __le__(self, most: Any) -> _PairRule:
         near = self.of <= self.since + most
         return near & (self.since <= self.of + most) if self.either_way else near
 
-    def __lt__(self, most: Any) -> _Rule:
+    def __lt__(self, most: Any) -> _PairRule:
         return self <= _integer(most) - 1
 
-    def __ge__(self, least: Any) -> _Rule:
+    def __ge__(self, least: Any) -> _PairRule:
         if self.either_way:
             _refuse("it requires a least distance in both directions")
         return -self <= -_integer(least)
 
-    def __gt__(self, least: Any) -> _Rule:
+    def __gt__(self, least: Any) -> _PairRule:
         return self >= _integer(least) + 1
 
     def __neg__(self) -> _Distance:
@@ -202,20 +202,20 @@ class _Distance:
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
+class _ChunkIndex:
     """Symbolic index of the chunk that contains a position: position // size."""
 
     of: _Position
     size: int
 
     def __eq__(self, other: Any) -> Any:
-        if not isinstance(other, _Chunk) or other.size != self.size or self.of.shift or other.of.shift:
+        if not isinstance(other, _ChunkIndex) or other.size != self.size or self.of.shift or other.of.shift:
             _refuse("it compares chunks of different sizes or of shifted positions")
-        return _Rule(chunk=self.size, counted_anew=self.of.table is not None)
+        return _PairRule(chunk=self.size, counted_anew=self.of.table is not None)
 
 
 @dataclass(frozen=True, eq=False)
-class _Rule:
+class _PairRule:
     """Intersection of constraints on pairs (query, key); a field that is None adds no constraint.
 
     least, most: inclusive limits of the distance key - query. chunk: length of consecutive chunks; query and key must
@@ -231,17 +231,17 @@ class _Rule:
     visible: Tensor | None = None
     counted_anew: bool = False
     nothing: bool = False
-    unions: tuple[tuple[_Rule, _Rule], ...] = ()
+    unions: tuple[tuple[_PairRule, _PairRule], ...] = ()
 
     device = None
 
-    def to(self, *_: Any, **__: Any) -> _Rule:
+    def to(self, *_: Any, **__: Any) -> _PairRule:
         return self
 
-    def __and__(self, other: Any) -> _Rule:
-        if not isinstance(other, _Rule):
+    def __and__(self, other: Any) -> _PairRule:
+        if not isinstance(other, _PairRule):
             _refuse(f"it joins a rule with {type(other).__name__}")
-        return _Rule(
+        return _PairRule(
             least=_joined(self.least, other.least, max),
             most=_joined(self.most, other.most, min),
             chunk=_joined(self.chunk, other.chunk),
@@ -252,12 +252,12 @@ class _Rule:
             unions=(*self.unions, *other.unions),
         )
 
-    def __or__(self, other: Any) -> _Rule:
-        if not isinstance(other, _Rule):
+    def __or__(self, other: Any) -> _PairRule:
+        if not isinstance(other, _PairRule):
             _refuse(f"it joins a rule with {type(other).__name__}")
         if self.nothing or other.nothing:
             return other if self.nothing else self
-        return _Rule(unions=((self, other),))
+        return _PairRule(unions=((self, other),))
 
     def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
         """Convert to patterns, and add their run-time tensors to `tensors`; `begin` as in `read`."""

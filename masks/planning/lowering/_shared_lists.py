@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...blocks import UNKNOWN, Blocks, ListedBlocks
 from ...core import And, Bound, Every, MaskMod, Pattern, Ranges, device_kind, index_dtype
-from ...orders import Held, Padded, Placement
+from ...orders import ActivePositions, Padded, Placement
 from ...patterns import Band, Causal, Dilated
 from ._layouts import split_dilated
 from ._term import Term
@@ -246,8 +246,8 @@ class IntervalTerm(SharedListTerm):
     Tokens are numbered by position.
     """
 
-    q: Held  # pyright: ignore[reportIncompatibleVariableOverride]
-    k: Held  # pyright: ignore[reportIncompatibleVariableOverride]
+    q: ActivePositions  # pyright: ignore[reportIncompatibleVariableOverride]
+    k: ActivePositions  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @cached_property
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
@@ -339,7 +339,10 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
         rows = tuple(dict.fromkeys(row_of.values()))
         where = tuple(map(rows.index, row_of.values())), rate, segment
         offsets, runs = zip(*rows, strict=True)
-        sides = Held(offsets, (placement.queries,) * len(rows), *where), Held(offsets, runs, *where)
+        sides = (
+            ActivePositions(offsets, (placement.queries,) * len(rows), *where),
+            ActivePositions(offsets, runs, *where),
+        )
         term = IntervalTerm.of(bound, rule, "blocks", multiplicity, *cast(Any, sides), heads=tuple(row_of))
         if term.counted_pairs():
             terms.append(term)

@@ -280,7 +280,7 @@ class TableProblems:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableTerm(Term):
-    """Term of a plan that engine "tiles" computes from a table of selected blocks, without block lists.
+    """Term of a plan that engine "aten" computes from a table of selected blocks, without block lists.
 
     problems: how it is computed. width, element_bytes: channels of keys and values, and bytes of each.
     """

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int16, Int64, Shaped
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, allowed_pairs, build_blocks, estimate_blocks, repeat_blocks
-from ...core import TILE, Bound, MaskMod, Pattern, index_dtype, plans
+from ...core import TILE, Bound, MaskMod, Pattern, index_dtype, outside_torch_modes
 from ...orders import Compact, Folded, Layout, Order, Pieces
 from ...patterns import tables
 from ...plan_cache import cache
@@ -119,7 +119,7 @@ class CountedPairs:
         )
         return found[:, : bound.num_queries, : bound.num_keys]
 
-    @plans
+    @outside_torch_modes
     def _counted(self) -> Int16[Tensor, "#H Q K"]:
         bound = self.bound
         heads = torch.tensor(bound.masked_heads)[:, None, None]
@@ -130,7 +130,7 @@ class CountedPairs:
         return total
 
     @cached_property
-    @plans
+    @outside_torch_modes
     def is_causal(self) -> bool:
         """True if no pair has its key slot after its query slot."""
         return not bool(self.counts().triu(1).any())

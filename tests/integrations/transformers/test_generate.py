@@ -126,4 +126,4 @@ def test_a_compiled_step_over_a_static_cache_reads_the_position_once() -> None:
     assert len(graphs) == 1
     targets = [str(node.target) for node in graphs[0].graph.nodes]
     assert targets.count("item") == 1
-    assert targets.count("flexdilated.tiles.default") == 2
+    assert targets.count("flexdilated.aten.default") == 2

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.blocks import Places, alike, evaluate
+from flexdilated.masks.blocks import BlockPlaces, alike, evaluate
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
 from tests.masks.orders.test_tiling import in_tiles, tiled_cases
@@ -21,7 +21,7 @@ def assert_alike(term: Term, q_block: int, k_block: int) -> int:
     rule, shape = term.table_rule(), (term.q.num_slots, term.k.num_slots, q_block, k_block)
     sides = [-(-slots // side) for slots, side in zip(shape[:2], shape[2:], strict=True)]
     everywhere = [torch.arange(number) for number in (len(rule.heads), *sides)]
-    places = Places(*torch.cartesian_prod(*everywhere).unbind(1))
+    places = BlockPlaces(*torch.cartesian_prod(*everywhere).unbind(1))
     number, one_of_each = alike(rule, places, shape)
     tiles = torch.cat(list(evaluate(rule, places, shape)))
     assert torch.equal(number[one_of_each], torch.arange(len(one_of_each)))

@@ -16,7 +16,7 @@ from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, esti
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._expression import pattern_kind
 from flexdilated.masks.core._pattern import Pattern
-from flexdilated.masks.orders._layout import Compact, Layout, Listed
+from flexdilated.masks.orders._layout import Compact, Layout, ListedOrder
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
@@ -179,7 +179,7 @@ def test_heads_of_one_rule_share_a_table():
 def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> None:
     """Tables list squares of positions: slots of queries that lie apart are none."""
     pattern = masks.block_list([[0], [1], [2], [3], [4]], block=8)
-    queries = Listed((range(8, 16), range(32, 40)))
+    queries = ListedOrder((range(8, 16), range(32, 40)))
     rule = Rule(pattern, 1, (0,), queries.pieces(0), Layout(40).pieces(0))
     found = build_blocks(rule, q_block=8, k_block=8)
     assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]

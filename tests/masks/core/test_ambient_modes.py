@@ -216,11 +216,11 @@ def test_a_model_is_exported_cold() -> None:
 
 def test_nothing_ambient_costs_nothing() -> None:
     """Where no mode is on, none is entered."""
-    from flexdilated.masks.core._ambient import own_modes, plans
+    from flexdilated.masks.core._torch_modes import outside_torch_modes, suspended_torch_modes
 
-    assert plans(torch.is_inference_mode_enabled)() is False
+    assert outside_torch_modes(torch.is_inference_mode_enabled)() is False
     with torch.inference_mode(), nullcontext():
-        assert plans(torch.is_inference_mode_enabled)() is False
-        with own_modes():
+        assert outside_torch_modes(torch.is_inference_mode_enabled)() is False
+        with suspended_torch_modes():
             assert not torch.is_inference_mode_enabled()
         assert torch.is_inference_mode_enabled()

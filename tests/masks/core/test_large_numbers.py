@@ -42,7 +42,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @pytest.mark.parametrize(("large", "small"), TWINS.values(), ids=TWINS)
 def test_large_numbers_do_not_overflow(large, small, engine):
     q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -182,7 +182,7 @@ def capturing() -> list[masks.Pattern]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["flex", "tiles"])
+@pytest.mark.parametrize("engine", ["flex", "aten"])
 def test_each_runs_with_what_it_captured(engine):
     """By itself, for changing ints; and the last in one graph with its caller."""
     q, k, v = torch.randn(3, 1, 2, 150, 16)

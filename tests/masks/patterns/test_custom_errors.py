@@ -120,7 +120,7 @@ def test_tables_that_end_too_early_say_where():
     table = torch.arange(200)
     pattern = masks.custom(lambda b, h, q, k: table[q] >= k)
     assert masks.block_mask(pattern, 200, num_heads=1).shape == (1, 1, 200, 200)
-    for engine in ("tiles", "flex"):
+    for engine in ("aten", "flex"):
         with (
             torch.no_grad(),
             pytest.raises(

@@ -321,7 +321,7 @@ def test_adjusted_and_sliced_ones() -> None:
 LENGTHS = r"ends at its lengths, 40 queries and 30 keys: .* masks\.custom\(mask_mod\); got"
 
 
-@pytest.mark.parametrize("engine", [None, "reference", "flex", "tiles", "portable"])
+@pytest.mark.parametrize("engine", [None, "reference", "flex", "aten", "portable"])
 @pytest.mark.parametrize("seed", [None, 2])
 def test_longer_sequences_are_refused(engine: str | None, seed: int | None) -> None:
     made = (

@@ -199,7 +199,7 @@ def test_a_budget_that_cannot_hold_one_plan(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["tiles", "flex"])
+@pytest.mark.parametrize("engine", ["aten", "flex"])
 def test_eviction_neither_changes_results_nor_compiles_anew(cache, engine):
     """With no budget every call outside a graph builds its tables again; what was compiled stays."""
     cache.budget_bytes = 0

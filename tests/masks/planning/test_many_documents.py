@@ -20,9 +20,9 @@ from flexdilated import masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines import WholeRows
 from flexdilated.engines._call import Call
+from flexdilated.engines.aten import _tile_blocks
+from flexdilated.engines.aten._aten_op import attention, gradients
 from flexdilated.engines.kernels import _kernel
-from flexdilated.engines.tiles import _tile_blocks
-from flexdilated.engines.tiles._tiles_op import attention, gradients
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering import _windows
 

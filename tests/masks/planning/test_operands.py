@@ -10,10 +10,10 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call import Call
 from flexdilated.engines._gather import term_sides
+from flexdilated.engines.aten import _aten_op
 from flexdilated.engines.flex import _flex_op
 from flexdilated.engines.flex._traced import traced_name
-from flexdilated.engines.tiles import _tiles_op
-from flexdilated.masks.planning import ANYTHING, Candidates, Operands, Option, machine_of
+from flexdilated.masks.planning import ANYTHING, Candidates, OperandSizes, Option, machine_of
 from flexdilated.masks.planning._cost import _moved_rows
 from flexdilated.masks.planning._machine import ACCELERATOR, CPU
 from flexdilated.masks.planning._planner import Plan, plan
@@ -33,7 +33,7 @@ def bound(pattern=DILATED, num_tokens: int = N) -> masks.core.Bound:
     return pattern.bind(num_heads=H, num_queries=num_tokens, num_keys=num_tokens)
 
 
-def options(operands: Operands, pattern=DILATED, num_tokens: int = N) -> dict[str, Option]:
+def options(operands: OperandSizes, pattern=DILATED, num_tokens: int = N) -> dict[str, Option]:
     (found,) = Candidates.of(bound(pattern, num_tokens), CPU, ANYTHING, operands).branches
     return {option.layout: option for option in found}
 
@@ -41,7 +41,7 @@ def options(operands: Operands, pattern=DILATED, num_tokens: int = N) -> dict[st
 def test_bytes_are_those_of_rows_and_work_is_by_head_dim() -> None:
     """256 of every 1,024 tokens: 1,024 rows a head of q, k, v and out are read and written, and merged in 3 more."""
     rows, pairs = 11 * 1024 * H, 4 * 256 * 256 * H
-    for operands in (Operands(), Operands(2, 64), Operands(2, 128), Operands(8, 24)):
+    for operands in (OperandSizes(), OperandSizes(2, 64), OperandSizes(2, 128), OperandSizes(8, 24)):
         cost = options(operands)["compact"].cost
         assert cost.gather_bytes == rows * operands.head_dim * operands.element_bytes
         assert cost.computed_pairs == pairs
@@ -51,8 +51,8 @@ def test_bytes_are_those_of_rows_and_work_is_by_head_dim() -> None:
 
 
 def test_unless_told_otherwise_numbers_are_float32_on_cpu_and_halves_elsewhere() -> None:
-    assert plan(bound()) is plan(bound(), operands=Operands(4, 64, 1))
-    assert plan(bound(), device="cuda") is plan(bound(), device="cuda", operands=Operands(2, 64, 1))
+    assert plan(bound()) is plan(bound(), operands=OperandSizes(4, 64, 1))
+    assert plan(bound(), device="cuda") is plan(bound(), device="cuda", operands=OperandSizes(2, 64, 1))
     moved = {kind: plan(bound(), device=kind).options[0] for kind in ("cpu", "cuda")}
     by_name = {kind: {each.layout: each.cost.gather_bytes for each in found} for kind, found in moved.items()}
     assert by_name["cpu"]["compact"] == 2 * by_name["cuda"]["compact"]
@@ -76,7 +76,7 @@ ONCE = ("residues", "uneven folds")  # a key/value head: its query heads read th
 def test_keys_are_counted_for_the_heads_for_which_the_engine_copies_them(name, groups) -> None:
     """Against what its gathers return, where these are no views."""
     pattern, layout, num_tokens = GATHERED[name]
-    option = options(Operands(groups=groups), pattern, num_tokens)[layout]
+    option = options(OperandSizes(groups=groups), pattern, num_tokens)[layout]
     planned = Plan(bound(pattern, num_tokens), option.given, option.terms, ((option,),))
     q, k = (torch.zeros(1, heads, num_tokens, 2) for heads in (H, H // groups))
 
@@ -99,14 +99,14 @@ def test_a_plan_follows_its_operands() -> None:
     So it is where query heads share keys, which are copied once for them, and at a larger head dim nothing changes.
     """
     pattern = masks.dilated_window(left=127, right=0, rate=8)
-    natural, residue = (options(Operands(), pattern)[name].cost for name in ("natural", "residue 8"))
+    natural, residue = (options(OperandSizes(), pattern)[name].cost for name in ("natural", "residue 8"))
     more_bytes = residue.gather_bytes - natural.gather_bytes
     gained_s = natural.seconds - residue.seconds + more_bytes / CPU.bytes_per_s
     assert gained_s > 0
     masks.set_machine(replace(CPU, bytes_per_s=more_bytes / gained_s))
 
     def chosen(*operands: int) -> str:
-        return plan(bound(pattern), operands=Operands(*operands)).options[0][0].layout
+        return plan(bound(pattern), operands=OperandSizes(*operands)).options[0][0].layout
 
     assert [chosen(2), chosen(4, 64, 2), chosen(2, 128)] == ["residue 8"] * 3
     assert [chosen(8), chosen(8, 64, 2), chosen(8, 128)] == ["natural"] * 3
@@ -139,19 +139,19 @@ def test_each_engine_plans_for_the_operands_of_its_call(monkeypatch) -> None:
         asked.append(how["operands"])
         return plan(bound, **how)
 
-    monkeypatch.setattr(_tiles_op, "plan", record)
+    monkeypatch.setattr(_aten_op, "plan", record)
     monkeypatch.setattr("flexdilated.engines._call.plan", record)
     masks.cache().clear()
     q, k = torch.zeros(1, H, 512, 24, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 24, dtype=torch.bfloat16)
     pattern = masks.local_window(left=15, right=0)
-    fd.attend(q, k, k, pattern, enable_gqa=True, engine="tiles")
+    fd.attend(q, k, k, pattern, enable_gqa=True, engine="aten")
     monkeypatch.setattr(_flex_op, "run_flex", lambda program, q, *_, **__: (q, None))
     fd.attend(q, k, k, pattern, enable_gqa=True, engine="flex")
     ids = torch.zeros(512, dtype=torch.long)
     fd.attend(q, k, k, pattern & masks.documents(ids), enable_gqa=True, engine="flex")
     traced = Call((pattern & masks.documents("ids")).text, H, 2, 512, 512, 0, 0, 0, H, 1, ())
     _flex_op.blank_program(traced, torch.device("cpu"), [ids], 1, traced.operands(q))
-    assert asked == [Operands(2, 24, 2)] * 4
+    assert asked == [OperandSizes(2, 24, 2)] * 4
     key = traced._replace(pattern=pattern.text)
     names = {traced_name("program", key, [], q.to(dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
     assert len(names) == 2, "a graph's program is one for dtypes of one size"

@@ -22,7 +22,7 @@ MANY = [[*range(1, 301)], [1] * 300]
 CONFIG = fd.LongNetConfig(
     vocab_size=8, embed_dim=16, num_heads=4, depth=1, segment_lengths=(16, 64), dilation_rates=(1, 4), causal=True
 )
-DEFAULT = "engine=None (tiles on CPU, flex on CUDA)"
+DEFAULT = "engine=None (aten on CPU, flex on CUDA)"
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def mesh():
     [
         (fd.BlockSparseAttention(PATTERN), f"{PATTERN!r}, scale=None, enable_gqa=False, {DEFAULT}"),
         (
-            fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2, block_size=64, autotune=True, engine="tiles"),
-            f"{PATTERN!r}, scale=None, enable_gqa=False, engine='tiles', sinks=True, num_heads=2, block_size=(64, 64), "
+            fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2, block_size=64, autotune=True, engine="aten"),
+            f"{PATTERN!r}, scale=None, enable_gqa=False, engine='aten', sinks=True, num_heads=2, block_size=(64, 64), "
             "autotune=True",
         ),
         (
@@ -93,8 +93,8 @@ def test_long_patterns_are_cut(make: Callable[[], str]) -> None:
 
 
 def test_a_key_value_cache() -> None:
-    cache = fd.KVCache(masks.local_window(left=9, right=0), num_heads=2, engine="tiles")
-    own = f"KVCache({cache.pattern!r}, num_heads=2, engine='tiles'"
+    cache = fd.KVCache(masks.local_window(left=9, right=0), num_heads=2, engine="aten")
+    own = f"KVCache({cache.pattern!r}, num_heads=2, engine='aten'"
     assert repr(cache) == f"{own}: 0 tokens seen, 0 keys kept in 0 B)"
     cache.append(*torch.randn(2, 1, 2, 1200, 8))
     assert 10 <= cache.num_kept < 1200

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks.blocks import allowed_pairs
-from ...masks.core import Pattern, plans
-from ...masks.patterns import Selection, names
+from ...masks.core import Pattern, outside_torch_modes
+from ...masks.patterns import TableSplit, names
 from ...masks.planning import TableProblems
 from .._call import Call, tensors_of
 from .._merge import WholeRows, shares_of, sum_dtype
@@ -34,19 +34,19 @@ _CELLS = 1 << 18  # pairs evaluated at once
 _Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
 
 
-@plans
-def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
+@outside_torch_modes
+def selected_rows(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
     """Prepare a call with a table of selected key blocks: return one QueryRows for each batch entry.
 
     A QueryRows computes attention over such a table. A single one is returned, for all entries, if neither tables nor
-    rules differ between entries. key: sizes of the call. selection: the call's pattern, split into the table and the
+    rules differ between entries. call: sizes of the call. selection: the call's pattern, split into the table and the
     rule that further restricts its pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of
     batch entries. Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
     """
     leaf, rest = selection.leaf, selection.rest
-    (table,) = tensors_of(key, leaf, bindings)
-    rows, first = leaf.rows(table, key.extent)
-    rule = rest.resolve(dict(zip(names(rest), tensors_of(key, rest, bindings), strict=True)), key.extent)
+    (table,) = tensors_of(call, leaf, bindings)
+    rows, first = leaf.rows(table, call.extent)
+    rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
     rule.require_entries(batch)
     if len(rows) not in (1, batch):
         raise ValueError(
@@ -55,7 +55,7 @@ def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], b
     entries = range(max(len(rows), rule.num_entries()))
     return [
         QueryRows(
-            TableProblems.of(key.bound(rule.entry(each)), key.num_kv_heads, rows[each % len(rows)], leaf.block, first)
+            TableProblems.of(call.bound(rule.entry(each)), call.num_kv_heads, rows[each % len(rows)], leaf.block, first)
         )
         for each in entries
     ]
@@ -126,7 +126,7 @@ class Problems:
         return x.masked_fill_(blind[:, None].view(*x.shape[:3], *[1] * (x.dim() - 3)), value)
 
     def clear_keys_(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
-        """Write zeros to x, keys or values of each problem, where none of its queries sees the key, in place; return x."""
+        """Write zeros to x, keys or values, where none of a problem's queries sees the key, in place; return x."""
         return x if self.unseen is None else x.masked_fill_(self.unseen, 0.0)
 
 

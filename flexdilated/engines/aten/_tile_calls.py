@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...masks.blocks import Blocks, Places, Rule, evaluate
+from ...masks.blocks import BlockPlaces, Blocks, Rule, evaluate
 from ...masks.planning import Term
-from .._operands import Hidden, added, distinct_masks, hidden_slots, random_numbers
+from .._operands import HiddenSlots, added, distinct_masks, hidden_slots, random_numbers
 
 # X heads or folds, S slots, n ranges of slots (one for each problem), L slots in a range or blocks in a list
 # E listed blocks, m block lists, U distinct masks
@@ -62,7 +62,7 @@ class Even:
 
 
 @dataclass(frozen=True)
-class Listed:
+class BlockRanges:
     """Lists of blocks: range i is the tokens of the blocks blocks[i], concatenated and cut off at `length` tokens.
 
     Block j is the `side` tokens from j * side on.
@@ -72,7 +72,7 @@ class Listed:
     side: int
     length: int
 
-    def select(self, begin: int, end: int) -> Listed:
+    def select(self, begin: int, end: int) -> BlockRanges:
         return replace(self, blocks=self.blocks[begin:end])
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
@@ -96,7 +96,7 @@ class Listed:
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
-Stretches = Even | Listed
+Stretches = Even | BlockRanges
 
 
 def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
@@ -164,7 +164,7 @@ class KernelCalls:
     complete: bool
     key_slots: int
     masks: Bool[Tensor, "U q_block k_block"] | None
-    hidden: Hidden
+    hidden: HiddenSlots
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +192,7 @@ class KernelCalls:
     def _evaluated(self, call: KernelCall) -> Tensor:
         length = call.columns.shape[1]
         row = call.row.repeat_interleave(length)
-        places = Places(torch.full_like(row, call.table), row, call.columns.flatten())
+        places = BlockPlaces(torch.full_like(row, call.table), row, call.columns.flatten())
         return torch.cat(list(evaluate(self.rule, places, self.shape)))
 
 
@@ -203,7 +203,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
     calls = list(_grouped(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
-    listed = (call.keys for call in calls if isinstance(call.keys, Listed))
+    listed = (call.keys for call in calls if isinstance(call.keys, BlockRanges))
     cut = any(keys.length < keys.blocks.shape[1] * keys.side for keys in listed)
     key_slots = blocks.num_columns * blocks.k_block if cut else blocks.num_k_slots
     heads = tuple(
@@ -356,9 +356,9 @@ def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: In
     keys: Stretches | None = evenly(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
     if queries is None:
         rows = chosen.row[:, None] + torch.arange(-(-height // blocks.q_block))
-        queries = Listed(rows, blocks.q_block, height)
+        queries = BlockRanges(rows, blocks.q_block, height)
     if keys is None:
-        keys = Listed(columns, blocks.k_block, width)
+        keys = BlockRanges(columns, blocks.k_block, width)
     masks = None
     if bool(chosen.masked[0]):
         begin = chosen.begin[:1] if len(chosen.code.unique()) == 1 else chosen.begin

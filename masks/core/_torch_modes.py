@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_modes() -> Iterator[None]:
+def suspended_torch_modes() -> Iterator[None]:
     """Context manager that suspends the PyTorch modes that are active around it.
 
     These are fake tensors, tracing and other dispatch or function modes, default devices, transforms of torch.func and
@@ -41,8 +41,8 @@ def own_modes() -> Iterator[None]:
         yield
 
 
-def plans(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that it runs without the caller's PyTorch modes, such as fake tensors: see `own_modes`.
+def outside_torch_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that it runs without the caller's PyTorch modes, such as fake tensors.
 
     For functions that only plan a computation, such as block lists; the modes must see the tensor computation itself.
     """
@@ -50,7 +50,7 @@ def plans(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:
         if are_modes_on():
-            with own_modes():
+            with suspended_torch_modes():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -58,7 +58,7 @@ def plans(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def are_modes_on() -> bool:
-    """Return True if there is a mode that `own_modes` would suspend."""
+    """Return True if there is a mode that `suspended_torch_modes` would suspend."""
     return len_torch_function_stack() > 0 or _has_dispatch_modes() or _in_other_levels()
 
 

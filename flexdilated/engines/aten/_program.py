@@ -18,11 +18,11 @@ from ...masks import cache
 from ...masks.core import Bound
 from ...masks.orders import Compact, Layout, Placement
 from ...masks.planning import SLOTS_AT_ONCE, CountedPairs, Plan, Term
-from .._gather import Picked, Side, Whole, claim_rows, term_sides
+from .._gather import Picked, TokenGather, Whole, claim_rows, term_sides
 from .._merge import WholeRows, sum_dtype
-from .._operands import Hidden, hidden_of_term, readable
+from .._operands import HiddenSlots, hidden_of_term, readable
 from ..kernels import _kernel
-from ..kernels._kernel import Operands
+from ..kernels._kernel import KernelTensors
 from . import _tile_blocks
 from ._tile_calls import KernelCalls, plan_calls
 
@@ -39,13 +39,13 @@ class Step:
     """
 
     term: Term
-    queries: Side
-    keys: Side
+    queries: TokenGather
+    keys: TokenGather
     calls: KernelCalls | None
-    hidden: Hidden
+    hidden: HiddenSlots
     fresh: bool
 
-    def forward(self, x: Operands, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: KernelTensors, scale: float) -> tuple[Tensor, Tensor]:
         x = self._clear(x)
         if self.calls is not None:
             out, lse = _tile_blocks.forward(x, self.calls, scale=scale)
@@ -54,7 +54,9 @@ class Step:
         lse = self.hidden.clear_queries(lse, dim=3, value=-torch.inf)
         return out, lse + log(self.term.multiplicity) if self.term.multiplicity > 1 else lse
 
-    def backward(self, x: Operands, grad_out: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, ...]:
+    def backward(
+        self, x: KernelTensors, grad_out: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, ...]:
         grad_out, out, lse = (self.queries.take(part) for part in (grad_out, out, lse))
         # A pair that counts m times has weight m exp(s - lse) = exp(s - (lse - log m)); a row without keys has none.
         lse = (lse - log(self.term.multiplicity)).masked_fill(lse == -torch.inf, torch.inf)
@@ -67,10 +69,10 @@ class Step:
             dq, dk, dv = _kernel.backward(x, grad_out, out, lse, **options)
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
-    def _clear(self, x: Operands) -> Operands:
+    def _clear(self, x: KernelTensors) -> KernelTensors:
         """Zero queries without a key and keys without a query: kernels compute whole blocks and would spread a NaN."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
-        return Operands(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
+        return KernelTensors(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
 
     @property
     def _is_causal(self) -> bool:
@@ -78,7 +80,7 @@ class Step:
         weights = self.term.weights
         return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 
-    def _bias(self, x: Operands) -> Tensor | None:
+    def _bias(self, x: KernelTensors) -> Tensor | None:
         return self.term.bias(sum_dtype(x.q))
 
 
@@ -152,7 +154,7 @@ class Program:
         )
         return dq, self._clear_keys(dk), self._clear_keys(dv)
 
-    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, KernelTensors]]:
         """Yield each step with its gathered q, k and v; consecutive steps over equal keys share one copy of k and v."""
         visible = None
         if self.visible is not None:
@@ -162,7 +164,7 @@ class Program:
             if keys is None or step.keys != side:
                 side, keys = step.keys, None  # frees the previous copy before the next one is made
                 keys = step.keys.take(k), step.keys.take(v), None if visible is None else step.keys.take(visible)
-            yield step, Operands(step.queries.take(q), *keys)
+            yield step, KernelTensors(step.queries.take(q), *keys)
 
     def _clear_keys(self, x: Tensor) -> Tensor:
         """Zero the keys that `visible` hides, in x (B, G, M, D): a weight of 0 times NaN would be NaN in a kernel."""
@@ -203,19 +205,21 @@ def make_program(
     return Program(given, plan.layout, steps, complete)
 
 
-def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fresh: bool) -> Step:
+def _step(term: Term, queries: TokenGather, keys: TokenGather, block_size: tuple[int, ...], fresh: bool) -> Step:
     calls = _calls(term, block_size) if term.shape == "blocks" else None
     hidden = hidden_of_term(term) if calls is None else calls.hidden
     return Step(term, queries, keys, calls, hidden, fresh)
 
 
-def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
+def _in_order(
+    laid_out: list[tuple[TokenGather, TokenGather, Term]], bound: Bound
+) -> list[tuple[TokenGather, TokenGather, Term]]:
     """Sort the (queries, keys, term) of a program into the order in which its terms are computed.
 
     First come terms over every query and head, as the sum over terms can start from the result of one. Apart from
     this, terms over equal keys are adjacent, to share one copy of the keys.
     """
-    seen: dict[Side, int] = {}
+    seen: dict[TokenGather, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
     def rank(index: int) -> tuple[bool, int]:
@@ -245,7 +249,7 @@ def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
 
 
 @dataclass(frozen=True)
-class Some:
+class EntryRange:
     """Consecutive batch entries with equal masks: `rows` is their slice of the batch dim."""
 
     rows: slice
@@ -274,10 +278,10 @@ class Packed:
         x.copy_(part.squeeze(0).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1))
 
 
-Entries = Some | Packed
+Entries = EntryRange | Packed
 
 
-def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
+def _start(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
     """Return the result of a step as a tensor shaped as x, in float32 or wider, if it covers every token; else None.
 
     A sum over steps can then start from it, without a scatter into zeros. slots: the result, in the side's token order.
@@ -298,7 +302,7 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, out.new_full(x.shape[:3], -torch.inf)
 
 
-def _accumulate(total: Tensor | None, grad: Tensor, side: Side, x: Tensor) -> Tensor:
+def _accumulate(total: Tensor | None, grad: Tensor, side: TokenGather, x: Tensor) -> Tensor:
     if total is None:
         first = _start(side, grad, x)
         if first is not None:

@@ -1,4 +1,4 @@
-"""The engine "tiles" as a custom op of torch, of which torch.compile traces only the shapes and the gradient."""
+"""The engine "aten" as a custom op of torch, of which torch.compile traces only the shapes and the gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...masks.planning import (
     SLOTS_AT_ONCE,
     Allowed,
     Choice,
-    Operands,
+    OperandSizes,
     Option,
     Plan,
     machine_of,
@@ -26,14 +26,14 @@ from ...masks.planning import (
     takes_mask,
     without_scattered_keys,
 )
-from .._call import Call, check_heads, selection_in, without_table
+from .._call import Call, check_heads, table_split_of, without_table
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import own_op, set_gradient
 from .._rows import RowProgram, program_of_rows, takes_rows
 from .._tuned import chosen
+from ._program import Entries, EntryRange, Packed, Program, as_given, make_program
 from ._query_rows import QueryRows, selected_rows
-from ._tiles import Entries, Packed, Program, Some, as_given, make_program
 
 _Executable = Program | QueryRows | RowProgram
 
@@ -48,19 +48,19 @@ def portions_on(kind: str) -> dict[str, int]:
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
-def plan_tiles(
+def plan_aten(
     bound: Bound,
     layout: Layout,
     kind: str,
     choice: Choice | None = None,
-    operands: Operands | None = None,
+    operands: OperandSizes | None = None,
     *,
     allowed: Allowed = ANYTHING,
 ) -> Plan:
     """Plan attention by a bound pattern, for tokens in the order of `layout`, on devices of a kind, such as "cpu".
 
     On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
-    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal parts, as "tiles"
+    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal parts, as "aten"
     has no other kernels there; layout, choice and allowed are not used. operands: sizes on which costs depend.
     Raises ValueError on CUDA for a branch without such an option.
     """
@@ -77,13 +77,13 @@ def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
         if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
     raise ValueError(
-        f"tiles on {kind} runs ATen's kernels, which take branches that are dense or causal in some order of their "
+        f"aten on {kind} runs ATen's kernels, which take branches that are dense or causal in some order of their "
         f"tokens; {options[0].branch} needs lists of blocks. engine='flex' serves it"
     )
 
 
-@own_op("flexdilated::tiles")
-def tiles(
+@own_op("flexdilated::aten")
+def aten(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,7 +107,7 @@ def tiles(
 
 
 def attention(
-    key: Call,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,11 +119,11 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
 
-    key: pattern and sizes of the call. sinks: for each head the logit of an extra key with value 0; None for no sinks.
+    call: pattern and sizes of the call. sinks: for each head the logit of an extra key with value 0; None for no sinks.
     bindings: run-time tensors of the pattern, sorted by name. q, k and v have one dtype. lse is in float32 or wider; a
     query without keys has output 0, and as lse the sink of its head, or -inf without sinks.
     """
-    programs, others = _programs_for(key, bindings, q)
+    programs, others = _programs_for(call, bindings, q)
     out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
     if others is not None:
         merge_(out, lse, *attention(others[0], q, k, v, None, others[1], scale, wide=True))
@@ -144,7 +144,7 @@ def _over_entries(
     programs: pairs (batch entries, program), which together cover the batch. compute: function of a program and the
     inputs of its entries, one result for each of `likes`. Results are in float32 or wider.
     """
-    if len(programs) == 1 and isinstance(programs[0][0], Some):
+    if len(programs) == 1 and isinstance(programs[0][0], EntryRange):
         return compute(programs[0][1], *inputs)
     results = tuple(torch.empty_like(x, dtype=sum_dtype(x)) for x in likes)
     for entries, program in programs:
@@ -153,15 +153,15 @@ def _over_entries(
     return results
 
 
-@tiles.register_fake
+@aten.register_fake
 def _(q, k, v, sinks, bindings, constants, *options):
     check_heads(constants)
     lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     return torch.empty_like(q), lse
 
 
-@own_op("flexdilated::tiles_backward")
-def tiles_backward(
+@own_op("flexdilated::aten_backward")
+def aten_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -175,7 +175,7 @@ def tiles_backward(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of the op `tiles`, in the dtypes of q, k and v, from its arguments and its results out and lse.
+    """(dq, dk, dv) of the op `aten`, in the dtypes of q, k and v, from its arguments and its results out and lse.
 
     grad_out, grad_lse: gradients of out and lse; None counts as 0.
     """
@@ -186,7 +186,7 @@ def tiles_backward(
 
 
 def gradients(
-    key: Call,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -198,10 +198,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
 
-    key: pattern and sizes of the call. bindings: run-time tensors of the pattern, sorted by name. whole: out, lse and
+    call: pattern and sizes of the call. bindings: run-time tensors of the pattern, sorted by name. whole: out, lse and
     their gradients, of rows that may have more keys than the call, or a sink.
     """
-    programs, others = _programs_for(key, bindings, q)
+    programs, others = _programs_for(call, bindings, q)
 
     def compute(program: _Executable, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         return program.backward(q, k, v, WholeRows(*rows), scale)
@@ -214,116 +214,116 @@ def gradients(
     return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
-@tiles_backward.register_fake
+@aten_backward.register_fake
 def _(grad_out, grad_lse, q, k, v, out, lse, *options):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 set_gradient(
-    tiles,
-    tiles_backward,
-    refusal="the tiles engine has no second derivative; "
+    aten,
+    aten_backward,
+    refusal="the aten engine has no second derivative; "
     "for double backward use engine='portable', or engine='reference' (dense, small inputs)",
 )
 
 
 def _programs_for(
-    key: Call, bindings: list[Tensor], q: Tensor
+    call: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
     """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
 
     The executable is QueryRows for tables of selected blocks, RowProgram for few queries on CPU, otherwise a Program.
     With a table, pairs that do not need it are a second call (key, run-time tensors), to be merged by lse.
     """
-    selection = selection_in(key)
+    selection = table_split_of(call)
     if selection is not None:
-        rows = selected_rows(key, selection, bindings, len(q))
+        rows = selected_rows(call, selection, bindings, len(q))
         entries = [slice(None)] if len(rows) == 1 else [slice(entry, entry + 1) for entry in range(len(rows))]
-        others = None if selection.others is None else without_table(key, selection, bindings)
-        return [(Some(some), each) for some, each in zip(entries, rows, strict=True)], others
-    choice = chosen(key, q)
-    if not takes_rows(key) or not device_kind(q.device).on_host or choice is not None:
-        return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q)), None
+        others = None if selection.others is None else without_table(call, selection, bindings)
+        return [(EntryRange(some), each) for some, each in zip(entries, rows, strict=True)], others
+    choice = chosen(call, q)
+    if not takes_rows(call) or not device_kind(q.device).on_host or choice is not None:
+        return _programs(call, bindings, q.shape[0], q.device.type, choice, call.operands(q)), None
     if not bindings:
-        return [(Some(slice(None)), program_of_rows(key, None, q.device))], None
+        return [(EntryRange(slice(None)), program_of_rows(call, None, q.device))], None
     found = []
-    for rows, of_rows in alike(key.rules(bindings), q.shape[0]):
+    for rows, of_rows in alike(call.rules(bindings), q.shape[0]):
         rule, start = without_start(of_rows)
-        found.append((Some(rows), program_of_rows(key._replace(q_offset=key.q_offset + start), rule, q.device)))
+        found.append((EntryRange(rows), program_of_rows(call._replace(q_offset=call.q_offset + start), rule, q.device)))
     return found, None
 
 
 def _programs(
-    key: Call,
+    call: Call,
     bindings: list[Tensor],
     batch: int,
     kind: str = "cpu",
     choice: Choice | None = None,
-    operands: Operands | None = None,
+    operands: OperandSizes | None = None,
 ) -> list[tuple[Entries, Program]]:
     """Return pairs (batch entries, program) that cover the batch.
 
     There is one pair for all `batch` entries, unless run-time tensors give the entries different masks.
     """
-    written = key.pattern
+    written = call.pattern
     if not bindings:
-        return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
-    rule = key.kept_rules(bindings)
-    packed, visible = _packed(key, rule, batch), None
+        return [(EntryRange(slice(None)), program_of(call, None, kind, choice, operands, written=written))]
+    rule = call.kept_rules(bindings)
+    packed, visible = _packed(call, rule, batch), None
     if packed is not None:
-        key, groups = packed
+        call, groups = packed
     else:
-        many = not takes_mask(key.num_heads, key.num_queries, key.num_keys)
-        splits = many and device_kind(kind).on_host and not (choice or key.placement)
+        many = not takes_mask(call.num_heads, call.num_queries, call.num_keys)
+        splits = many and device_kind(kind).on_host and not (choice or call.placement)
         apart = without_scattered_keys(rule) if splits else None
         if apart is not None:
             rule = apart[0]
-            rows = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]
-            visible = Layout(key.num_keys, key.rate).apply(rows, dim=1)
-        groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
+            rows = apart[1].rows[:, call.k_offset : call.k_offset + call.num_keys]
+            visible = Layout(call.num_keys, call.rate).apply(rows, dim=1)
+        groups = [(EntryRange(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     found = []
     for entries, rule in groups:
-        each, start = (rule, 0) if key.placement else without_start(rule)
-        own = key._replace(pattern=each.text, q_offset=key.q_offset + start)
+        each, start = (rule, 0) if call.placement else without_start(rule)
+        own = call._replace(pattern=each.text, q_offset=call.q_offset + start)
         program = program_of(own, each, kind, choice, operands, written=written, hides_keys=visible is not None)
-        if visible is not None and isinstance(entries, Some):
+        if visible is not None and isinstance(entries, EntryRange):
             program = replace(program, visible=entries.rows_of(visible))
         found.append((entries, program))
     return found
 
 
-def _packed(key: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
+def _packed(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
     """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
 
     None if it is not possible or not useful: if the numbers of queries and keys differ, positions do not start at 0,
     tokens are not in natural order, an entry has more than SLOTS_AT_ONCE tokens over all heads, all entries have equal
     masks, or their rules cannot be joined to one.
     """
-    tokens = key.num_queries
+    tokens = call.num_queries
     rule.require_entries(batch)
-    is_whole = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
-    if not is_whole or key.rate != 1 or tokens * key.num_heads > SLOTS_AT_ONCE:
+    is_whole = tokens == call.num_keys and not (call.q_offset or call.k_offset or call.placement)
+    if not is_whole or call.rate != 1 or tokens * call.num_heads > SLOTS_AT_ONCE:
         return None
     if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
         return None
     joined = one_after_another(rule, tokens, batch)
-    key = key._replace(num_queries=batch * tokens, num_keys=batch * tokens)
-    return None if joined is None else (key, [(Packed(), joined)])
+    call = call._replace(num_queries=batch * tokens, num_keys=batch * tokens)
+    return None if joined is None else (call, [(Packed(), joined)])
 
 
 def program_of(
-    key: Call,
+    call: Call,
     rule: Expression | None,
     kind: str,
     choice: Choice | None,
-    operands: Operands | None,
+    operands: OperandSizes | None,
     *,
     written: str,
     hides_keys: bool = False,
 ) -> Program:
     """Return the cached program of a call on devices of a kind, such as "cpu"; make it if it is not in the cache.
 
-    key: pattern and sizes of the call. rule: the pattern with the values of its run-time tensors; None if it has none.
+    call: pattern and sizes of the call. rule: the pattern with the values of its run-time tensors; None if it has none.
     choice: options measured to be the fastest; None for the cheapest by predicted cost. operands: sizes on which costs
     depend; None for usual ones. written: JSON text of the caller's pattern, by which the cache groups its programs.
     hides_keys: True if an additive mask will hide keys, so that the plan may not use key weights, which are additive
@@ -332,13 +332,13 @@ def program_of(
 
     def build() -> Program:
         # With a requested block size, short sequences use block lists too, not one dense mask.
-        allowed = Allowed(masks=not key.block_size, key_weights=not hides_keys)
-        sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
-        if key.placement:
-            planned = key.plan(rule, operands=operands)
-            return make_program(planned, key.layout, placement=Placement.read(key.placement), **sizes)
-        planned = plan_tiles(key.bound(rule), key.layout, kind, choice, operands, allowed=allowed)
-        return make_program(planned, key.layout, **sizes)
+        allowed = Allowed(masks=not call.block_size, key_weights=not hides_keys)
+        sizes = {"num_kv_heads": call.num_kv_heads, "block_size": call.block_size, **portions_on(kind)}
+        if call.placement:
+            planned = call.plan(rule, operands=operands)
+            return make_program(planned, call.layout, placement=Placement.read(call.placement), **sizes)
+        planned = plan_aten(call.bound(rule), call.layout, kind, choice, operands, allowed=allowed)
+        return make_program(planned, call.layout, **sizes)
 
-    name = ("tiles", key, kind, machine_of(kind).text, choice, operands, hides_keys)
+    name = ("aten", call, kind, machine_of(kind).text, choice, operands, hides_keys)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ...masks.planning import GATHERED_BYTES
 from .._merge import sum_dtype
 from .._operands import added
-from ..kernels._kernel import Operands, filled, flash_backward, flash_forward
+from ..kernels._kernel import KernelTensors, filled, flash_backward, flash_forward
 from ._tile_calls import KernelCall, KernelCalls
 
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
@@ -43,7 +43,7 @@ class _Portion:
 
 
 def forward(
-    x: Operands, calls: KernelCalls, *, scale: float
+    x: KernelTensors, calls: KernelCalls, *, scale: float
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, natural lse) of attention under the block mask of `calls`; out in the dtype of q, lse in float32 or wider.
 
@@ -67,7 +67,7 @@ def forward(
 
 
 def backward(
-    x: Operands, calls: KernelCalls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
+    x: KernelTensors, calls: KernelCalls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `forward` in the dtype of lse, float32 or wider, shaped as q, k and v.
 
@@ -91,7 +91,7 @@ def backward(
     return dq, dk[:, :, :, : x.k.shape[3]], dv[:, :, :, : x.v.shape[3]]
 
 
-def _portions(x: Operands, calls: KernelCalls) -> Iterator[_Portion]:
+def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
     """Yield the kernel calls of all batch entries and heads, split to bound the bytes that each gathers."""
     hidden = None if x.visible is None else _padded(added(x.visible, x.q.dtype), calls.key_slots)
     for call in calls.calls:
@@ -114,7 +114,7 @@ def _portions(x: Operands, calls: KernelCalls) -> Iterator[_Portion]:
                 yield _Portion(part, at_q, at_k, many, blind if bool(blind.any()) else None)
 
 
-def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
+def _places(x: KernelTensors, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
     """Yield (index of q, index of k and v), each (batch entry, heads, folds), that together cover these query heads.
 
     An index has up to `together` folds of one head or, if there is one fold and no grouped-query attention, up to

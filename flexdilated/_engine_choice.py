@@ -14,15 +14,17 @@ from . import _torch_private
 from ._torch_private import graph_constant
 from .engines import ScoreMod, exports_to_onnx, flash_cannot, is_transformed, missing_compiler, own_op, tensors_read
 from .masks import Mixture, Pattern
-from .masks.core import LARGEST, device_kind, plans
+from .masks.core import LARGEST, device_kind, outside_torch_modes
 from .masks.plan_cache import debug_wanted, in_line, log
 
-ENGINES = ("flex", "flash", "tiles", "portable", "reference")
+ENGINES = ("flex", "flash", "aten", "portable", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # of FlexAttention's Triton kernels
 
 
 def check_engine(engine: object) -> None:
-    """Raise ValueError unless `engine` is None, "flex", "flash", "tiles", "portable" or "reference"."""
+    """Raise ValueError unless `engine` is None, "flex", "flash", "aten", "portable" or "reference"."""
+    if engine == "tiles":
+        raise ValueError('engine "tiles" is called "aten" now, after the kernels that it runs')
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
 
@@ -42,23 +44,23 @@ def choose_engine(
 ) -> str:
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
-    engine: the caller's choice. None: "tiles" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
-    and for calls that these cannot serve. For meta tensors the result is always "tiles".
+    engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
+    and for calls that these cannot serve. For meta tensors the result is always "aten".
     score_mod: fixed, see `fixed`. drops: True with attention dropout. sides: requested block sides in tokens, () for
     none. Raises ValueError if the engine cannot serve the call; the text names
     an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
-        return "tiles"  # meta tensors need only shapes and dtypes, which are equal in all engines
+        return "aten"  # meta tensors need only shapes and dtypes, which are equal in all engines
     if exports_to_onnx():
         _check_onnx(engine, q, k, pattern, drops)
         return "reference"
     chosen, reason = engine or device_kind(q.device).engine, None
     if chosen == "reference" and torch.compiler.is_compiling():
-        reason = "reference runs eagerly only; engine='tiles' (on CPU), 'flex' and 'portable' compile"
-    elif chosen == "tiles":
-        reason = _tiles_cannot(q.device, q.dtype, score_mod, drops)
+        reason = "reference runs eagerly only; engine='aten' (on CPU), 'flex' and 'portable' compile"
+    elif chosen == "aten":
+        reason = _aten_cannot(q.device, q.dtype, score_mod, drops)
     elif chosen != "reference":
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q)])
@@ -95,8 +97,8 @@ def planned_engine(
     if chosen not in choices:
         raise ValueError(f"engine must be None, {choices[0]!r} or 'portable' to plan for {device}; got {engine=}")
     reason = None
-    if chosen == "tiles":
-        reason = _tiles_cannot(torch.device(device), dtype, score_mod, drops)
+    if chosen == "aten":
+        reason = _aten_cannot(torch.device(device), dtype, score_mod, drops)
     elif chosen == "flex":
         reason = _flex_too_narrow(device, head_dim)
     if reason is not None and engine is not None:
@@ -162,7 +164,7 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
                 f"an ONNX file with open lengths takes no padding='zeros': export fixed lengths; got {pattern!r}"
             )
         try:
-            plans(pattern.check_tokens)(range(LARGEST), range(LARGEST))
+            outside_torch_modes(pattern.check_tokens)(range(LARGEST), range(LARGEST))
         except ValueError as error:
             rule = "an ONNX file with open lengths needs a pattern for any number of tokens: export fixed lengths"
             raise ValueError(f"{rule}; got {pattern!r}: {error}") from None
@@ -179,16 +181,16 @@ def _is_exported() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _tiles_cannot(device: torch.device, dtype: torch.dtype, score_mod: ScoreMod | None, drops: bool) -> str | None:
+def _aten_cannot(device: torch.device, dtype: torch.dtype, score_mod: ScoreMod | None, drops: bool) -> str | None:
     kind = device_kind(device)
     if not kind.kernels:
-        return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {device}. engine='portable' serves them"
+        return f"aten runs ATen's kernels on CPU and CUDA; got tensors on {device}. engine='portable' serves them"
     if not kind.on_host and dtype == torch.float64:
-        return f"tiles has no float64 kernels on {device.type}; engine='portable' serves float64"
+        return f"aten has no float64 kernels on {device.type}; engine='portable' serves float64"
     if score_mod is not None:
         serve = "engine='portable' or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
-        return f"tiles takes no score_mod: write {serve}"
-    return "tiles runs kernels without attention dropout; engine='portable' serves it" if drops else None
+        return f"aten takes no score_mod: write {serve}"
+    return "aten runs kernels without attention dropout; engine='portable' serves it" if drops else None
 
 
 def _flash_cannot(
@@ -253,12 +255,12 @@ def _flex_cannot(
     drops: bool,
 ) -> str | None:
     if q.dtype == torch.float64:
-        able = "engine='tiles' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
+        able = "engine='aten' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
         device = q.device.type
         return _flex_has_no_triton(device) or _flex_too_narrow(device, min(q.shape[-1], v.shape[-1]))
-    serves = f"engine={'portable' if drops or score_mod is not None else 'tiles'!r} serves it"
+    serves = f"engine={'portable' if drops or score_mod is not None else 'aten'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
     if score_mod is not None and torch.is_grad_enabled() and _learns(score_mod, q):
