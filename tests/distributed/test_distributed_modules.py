@@ -120,7 +120,8 @@ TRAINED = {
 def longnets() -> None:
     """With checkpoints, blocks and their transfers run again in the backward; some have layers that select keys."""
     for (schedule, name), features in TRAINED.items():
-        changes = {key: value for key, value in features.items() if key != "padded"}
+        depth = {"depth": 2 if "selection" in features else 1}
+        changes = depth | {key: value for key, value in features.items() if key != "padded"}
 
         def make(schedule=schedule, changes=changes, **over) -> nn.Module:
             only = {"schedule": schedule} if over else {}
