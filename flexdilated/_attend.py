@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from ._engine_choice import check_transforms, choose_engine
 from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
+    Place,
     check_kernel_options,
     check_last_keys,
     check_layout,
@@ -23,10 +24,10 @@ from ._validate import (
     check_zero_keys,
     in_batch,
     position,
-    resolve_scale,
     run_time_tensors,
+    scaled,
 )
-from .engines import Call, Dropout, ScoreMod, fixed, is_transformed, padded_rows, run, sum_dtype
+from .engines import Call, Dropout, Features, ScoreMod, fixed, is_transformed, options_text, padded_rows, run, sum_dtype
 from .masks import Layout, Mixture, Pattern
 from .masks.core import advises, require_bool, require_expression, require_probability
 from .masks.planning import block_sides
@@ -43,7 +44,7 @@ def attend(
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -69,7 +70,7 @@ def attend(
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -98,7 +99,7 @@ def attend(
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -132,7 +133,8 @@ def attend(
         branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
         without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash"
         have no dropout.
-    scale: factor on the scores; 1 / sqrt(D) by default.
+    scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all,
+        may be learned.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in FlexAttention. h is
         a global head; q_idx and k_idx are positions, with any offsets and layout. It is called once, here; later
@@ -187,24 +189,22 @@ def attend(
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)
         q_offset = 0
-    where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
-    check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
-    where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
-    where |= {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
-    call, tensors, factor = planned_call(q, k, pattern, **where)
-    needs_lse = return_lse or pattern.pads
+    first = position("q_offset", q_offset), position("k_offset", k_offset)
+    place = Place(*first, head_offset, num_heads_global, layout, block_size)
+    check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
+    call, tensors = planned_call(q, k, pattern, place, bindings)
+    q, factor = scaled(q, scale)
     score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
-    how: dict[str, Any] = {"return_lse": needs_lse, "sides": call.block_size}
-    how |= {"score_mod": score_mod, "drops": dropout_p > 0}
-    chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, **how)
+    seed = Dropout.drawn(dropout_p, q.device).seed if dropout_p > 0 else None
+    features = Features(factor, score_mod, sinks, dropout_p, seed, return_lse or pattern.pads)
+    chosen = choose_engine(engine, q, k, v, pattern, features, call.block_size)
     if tensors and chosen != "reference" and is_transformed():
         check_transforms(tensors)  # torch does not look for vmapped tensors in optional lists
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
-    options: dict[str, Any] = {"score_mod": score_mod, "return_lse": needs_lse, "kernel_options": given}
-    options["dropout"] = Dropout.drawn(dropout_p, q.device) if dropout_p > 0 else None
-    out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **options)
+    features = features._replace(kernel_options=options_text(given))
+    out, lse = run(chosen, q, k, v, tensors, call, features)
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
         out, lse = _pad(out, lse, pattern, call)
@@ -227,28 +227,27 @@ def _queries_from(
 
 
 def planned_call(
-    q: Tensor,
-    k: Tensor,
-    pattern: Pattern | Mixture,
-    *,
-    scale: float | None,
-    bindings: Mapping[str, Tensor] | None,
-    layout: Layout | None,
-    block_size: int | tuple[int, int] | None,
-    **where: Any,
-) -> tuple[Call, list[Tensor], float]:
-    """Check the arguments of `attend`; return (pattern and sizes as plain values, run-time tensors, softmax scale).
+    q: Tensor, k: Tensor, pattern: Pattern | Mixture, place: Place, bindings: Mapping[str, Tensor] | None
+) -> tuple[Call, list[Tensor]]:
+    """Check these arguments of `attend`; return (pattern and sizes as plain values, run-time tensors).
 
-    The run-time tensors, which the pattern carries or `bindings` holds, are ordered by name. where: q_offset, k_offset,
-    head_offset and num_heads_global. All arguments: as in `attend`.
+    The run-time tensors, which the pattern carries or `bindings` holds, are ordered by name.
     """
-    heads = check_sizes(pattern, q, **where)
-    check_layout(layout, q, k)
+    heads = check_sizes(pattern, q, place)
+    check_layout(place.layout, q, k)
     tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
-    where |= {"num_heads_global": heads, "rate": 1 if layout is None else layout.rate}
-    where["block_size"] = () if block_size is None else block_sides(block_size)
-    call = Call.at(q, k, pattern.unpadded.text, **where)
-    return call, tensors, resolve_scale(scale, q.shape[-1])
+    call = Call.at(
+        q,
+        k,
+        pattern.unpadded.text,
+        num_heads_global=heads,
+        head_offset=place.head_offset,
+        q_offset=place.q_offset,
+        k_offset=place.k_offset,
+        rate=1 if place.layout is None else place.layout.rate,
+        block_size=() if place.block_size is None else block_sides(place.block_size),
+    )
+    return call, tensors
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,5 +280,12 @@ def _knows_autocast(kind: str) -> bool:
 def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
     """Return (out, lse) after adding the pattern's zero keys (score 0, value 0) of padding to each row's softmax."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
-    sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
-    return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)
+    return padded_rows(
+        out,
+        lse,
+        pattern,
+        slots + call.q_offset,
+        head_offset=call.head_offset,
+        num_heads=call.num_heads_global,
+        num_tokens=call.num_keys,
+    )

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from . import _torch_private
 from ._torch_private import graph_constant
-from .engines import ScoreMod, exports_to_onnx, flash_cannot, is_transformed, missing_compiler, own_op, tensors_read
+from .engines import (
+    Features,
+    ScoreMod,
+    exports_to_onnx,
+    flash_cannot,
+    is_transformed,
+    missing_compiler,
+    own_op,
+    tensors_read,
+)
 from .masks import Mixture, Pattern
 from .masks.core import LARGEST, device_kind, outside_torch_modes
 from .masks.plan_cache import debug_wanted, in_line, log
@@ -35,46 +44,40 @@ def choose_engine(
     k: Tensor,
     v: Tensor,
     pattern: Pattern | Mixture,
-    *,
-    score_mod: ScoreMod | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    drops: bool = False,
+    features: Features,
     sides: tuple[int, ...] = (),
 ) -> str:
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
-    and for calls that these cannot serve. For meta tensors the result is always "aten".
-    score_mod: fixed, see `fixed`. drops: True with attention dropout. sides: requested block sides in tokens, () for
-    none. Raises ValueError if the engine cannot serve the call; the text names
-    an engine that can.
+    and for calls that these cannot serve. For meta tensors the result is always "aten". sides: requested block sides in
+    tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
         return "aten"  # meta tensors need only shapes and dtypes, which are equal in all engines
     if exports_to_onnx():
-        _check_onnx(engine, q, k, pattern, drops)
+        _check_onnx(engine, q, k, pattern, features)
         return "reference"
     chosen, reason = engine or device_kind(q.device).engine, None
     if chosen == "reference" and torch.compiler.is_compiling():
         reason = "reference runs eagerly only; engine='aten' (on CPU), 'flex' and 'portable' compile"
     elif chosen == "aten":
-        reason = _aten_cannot(q.device, q.dtype, score_mod, drops)
+        reason = _aten_cannot(q.device, q.dtype, features.score_mod, features.drops)
     elif chosen != "reference":
         if is_transformed():
-            check_transforms([q, k, v, *_others(sinks, score_mod, q)])
+            check_transforms([q, k, v, *_others(features, q)])
         if chosen == "flex":
-            reason = _flex_cannot(q, k, v, pattern, score_mod, sinks, return_lse, drops)
+            reason = _flex_cannot(q, k, v, pattern, features)
         elif chosen == "flash":
-            reason = _flash_cannot(q, k, v, score_mod, sides, drops)
+            reason = _flash_cannot(q, k, v, features, sides)
         else:
-            reason = _portable_cannot(score_mod)
+            reason = _portable_cannot(features)
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
     if reason is not None and engine is None:
         if is_transformed():
-            check_transforms([q, k, v, *_others(sinks, score_mod, q)])
-        chosen, why, reason = "portable", f"as {reason}", _portable_cannot(score_mod)
+            check_transforms([q, k, v, *_others(features, q)])
+        chosen, why, reason = "portable", f"as {reason}", _portable_cannot(features)
     if reason is not None:
         raise ValueError(reason)
     # Not in a trace: logging would break the graph.
@@ -126,10 +129,10 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
     return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
-def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor) -> list[Tensor]:
+def _others(features: Features, q: Tensor) -> list[Tensor]:
     """Tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
-    found = [] if sinks is None else [sinks]
-    return found if score_mod is None else [*found, *tensors_read(score_mod, q)]
+    found = [] if features.sinks is None else [features.sinks]
+    return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]
 
 
 @own_op("flexdilated::flex")
@@ -146,7 +149,7 @@ def _(inputs):
     return inputs[0].new_empty(0)
 
 
-def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mixture, drops: bool) -> None:
+def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mixture, features: Features) -> None:
     """Raise ValueError for a call that cannot be exported to ONNX as dense attention in plain operations."""
     if not torch.compiler.is_exporting():  # torch.jit traces
         raise ValueError("attend is exported to ONNX by torch.onnx.export(..., dynamo=True); got dynamo=False")
@@ -156,7 +159,7 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
         raise ValueError(
             f"an ONNX file takes no run-time tensors: write an AOTInductor package instead; got {pattern!r}"
         )
-    if drops:
+    if features.drops:
         raise ValueError("an ONNX file is for inference, without dropout: call model.eval(), or write dropout_p=0")
     if any(isinstance(x.shape[2], torch.SymInt) for x in (q, k)):
         if pattern.pads:
@@ -170,8 +173,8 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
             raise ValueError(f"{rule}; got {pattern!r}: {error}") from None
 
 
-def _portable_cannot(score_mod: ScoreMod | None) -> str | None:
-    if score_mod is not None and _is_exported():
+def _portable_cannot(features: Features) -> str | None:
+    if features.score_mod is not None and _is_exported():
         return "portable with a score_mod is not exported; engine='flex' is (on CPU: inference only, no mixture)"
     return None
 
@@ -193,20 +196,13 @@ def _aten_cannot(device: torch.device, dtype: torch.dtype, score_mod: ScoreMod |
     return "aten runs kernels without attention dropout; engine='portable' serves it" if drops else None
 
 
-def _flash_cannot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ScoreMod | None,
-    sides: tuple[int, ...],
-    drops: bool,
-) -> str | None:
-    if drops:
+def _flash_cannot(q: Tensor, k: Tensor, v: Tensor, features: Features, sides: tuple[int, ...]) -> str | None:
+    if features.drops:
         return "flash runs kernels without attention dropout; engine='flex' serves it"
     reason = flash_cannot(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), sides)
     if reason is not None:
         return reason
-    if score_mod is not None and _learns(score_mod, q):  # torch refuses it even if no gradient is needed
+    if _learns(features, q):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     if any(recorded) and not recorded[0]:  # torch removes the backward kernel if the gradient of q is unused
@@ -216,8 +212,9 @@ def _flash_cannot(
     return None
 
 
-def _learns(score_mod: ScoreMod, q: Tensor) -> bool:
-    return any(x.requires_grad for x in tensors_read(score_mod, q))
+def _learns(features: Features, q: Tensor) -> bool:
+    """True if score_mod reads a tensor that requires a gradient."""
+    return features.score_mod is not None and any(x.requires_grad for x in tensors_read(features.score_mod, q))
 
 
 @graph_constant
@@ -244,35 +241,28 @@ def _flex_too_narrow(device: str, head_dim: int) -> str | None:
     return f"{rule}; got {head_dim}. engine='portable' serves it"
 
 
-def _flex_cannot(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Mixture,
-    score_mod: ScoreMod | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    drops: bool,
-) -> str | None:
+def _flex_cannot(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, features: Features) -> str | None:
     if q.dtype == torch.float64:
-        able = "engine='aten' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
+        able = (
+            "engine='aten' (on CPU) and 'portable' serve" if features.score_mod is None else "engine='portable' serves"
+        )
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
         device = q.device.type
         return _flex_has_no_triton(device) or _flex_too_narrow(device, min(q.shape[-1], v.shape[-1]))
-    serves = f"engine={'portable' if drops or score_mod is not None else 'aten'!r} serves it"
+    serves = f"engine={'portable' if features.drops or features.score_mod is not None else 'aten'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
-    if score_mod is not None and torch.is_grad_enabled() and _learns(score_mod, q):
+    if torch.is_grad_enabled() and _learns(features, q):
         return (
             f"flex has no backward on CPU, and score_mod uses a tensor that requires a gradient; {serves}, "
             "or use torch.no_grad()"
         )
-    if drops:
+    if features.drops:
         return f"flex gives no lse on CPU, which dropout needs; {serves}"
-    if return_lse:
+    if features.return_lse:
         return f"flex gives no lse on CPU; {serves}"
-    if sinks is not None:
+    if features.sinks is not None:
         return f"flex gives no lse on CPU, which sinks need; {serves}"
     if len({branch.text for branch in pattern.branches()}) > 1:
         branches = len(pattern.branches())

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from sys import float_info
+from typing import NamedTuple
 from warnings import warn
 
 import torch
@@ -213,22 +214,36 @@ def check_score_mod(score_mod: object) -> None:
         raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got {takes}")
 
 
+class Place(NamedTuple):
+    """Where the tokens and heads of a call belong; fields as the arguments of `attend`."""
+
+    q_offset: int = 0
+    k_offset: int = 0
+    head_offset: int = 0
+    num_heads_global: int | None = None
+    layout: Layout | None = None
+    block_size: int | tuple[int, int] | None = None
+
+
+_WHOLE = Place()
+
+
 def check_zero_keys(
-    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, *, q_offset: int = 0, k_offset: int = 0
+    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, place: Place = _WHOLE
 ) -> None:
     """Raise ValueError if the pattern pads segments with zero keys and the call does not allow that.
 
     Such a pattern needs all keys of the sequence (k_offset 0), queries within it, and no score_mod. Other patterns
-    pass. queries, keys: numbers of queries and keys. q_offset, k_offset: positions of the first query and key.
+    pass. queries, keys: numbers of queries and keys.
     """
     if not pattern.pads:
         return
     if score_mod is not None:
         raise ValueError("padding='zeros' takes no score_mod, as zero keys have no position to give it; got one")
-    if k_offset or q_offset + queries > keys:
+    if place.k_offset or place.q_offset + queries > keys:
         raise ValueError(
             "padding='zeros' is made for a whole sequence: give all its keys, and queries at their positions; got "
-            f"{queries} queries from {q_offset} on and {keys} keys from {k_offset} on"
+            f"{queries} queries from {place.q_offset} on and {keys} keys from {place.k_offset} on"
         )
 
 
@@ -254,12 +269,30 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
         raise ValueError(f"unequal numbers of query and key/value heads need enable_gqa=True; {came}")
 
 
+def scaled(q: Tensor, scale: float | Tensor | None) -> tuple[Tensor, float]:
+    """Return (queries, factor on the scores) for the argument `scale` of q (B, H, N, D).
+
+    A tensor, of one number for each head (H,) or for all, multiplies q, in float32 or wider. Raises TypeError or
+    ValueError for other tensors, and as `resolve_scale`.
+    """
+    if not isinstance(scale, Tensor):
+        return q, resolve_scale(scale, q.shape[-1])
+    if not scale.is_floating_point():
+        raise TypeError(f"a tensor as scale must hold real numbers; got {scale.dtype}")
+    if scale.shape not in ((), (q.shape[1],)):
+        raise ValueError(f"a tensor as scale needs a number for each head, shape ({q.shape[1]},); got {_shape(scale)}")
+    if scale.device != q.device:
+        raise ValueError(f"scale must be on the device of q, {q.device}; got {scale.device}")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (q.to(wide) * scale.to(wide).reshape(-1, 1, 1)).to(q.dtype), 1.0
+
+
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """Return the factor on the scores as a float: `scale`, which must be finite, or 1 / sqrt(head_dim) for None."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale must be a real number or None; got {scale!r}")
+        raise TypeError(f"scale must be a real number or None; got {scale!r:.80}")
     if not -float_info.max <= scale <= float_info.max:  # torch.compile can trace this comparison for a varying scale
         raise ValueError(f"scale must be finite; got {scale=}")
     return float(scale)
@@ -286,22 +319,15 @@ def position(name: str, value: object) -> int:
     return number
 
 
-def check_sizes(
-    pattern: Pattern | Mixture,
-    q: Tensor,
-    *,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int | None,
-) -> int:
+def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
     """Check offsets and heads of a call; return the number of query heads over all devices.
 
     That is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
     negative offsets, for more heads than num_heads_global, and for a pattern of another number of heads.
     """
-    require_int("q_offset", q_offset, minimum=0)
-    require_int("k_offset", k_offset, minimum=0)
+    head_offset, num_heads_global = place.head_offset, place.num_heads_global
+    require_int("q_offset", place.q_offset, minimum=0)
+    require_int("k_offset", place.k_offset, minimum=0)
     require_int("head_offset", head_offset, minimum=0)
     if num_heads_global is not None:
         require_int("num_heads_global", num_heads_global, minimum=1)

@@ -89,7 +89,7 @@ class KVCache:
         num_heads: int,
         capacity: int | None = None,
         undo: int = 0,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
         engine: str | None = None,
         head_offset: int = 0,
         num_heads_global: int | None = None,
@@ -192,7 +192,8 @@ class KVCache:
         numbers = self._check(q, k, v, lengths)
         check_sinks(sinks, q)
         check_score_mod(score_mod)
-        refuse_gradients(q, k, v, sinks)
+        scale = self._reader.scale
+        refuse_gradients(q, k, v, sinks, scale if isinstance(scale, Tensor) else None)
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         score_mod = fixed(score_mod, sum_dtype(q), q.device)
@@ -295,7 +296,7 @@ class KVCache:
         if type(other) is not type(self):
             raise TypeError(f"join takes another {type(self).__name__}; got {type(other).__name__}")
         ours, theirs = self._arguments(), other._arguments()
-        unequal = [name for name, value in ours.items() if value != theirs[name]]
+        unequal = [name for name, value in ours.items() if not _equal(value, theirs[name])]
         if unequal:
             raise ValueError(f"join takes a cache that was made with equal arguments; got another {unequal[0]}")
         if self._cohorts and other._cohorts:
@@ -448,3 +449,9 @@ def _naming(entries: Sequence[int], batch: int) -> Iterator[None]:
             raise
         named = f"batch {'entry' if len(entries) == 1 else 'entries'} {', '.join(map(str, entries))}"
         raise ValueError(f"{named}: {error}") from error
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return isinstance(one, Tensor) == isinstance(other, Tensor) and one == other

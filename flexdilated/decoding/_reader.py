@@ -7,10 +7,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._engine_choice import check_engine, choose_engine
-from .._validate import resolve_scale
+from .._validate import resolve_scale, scaled
 from ..engines import (
     MOST_ROWS,
     Call,
+    Features,
     HeadGroup,
     RuleHeads,
     ScoreMod,
@@ -47,7 +48,7 @@ class Reader:
         pattern: Pattern | Mixture,
         *,
         num_heads: int,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
         engine: str | None = None,
         head_offset: int = 0,
         num_heads_global: int | None = None,
@@ -61,13 +62,16 @@ class Reader:
         Bound(pattern, 1, 1, num_heads, head_offset, total, 0, 0, 1)
         self.num_heads, self.engine = num_heads, engine
         self.head_offset, self.num_heads_global = head_offset, total
-        self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
-        where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
-        self.ends = _ends_of(pattern, _sources(branch_rules(pattern, **where)))
+        self.scale = scale if scale is None or isinstance(scale, Tensor) else resolve_scale(scale, head_dim=1)
+
+        def rules(pattern: Pattern | Mixture) -> tuple[tuple[RuleHeads, ...], ...]:
+            return branch_rules(pattern, num_heads=num_heads, head_offset=head_offset, num_heads_global=total)
+
+        self.ends = _ends_of(pattern, _sources(rules(pattern)))
         # The search covers a limited number of positions. The intersection excludes look-ahead beyond them.
         proven = all(map(self.ends.by_form, pattern.branches()))
         self.pattern: Pattern | Mixture = pattern if proven else pattern & self.ends.rule()
-        self._branches = branch_rules(self.pattern, **where)
+        self._branches = rules(self.pattern)
         self.sources = _sources(self._branches)
         self._period = common_period(self.pattern.branches())
         self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
@@ -122,20 +126,22 @@ class Reader:
         their S slots (indices along the token dim). score_mod: as in `attend`. No query may see a key after the last
         query: see `check_end`.
         """
+        q, scale = scaled(q, self.scale)
+        features = Features(scale, fixed(score_mod, sum_dtype(q), q.device))
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
-        return compute(q, k, v, first, held, fixed(score_mod, sum_dtype(q), q.device))
+        return compute(q, k, v, first, held, features)
 
     def _rows(
-        self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, score_mod: ScoreMod | None
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
         """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
-        found, scale, end = [], resolve_scale(self.scale, q.shape[-1]), first + q.shape[2]
+        found, score_mod, end = [], features.score_mod, first + q.shape[2]
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
             keys = range(min(end, self.ends.next(queries.stop)))
             program = row_program(self._grouped(k), queries, keys, held)
             rule = None if score_mod is None else self._at_positions(score_mod, first, q.device)
-            found.append(program.forward(few, k, v, scale, rule))
+            found.append(program.forward(few, k, v, features.scale, rule))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
@@ -157,24 +163,24 @@ class Reader:
         return self._groups[where]
 
     def _chunk(
-        self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, score_mod: ScoreMod | None
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
         """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse."""
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):
             # Some patterns refuse runs without all keys that they name.
-            return self._rows(q, k, v, first, held, score_mod)
+            return self._rows(q, k, v, first, held, features)
         if not visible:
             rows = q.shape[:3]
             return v.new_zeros(*rows, v.shape[3]), q.new_full(rows, -torch.inf, dtype=sum_dtype(q))
-        out, lse = self._attend_to(q, k, v, first, visible[0], held, score_mod)
+        out, lse = self._attend_to(q, k, v, first, visible[0], held, features)
         for keys in visible[1:]:
-            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held, score_mod)])
+            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held, features)])
         return out, lse
 
     def _attend_to(
-        self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys, score_mod: ScoreMod | None
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
         (slots,) = held.slices(keys)
         # Positions are shifted by a multiple of the pattern's period, so that equal calls share one plan.
@@ -190,10 +196,10 @@ class Reader:
             head_offset=self.head_offset,
             num_heads_global=self.num_heads_global,
         )
-        rule = None if score_mod is None else through(score_mod, _moved, torch.full((), shift, device=q.device))
-        how = {"score_mod": rule, "sinks": None, "return_lse": True}
-        engine = choose_engine(self.engine, q, k, v, self.pattern, **how)
-        out, lse = run(engine, q, k, v, None, [], call, resolve_scale(self.scale, q.shape[-1]), score_mod=rule)
+        if features.score_mod is not None:
+            shifts = torch.full((), shift, device=q.device)
+            features = features._replace(score_mod=through(features.score_mod, _moved, shifts))
+        out, lse = run(choose_engine(self.engine, q, k, v, self.pattern, features), q, k, v, [], call, features)
         assert lse is not None
         return out, lse
 

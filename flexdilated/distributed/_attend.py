@@ -16,15 +16,16 @@ from .._engine_choice import choose_engine
 from .._torch_private import graph_constant
 from .._validate import (
     OTHER_KEYWORDS,
+    Place,
     check_score_mod,
     check_sinks,
     check_sizes,
     check_zero_keys,
     in_batch,
-    resolve_scale,
     run_time_tensors,
+    scaled,
 )
-from ..engines import ScoreMod, fixed, nothing, one_width, padded_rows, placed_engine, sum_dtype, with_seed
+from ..engines import Features, ScoreMod, fixed, nothing, one_width, padded_rows, placed_engine, sum_dtype, with_seed
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -63,7 +64,7 @@ def attend(
     error_bound: float | None = None,
     pool: PoolChoice = None,
     dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -90,7 +91,7 @@ def attend(
     error_bound: float | None = None,
     pool: PoolChoice = None,
     dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -117,7 +118,7 @@ def attend(
     error_bound: float | None = None,
     pool: PoolChoice = None,
     dropout_p: float = 0,  # an int, as torch.compile with dynamic=True recompiles for a float
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -155,8 +156,8 @@ def attend(
         which then is "exchange". All ranks must give equal functions, which are not compared; errors that it raises
         come after keys were sent.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`.
-        Gradients of sinks and of tensors that score_mod captures are those of this rank's queries only: sum them over
-        the ranks. A rank without tokens has no gradient (None) of captured tensors.
+        Gradients of sinks, of a scale and of tensors that score_mod captures are those of this rank's queries only: sum
+        them over the ranks. A rank without tokens has no gradient (None) of captured tensors.
 
     Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
     arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.
@@ -179,8 +180,7 @@ def attend(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_zero_keys(pattern, score_mod)
-    where = {"head_offset": head_offset, "num_heads_global": num_heads_global}
-    heads = index(check_sizes(pattern, q, q_offset=0, k_offset=0, **where))
+    heads = index(check_sizes(pattern, q, Place(head_offset=head_offset, num_heads_global=num_heads_global)))
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
     chosen = schedule
@@ -190,12 +190,12 @@ def attend(
         chosen = "exchange"
     elif schedule == "auto":
         chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
-    needs_lse = return_lse or pattern.pads
+    q, factor = scaled(q, scale)
     score_mod = fixed(score_mod, sum_dtype(q), q.device)
-    features = {"score_mod": score_mod, "sinks": sinks, "drops": dropout_p > 0}
-    features |= {"return_lse": needs_lse or chosen == "ring"}
-    chosen_engine = placed_engine(choose_engine(engine, q, k, v, pattern, **features), q.device)
-    width, factor = v.shape[-1], resolve_scale(scale, index(q.shape[-1]))
+    needs_lse = return_lse or pattern.pads or chosen == "ring"
+    features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)
+    chosen_engine = placed_engine(choose_engine(engine, q, k, v, pattern, features), q.device)
+    width = v.shape[-1]
     q, k, v = one_width(q, k, v)  # keys and values travel in messages of one row length
     call = PlainCall(
         pattern=pattern.unpadded.text,
@@ -212,7 +212,7 @@ def attend(
         dropout_p=dropout_p,
     )
     once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
-    facts = _facts(q, k, v, sinks, score_mod, schedule, pattern.text, call)
+    facts = _facts(q, k, v, features, schedule, pattern.text, call)
     _agree((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
@@ -220,12 +220,14 @@ def attend(
     elif chosen == "ring":
         out, lse = ring_op(q, k, v, sinks, tensors, call.constants)
     else:
-        out, lse = exchange(q, k, v, sinks, tensors, call, score_mod=score_mod, return_lse=needs_lse)
+        out, lse = exchange(q, k, v, tensors, call, features)
     out = out[..., :width]
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
-        rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": shards.num_tokens}
-        out, lse = padded_rows(out, lse, pattern, shards.positions(ranks.rank, q.device), **rows)
+        positions, tokens = shards.positions(ranks.rank, q.device), shards.num_tokens
+        out, lse = padded_rows(
+            out, lse, pattern, positions, head_offset=head_offset, num_heads=heads, num_tokens=tokens
+        )
     if not return_lse:
         return out
     assert lse is not None
@@ -236,8 +238,7 @@ def _facts(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
-    score_mod: ScoreMod | None,
+    features: Features,
     schedule: str,
     pattern: str,
     call: PlainCall,
@@ -246,7 +247,8 @@ def _facts(
 
     Under torch.compile the sizes become constants of the graph, because messages have fixed sizes. pattern: in JSON.
     """
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    inputs = (q, k, v, features.sinks)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return (
         ("schedule", schedule),
         ("pattern", pattern),
@@ -261,8 +263,8 @@ def _facts(
         ("dropout_p", call.dropout_p),
         ("codec", call.codec),
         ("error_bound", call.error_bound or None),
-        ("sinks", sinks is not None),
-        ("score_mod", score_mod is not None),
+        ("sinks", features.sinks is not None),
+        ("score_mod", features.score_mod is not None),
         ("gradients wanted", wanted),
     )
 

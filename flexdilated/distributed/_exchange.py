@@ -18,7 +18,7 @@ from torch import Tensor
 from .._torch_private import graph_constant
 from ..engines import (
     Call,
-    ScoreMod,
+    Features,
     WholeRows,
     copies,
     no_gradients,
@@ -45,10 +45,16 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 
     num_heads, num_kv_heads: on this device. bindings: the pattern's run-time tensors, ordered by name.
     """
-    heads = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
-    rule = whole_rule(call.pattern, bindings, split.num_tokens)
-    return ExchangePlan.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
+    return ExchangePlan.of(
+        whole_rule(call.pattern, bindings, split.num_tokens),
+        split,
+        rank,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_offset=call.head_offset,
+        num_heads_global=call.num_heads_global,
+    )
 
 
 class Exchange:
@@ -299,16 +305,13 @@ def exchange(
     q: Float[Tensor, "B H L D"],
     k: Float[Tensor, "B G L D"],
     v: Float[Tensor, "B G L D"],
-    sinks: Float[Tensor, " H"] | None,
     bindings: list[Tensor],
     call: PlainCall,
-    *,
-    score_mod: ScoreMod | None,
-    return_lse: bool,
+    features: Features,
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
 
-    The lse may be None unless return_lse is True. Every rank must make this call, and run its backward. call: the
+    Every rank must make this call, and run its backward. call: the
     pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
     ordered by name; with dropout followed by its seed. One all-to-all brings each (key/value head, token) that some
     query of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32
@@ -317,22 +320,27 @@ def exchange(
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
-    if call.engine != "flex" and score_mod is None:
-        out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, call.constants)
+    if call.engine != "flex" and features.score_mod is None:
+        out, lse, _, _ = exchange_op(q, k, v, features.sinks, bindings, call.constants)
         return out, lse
     if torch.compiler.is_compiling() and without_seed(bindings, call.dropout_p)[0]:
         _refuse_run_time_tensors()
     k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, call.constants)
     if not q.shape[2]:
         nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
-        nothing = nothing if sinks is None else nothing + sinks[:0].sum()
+        nothing = nothing if features.sinks is None else nothing + features.sinks[:0].sum()
         return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
     bindings, dropout = without_seed(bindings, call.dropout_p)
-    where = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
-    placement = _placement(tuple(call), q.shape[1], k.shape[1], bindings)
-    placed = Call.at(q, k_all, call.pattern, **where, block_size=call.block_size, placement=placement)
-    options = {"score_mod": score_mod, "dropout": dropout, "return_lse": return_lse}
-    return run(call.engine, q, k_all, v_all, sinks, bindings, placed, call.scale, **options)
+    placed = Call.at(
+        q,
+        k_all,
+        call.pattern,
+        head_offset=call.head_offset,
+        num_heads_global=call.num_heads_global,
+        block_size=call.block_size,
+        placement=_placement(tuple(call), q.shape[1], k.shape[1], bindings),
+    )
+    return run(call.engine, q, k_all, v_all, bindings, placed, features.with_dropout(dropout))
 
 
 @graph_constant  # raises while torch.compile traces, also if graphs may break

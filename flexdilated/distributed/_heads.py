@@ -18,15 +18,16 @@ from torch import Tensor
 from .._attend import autocast
 from .._engine_choice import choose_engine
 from .._validate import (
+    Place,
     check_score_mod,
     check_sinks,
     check_sizes,
     check_zero_keys,
     in_batch,
-    resolve_scale,
     run_time_tensors,
+    scaled,
 )
-from ..engines import Call, ScoreMod, fixed, nothing, one_width, own_op, padded_rows, run, sum_dtype
+from ..engines import Call, Features, ScoreMod, fixed, nothing, one_width, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -66,7 +67,7 @@ def attend_heads(
     ranks: Ranks,
     sharding: Sharding,
     dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
@@ -95,7 +96,7 @@ def attend_heads(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_zero_keys(padded, score_mod)
-    heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
+    heads = check_sizes(pattern, q, Place(head_offset=head_offset, num_heads_global=num_heads_global))
     tensors = run_time_tensors(pattern, bindings)
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
@@ -110,9 +111,9 @@ def attend_heads(
     mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
     score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
-    how = {"score_mod": score_mod, "return_lse": needs_lse}
-    chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, drops=dropout_p > 0, **how)
-    width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
+    q, factor = scaled(q, scale)
+    features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)
+    chosen, width = choose_engine(engine, q, k, v, pattern, features), v.shape[-1]
     q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "aten")
     dropout = shared_dropout(dropout_p, ranks, q)
     read = [head * G // H - mine.start * G // H for head in mine]
@@ -121,15 +122,17 @@ def attend_heads(
     # Keys and values may be float32, so that their gradients are float32, too.
     sides = () if block_size is None else block_sides(block_size)
     call = Call.at(q, k, pattern.text, head_offset=head_offset + mine.start, num_heads_global=heads, block_size=sides)
-    out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, dropout=dropout, **how)
+    out, lse = run(chosen, q, k, v, tensors, call, features.with_dropout(dropout))
     (out,) = heads_to_tokens([out[..., :width]], [H], H, *place)
     if not needs_lse or lse is None:
         return out
     (column,) = heads_to_tokens([lse.unsqueeze(-1)], [H], H, *place)
     row_lse = column.squeeze(-1)
     if padded.pads:
-        rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": sharding.num_tokens}
-        out, row_lse = padded_rows(out, row_lse, padded, sharding.positions(ranks.rank, q.device), **rows)
+        positions, tokens = sharding.positions(ranks.rank, q.device), sharding.num_tokens
+        out, row_lse = padded_rows(
+            out, row_lse, padded, positions, head_offset=head_offset, num_heads=heads, num_tokens=tokens
+        )
     return (out, row_lse) if return_lse else out
 
 

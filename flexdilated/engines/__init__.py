@@ -2,6 +2,7 @@
 
 from ._call import Call
 from ._dropout import Dropout, with_seed, without_seed
+from ._features import Features
 from ._gather import merge_, side_of
 from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
 from ._operands import one_width

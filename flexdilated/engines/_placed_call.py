@@ -11,6 +11,7 @@ from ..masks.core import device_kind
 from ..masks.orders import Placement
 from ._call import Call
 from ._dropout import without_seed
+from ._features import Features
 from ._merge import WholeRows, sum_dtype
 from ._ops import autograd_on
 from ._run import run
@@ -43,23 +44,22 @@ class PlacedCall:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
         bindings: list[Tensor],
         *,
-        return_lse: bool = True,
         wide: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, natural lse) of queries q (B, H, L, D) over keys k and values v (B, G, M, D).
 
-        sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name; if dropout_p > 0,
-        followed by the seed of dropout. return_lse: without it the lse may be None. wide: engine "aten" returns out in
-        the dtype of the lse, without a gradient; other engines ignore it.
+        bindings: the pattern's run-time tensors, sorted by name; if dropout_p > 0, followed by the seed of dropout.
+        wide: engine "aten" returns out in the dtype of the lse, without a gradient; other engines ignore it.
         """
         if self.engine == "aten" and wide:
-            return attention(self.key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
+            return attention(self.call(q, k), q, k, v, None, bindings, self.scale, wide=True)
         bindings, dropout = without_seed(bindings, self.dropout_p)
-        options = {"dropout": dropout, "return_lse": return_lse}
-        return run(self.engine, q, k, v, sinks, bindings, self.key(q, k), self.scale, **options)
+        features = Features(self.scale).with_dropout(dropout)
+        out, lse = run(self.engine, q, k, v, bindings, self.call(q, k), features)
+        assert lse is not None
+        return out, lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
@@ -70,23 +70,30 @@ class PlacedCall:
         the gradients of the whole; engines "aten" and "portable" return them in float32 or wider.
         """
         if self.engine == "aten":
-            return gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
+            return gradients(self.call(q, k), q, k, v, bindings, whole, self.scale, wide=True)
         if self.engine == "portable":
             bindings, dropout = without_seed(bindings, self.dropout_p)
             q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
-            return portable_gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, dropout)
+            features = Features(self.scale).with_dropout(dropout)
+            return portable_gradients(self.call(q, k), q, k, v, bindings, whole, features)
         with autograd_on():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            part, part_lse = self.forward(q, k, v, None, bindings)
-            assert part_lse is not None
+            part, part_lse = self.forward(q, k, v, bindings)
             sent = whole.gradients_of(part.detach(), part_lse.detach())
             dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), sent)
         return dq, dk, dv
 
-    def key(self, q: Tensor, k: Tensor) -> Call:
+    def call(self, q: Tensor, k: Tensor) -> Call:
         """Return the Call (pattern and sizes) of attention with these queries and keys."""
-        heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
-        return Call.at(q, k, self.pattern, **heads, block_size=self.sides, placement=self.placement.text)
+        return Call.at(
+            q,
+            k,
+            self.pattern,
+            head_offset=self.head_offset,
+            num_heads_global=self.num_heads_global,
+            block_size=self.sides,
+            placement=self.placement.text,
+        )
 
 
 def placed_engine(engine: str, device: torch.device) -> str:

@@ -14,6 +14,7 @@ from .._torch_private import graph_constant
 from ..masks import Bound
 from ..masks.core import outside_torch_modes
 from ._dropout import Dropout
+from ._features import Features
 from ._operands import HiddenSlots
 from ._score_mod import ScoreMod
 
@@ -66,20 +67,16 @@ def reference_attention(
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
     bound: Bound,
+    features: Features,
     *,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-    dropout: Dropout | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of attention by its definition, computed densely in `dtype`.
 
     Each row has one softmax over its allowed keys; a pair counts once for each branch of the pattern that
-    allows it. out has q's dtype, lse `dtype`. scale: factor of q · k. score_mod: applied to the scaled scores.
-    sinks: for each head, the score of one more key of value 0. Differentiable any number of times. Rows without keys
-    have output 0, and the sink or -inf as lse. Queries without keys, and keys that no query sees, are zeroed first, so
-    that a NaN in them has no effect.
+    allows it. out has q's dtype, lse `dtype`. Differentiable any number of times. Rows without keys have output 0, and
+    the sink or -inf as lse. Queries without keys, and keys that no query sees, are zeroed first, so that a NaN in them
+    has no effect.
     """
     bound = replace(bound, batch=q.shape[0])
     times = multiplicity(bound, q.device)
@@ -87,17 +84,18 @@ def reference_attention(
     q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = (q.to(dtype) @ keys.transpose(-1, -2)) * scale
-    if score_mod is not None:
-        scores = modified_scores(scores, score_mod, bound)
+    scores = (q.to(dtype) @ keys.transpose(-1, -2)) * features.scale
+    if features.score_mod is not None:
+        scores = modified_scores(scores, features.score_mod, bound)
     scores = (scores + times.clamp(min=1).to(dtype).log()).masked_fill(times == 0, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    if features.sinks is not None:
+        column = features.sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores, values = torch.cat([scores, column], -1), pad(values, (0, 0, 0, 1))
     empty = (scores == -torch.inf).all(-1)
     # Rows without keys are kept out of logsumexp, whose gradient would be NaN; their weights, exp(-inf), are 0 anyway.
     lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
+    dropout = features.dropout
     if dropout is not None:
         shares = multiplicity(bound, q.device, dropout).to(dtype) / times.clamp(min=1) / (1 - dropout.p)
         weights = weights * pad(shares, (0, weights.shape[3] - shares.shape[3]))  # a sink has no value to drop

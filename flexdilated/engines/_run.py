@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,13 +9,12 @@ from torch import Tensor
 from ..masks import Bound, Layout
 from ..masks.core import Expression, outside_torch_modes
 from ._call import Call
-from ._dropout import Dropout
+from ._features import Features
 from ._merge import nothing, sum_dtype
 from ._operands import one_width
 from ._reference import exports_to_onnx, reference_attention
-from ._score_mod import ScoreMod
 from .aten import aten
-from .flex import BACKEND, Options, flash_sides, flex, options_text, portable
+from .flex import flash_sides, flex, on_flash, portable
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
@@ -27,62 +24,42 @@ def run(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
-    sinks: Float[Tensor, " H"] | None,
     bindings: list[Tensor],
     call: Call,
-    scale: float,
-    *,
-    score_mod: ScoreMod | None = None,
-    dropout: Dropout | None = None,
-    return_lse: bool = True,
-    kernel_options: Options = (),
+    features: Features,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"] | None]:
     """Compute attention by the named engine, which must support the call; returns (out, natural lse).
 
-    sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name. call: pattern and
-    sizes. scale: factor of q · k. return_lse: without it the lse may be None. kernel_options: FlexAttention's, for
-    engines "flex" and "flash". Without queries or keys, out is 0 and lse is -inf, or the sinks if there are any.
+    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. Without queries or keys, out is 0
+    and lse is -inf, or the sinks if there are any.
     """
     if 0 in q.shape or 0 in k.shape:
-        return nothing(q, k, v, sinks)
-    features: dict[str, Any] = {"score_mod": score_mod, "return_lse": return_lse}
+        return nothing(q, k, v, features.sinks)
     if engine in ("aten", "flash") and q.shape[-1] != v.shape[-1]:
-        features["kernel_options"] = kernel_options
-        out, lse = run(engine, *one_width(q, k, v), sinks, bindings, call, scale, **features)
+        out, lse = run(engine, *one_width(q, k, v), bindings, call, features)
         return out[..., : v.shape[-1]], lse
     if engine == "aten":
-        return aten(q, k, v, sinks, bindings, *call.arguments, scale)
+        return aten(q, k, v, features.sinks, bindings, *call.arguments, features.scale)
     if engine == "reference":
-        return _reference(q, k, v, sinks, bindings, call, scale, score_mod, dropout)
+        return _reference(q, k, v, bindings, call, features)
     if engine == "portable":
-        return portable(q, k, v, sinks, bindings, call, scale, score_mod=score_mod, dropout=dropout)
+        return portable(q, k, v, bindings, call, features)
     if engine == "flash":
-        kernel_options = (*kernel_options, (BACKEND, "FLASH"))
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
-    features |= {"sinks": sinks, "dropout": dropout, "kernel_options": options_text(kernel_options)}
-    return flex(q, k, v, bindings, call, scale=scale, **features)
+        features = features._replace(kernel_options=on_flash(features.kernel_options))
+    return flex(q, k, v, bindings, call, features)
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bindings: list[Tensor],
-    call: Call,
-    scale: float,
-    score_mod: ScoreMod | None,
-    dropout: Dropout | None,
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, features: Features
 ) -> tuple[Tensor, Tensor]:
     queries, keys = call.layout, Layout(call.num_keys, call.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
     rule = call.rules(bindings)  # reads values of run-time tensors
-    features: dict[str, Any] = {"score_mod": score_mod, "dropout": dropout, "sinks": sinks}
     if exports_to_onnx():
-        bound, features["dtype"] = _bound_of_any_size(call, rule), sum_dtype(q)
+        out, lse = reference_attention(*natural, _bound_of_any_size(call, rule), features, dtype=sum_dtype(q))
     else:
-        bound = outside_torch_modes(call.bound)(rule)
-    out, lse = reference_attention(*natural, bound, scale=scale, **features)
+        out, lse = reference_attention(*natural, outside_torch_modes(call.bound)(rule), features)
     return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))
 
 

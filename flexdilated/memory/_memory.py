@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from ..engines import (
     GATHERED_BYTES,
     Call,
     Dropout,
+    Features,
     FlexProgram,
     FlexStep,
     Portable,
@@ -372,14 +372,14 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
 
 def _portable_memory(program: FlexProgram, size: AttentionSize, way: _Way) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes."""
-    dropout = Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)) if way.drops else None
+    features = Features(1.0)
+    if way.drops:
+        features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
     steps = tuple(_without_values(step) for step in program.steps)
-    score_mod = None
-    if way.score_mod is not None:
-        score_mod = fixed(way.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
-    run = Portable(replace(program, steps=steps), 1.0, score_mod, dropout)
+    score_mod = fixed(way.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
-    return _dry_run(size, partial(run.forward, sinks=None), run.backward, pads=False)
+    return _dry_run(size, run.forward, run.backward, pads=False)
 
 
 def _without_values(step: FlexStep) -> FlexStep:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from .._attend import attend, autocast, planned_call
+from .._attend import autocast, planned_call
 from .._engine_choice import choose_engine
-from .._validate import check_lse, check_tensors, in_batch
-from ..engines import aten_backward, refuse_transforms, sum_dtype
+from .._validate import Place, check_lse, check_tensors, in_batch, scaled
+from ..engines import Call, Features, aten_backward, refuse_transforms, run, sum_dtype
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import advises, device_kind, require_below, require_expression, require_int
 
@@ -37,7 +37,7 @@ def attention_received(
     lse: Float[Tensor, "B H N"],
     pattern: Pattern | Mixture,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     bindings: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
@@ -74,50 +74,47 @@ def attention_received(
     q, k, _ = in_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
-    where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-    options = {**where, "num_heads_global": num_heads_global, "layout": layout, "block_size": block_size}
-    call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
+    place = Place(q_offset, k_offset, head_offset, num_heads_global, layout, block_size)
+    call, tensors = planned_call(q, k, pattern, place, bindings)
+    q, factor = scaled(q, scale)
     if engine == "flex" and not device_kind(q.device).flex_trains:
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='aten' serves it")
     if engine == "flash":
         raise ValueError(
             "attention_received needs a gradient of v alone, which flash does not have; engine='flex' serves it"
         )
-    chosen = choose_engine(engine, q, k, k, pattern, return_lse=True, score_mod=None, sinks=None)
+    chosen = choose_engine(engine, q, k, k, pattern, Features(factor))
     refuse_transforms("attention_received", (q, k, lse))
     q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
     if 0 in q.shape or 0 in k.shape:
         return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
     if chosen == "aten":
-        return _by_tiles(q, k, lse, tensors, *call.arguments, factor)
-    options |= {"scale": factor, "num_heads_global": call.num_heads_global}
-    return _by_autograd(q, k, lse, pattern, bindings=bindings, engine=chosen, **options)
+        return _by_aten(q, k, lse, tensors, call, factor)
+    return _by_autograd(q, k, lse, tensors, call, chosen, factor)
 
 
-def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *options: Any) -> Tensor:
+def _by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, scale: float) -> Tensor:
     """Attention received, (B, H, M), from the backward op of `attend` with the given lse.
 
-    options: the op's arguments after the run-time tensors. The gradient of v depends on neither out nor v, so out is 0
-    and k is passed as v.
+    The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
     """
     wide = sum_dtype(q)
     # Gradients of keys wider than queries are as wide; the op reads the keys in the queries' dtype.
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
-        _columns(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *options)[2], members)
+        _columns(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members)
         for members, cotangent in _cotangents(q, k.shape[1])
     ]
     return torch.cat(found, 2).flatten(1, 2)
 
 
 def _by_autograd(
-    q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
+    q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, engine: str, scale: float
 ) -> Tensor:
-    """Attention received, (B, H, M), from the gradient of v through `attend`.
+    """Attention received, (B, H, M), from the gradient of v through the engine.
 
-    The lse that `attend` computes covers only these keys and no sinks, so the results are rescaled to the given lse.
-    options: keyword arguments of `attend`.
+    The lse that it computes covers only these keys and no sinks, so the results are rescaled to the given lse.
     """
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
@@ -125,7 +122,8 @@ def _by_autograd(
         if engine == "reference":
             q, k = q.double(), k.double()  # else the engine would round its float64 result to their dtype
         v = torch.zeros_like(k).requires_grad_()
-        out, own = attend(q, k, v, pattern, enable_gqa=True, engine=engine, return_lse=True, **options)
+        out, own = run(engine, q, k, v, bindings, call, Features(scale))
+        assert own is not None
         none = (own == -torch.inf) | (lse == -torch.inf)
         weight = (own.detach() - lse.masked_fill(none, 0.0)).masked_fill(none, -torch.inf).exp()[..., None]
         found = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._attend import autocast, planned_call
-from .._validate import check_lse, check_tensors, in_batch, resolve_scale
+from .._validate import Place, check_lse, check_tensors, in_batch, resolve_scale, scaled
 from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
@@ -74,9 +74,9 @@ def block_mass(
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     sides = block_sides(block)
-    where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-    options = {"layout": None, "block_size": None, "num_heads_global": num_heads_global, **where}
-    call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
+    place = Place(q_offset, k_offset, head_offset, num_heads_global)
+    call, tensors = planned_call(q, k, pattern, place, bindings)
+    q, factor = scaled(q, scale)
     refuse_transforms("block_mass", (q, k, lse))
     rows, columns = _Side(q_offset, q.shape[2], sides[0]), _Side(k_offset, k.shape[2], sides[1])
     mass = torch.zeros(q.shape[1], rows.blocks, columns.blocks, dtype=sum_dtype(q), device=q.device)

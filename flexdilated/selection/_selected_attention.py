@@ -255,7 +255,7 @@ class SelectedAttention(nn.Module):
             biased=self.gradient == "bias",
             num_heads=num_heads,
             capacity=capacity,
-            scale=scale,
+            scale=None if scale is None else resolve_scale(scale, head_dim=1),
             engine=self.engine,
         )
 

@@ -288,6 +288,7 @@ class SelectedCache(KVCache):
         self._require_row(cohort, cohort.seen, "append whole query blocks")
         tokens = slice(0, cohort.held.num_used)
         k, v = cohort.held.keys[:, :, tokens], cohort.held.values[:, :, tokens]
+        assert not isinstance(self._reader.scale, Tensor), "`SelectedAttention.cache` takes a number"
         scale = resolve_scale(self._reader.scale, q.shape[-1])
         with torch.no_grad():
             blocks, scores, cohort.state = advance(self.selector, _running(cohort), q, k, scale)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, check_zero_keys, resolve_scale
-from ..engines import ScoreMod, modified_scores, multiplicity, reference_attention, with_zero_keys
+from .._validate import Place, check_score_mod, check_sinks, check_sizes, check_tensors, check_zero_keys, resolve_scale
+from ..engines import Features, ScoreMod, modified_scores, multiplicity, reference_attention, with_zero_keys
 from ..masks import Bound, Mixture, Pattern
 from ..masks.core import Extent, advises, require_bool, require_expression, require_finite, shortened, span
 
@@ -236,15 +236,23 @@ class DenseAttention:
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)
         check_score_mod(score_mod)
-        where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-        heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
-        sizes = {"num_heads": q.shape[1], "num_queries": q.shape[2], "num_keys": k.shape[2], "batch": q.shape[0]}
+        place = Place(q_offset, k_offset, head_offset, num_heads_global)
+        heads = check_sizes(pattern, q, place)
         rule = pattern
         if pattern.varies:
             tensors = {**pattern.given_tensors(), **(bindings or {})}
             rule = pattern.resolve(tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
-        bound = rule.bind(**sizes, **where, num_heads_global=heads)
-        check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], q_offset=q_offset, k_offset=k_offset)
+        bound = rule.bind(
+            num_heads=q.shape[1],
+            num_queries=q.shape[2],
+            num_keys=k.shape[2],
+            batch=q.shape[0],
+            q_offset=q_offset,
+            k_offset=k_offset,
+            head_offset=head_offset,
+            num_heads_global=heads,
+        )
+        check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
         return cls(q, k, v, bound, pattern, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
 
     def wide(self, *, requires_grad: bool = False) -> DenseAttention:
@@ -254,8 +262,8 @@ class DenseAttention:
 
     def attention(self) -> tuple[Tensor, Tensor]:
         """Compute (out (B, H, N, D), lse (B, H, N)) densely; differentiable."""
-        options = {"scale": self.scale, "score_mod": self.score_mod, "sinks": self.sinks}
-        out, lse = reference_attention(self.q, self.k, self.v, self.bound, **options)
+        features = Features(self.scale, self.score_mod, self.sinks)
+        out, lse = reference_attention(self.q, self.k, self.v, self.bound, features)
         return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
 
     def zero_keys(self) -> Tensor:

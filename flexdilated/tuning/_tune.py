@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _torch_private
 from ..engines import (
     Call,
+    Features,
     TuningKey,
     WholeRows,
     allowed_on,
@@ -86,9 +87,9 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
         def run_compiled() -> tuple[Tensor, ...]:
             with torch.set_grad_enabled(backward), torch.autocast(device.type, enabled=False):
-                leaves = [each.detach().requires_grad_(backward) for each in (x.q, x.k, x.v)]
-                out, _ = run_flex(compiled, *leaves, scale=scale, return_lse=False)
-                return (out.detach(), *(torch.autograd.grad(out, leaves, x.grad) if backward else ()))
+                q, k, v = (each.detach().requires_grad_(backward) for each in (x.q, x.k, x.v))
+                out, _ = run_flex(compiled, q, k, v, Features(scale, return_lse=False))
+                return (out.detach(), *(torch.autograd.grad(out, (q, k, v), x.grad) if backward else ()))
 
         return run_compiled
     program = make_program(plan, plan.layout, num_kv_heads=num_kv_heads, block_size=block_size)

@@ -18,11 +18,13 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import Features
 from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
-from tests.engines.test_flex import around_dense
+from tests.engines.test_flex import dense_flex
 
 # B batch, H heads, N tokens, D head dim, E embedding dim
 
@@ -103,12 +105,12 @@ def test_around_the_kernel_of_flex(layouts: tuple[str, ...]):
     key = Call(MIXTURE.text, 4, 2, 70, 70, 0, 0, 0, 4, 1, ())
     given = []
 
-    def run(program: FlexProgram, *operands: Tensor, scale: float, score_mod: None, sinks: None, **options: bool):
-        given.extend(operands)
-        return around_dense(program, scale, **options)(*operands)
+    def run(program: FlexProgram, q: Tensor, k: Tensor, v: Tensor, features: Features):
+        given.extend((q, k, v))
+        return run_flex(program, q, k, v, features, dense_flex)
 
     with mock.patch.object(_flex_op, "run_flex", run):
-        out, _ = _flex_op.flex(q, k, v, [], key, scale=0.5, score_mod=None, sinks=None, return_lse=True)
+        out, _ = _flex_op.flex(q, k, v, [], key, Features(0.5))
     assert all(x.stride(-1) == 1 for x in given)
     expected = fd.attend(q.contiguous(), k.contiguous(), v.contiguous(), MIXTURE, enable_gqa=True, scale=0.5)
     assert_close(out, expected, rtol=1e-9, atol=1e-11)

@@ -14,7 +14,7 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Call, flex
+from flexdilated.engines import Call, Features, flex
 from flexdilated.engines.flex import _flex
 from flexdilated.engines.flex._program import tables_of
 from tests.engines.test_flex import dense_flex
@@ -70,11 +70,11 @@ def is_within(path: tuple[Called, ...], stack: tuple[Called, ...]) -> bool:
     return stack[-1] == path[-1] and all(each in rest for each in path)
 
 
-def uncompiled(steps, tables, enter, q, k, v, sinks, score_mod, seed, p, scale, needs_lse, kernel_options):
+def uncompiled(steps, tables, enter, q, k, v, *features):
     """The flex engine's function before it is compiled, around a dense kernel."""
     found = [tables_of(each) for each in steps]
-    options = (None, float(scale), True, kernel_options, dense_flex)
-    return _flex._run(steps, found, enter, q, k, v, sinks, score_mod, *options)
+    given = _flex.read_flat(*features)._replace(return_lse=True)
+    return _flex._run(steps, found, enter, q, k, v, given, dense_flex)
 
 
 def on_cpu() -> None:
@@ -86,7 +86,7 @@ def as_elsewhere() -> None:
     """From the engine on: `attend` takes it on accelerators."""
     x = torch.randn(1, 2, 70, 16)
     key = Call(PATTERN.text, 2, 2, 70, 70, 0, 0, 0, 2, 1, ())
-    flex(x, x, x, [], key, scale=1.0, score_mod=None, sinks=None, return_lse=True)
+    flex(x, x, x, [], key, Features(1.0))
 
 
 def by_portable() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import _engine_choice, masks
 from flexdilated.cli import _device, main
+from flexdilated.engines import Features
 from flexdilated.masks.core import _devices
 from flexdilated.masks.planning import _machine
 from flexdilated.testing import check_attention_module
@@ -94,11 +95,10 @@ def test_portable_is_taken_and_says_why(kind, why, refused, inputs, monkeypatch,
 
 def test_flex_is_taken_where_triton_is(inputs, monkeypatch) -> None:
     monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
-    how = {"score_mod": None, "sinks": None, "return_lse": True}
     with cpu_taken_for("xpu"):
-        assert _engine_choice.choose_engine(None, *inputs, masks.causal(), **how) == "flex"
+        assert _engine_choice.choose_engine(None, *inputs, masks.causal(), Features(1.0)) == "flex"
         narrow = [x[..., :8] for x in inputs]
-        assert _engine_choice.choose_engine(None, *narrow, masks.causal(), **how) == "portable"
+        assert _engine_choice.choose_engine(None, *narrow, masks.causal(), Features(1.0)) == "portable"
 
 
 @pytest.mark.usefixtures("as_mps")

@@ -21,7 +21,8 @@ import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import _engine_choice, masks
 from flexdilated._attend import planned_call
-from flexdilated.engines import _run
+from flexdilated._validate import Place
+from flexdilated.engines import Features, _run
 from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
 from flexdilated.engines.flex._flash import NOT_NVIDIA, capability
 from flexdilated.engines.flex._flex import kind_of
@@ -142,12 +143,11 @@ def test_gradients(served):
         ):
             fd.attend(q, q, q, masks.causal(), engine="flash", score_mod=sloped)
     wants = q.clone().requires_grad_()
-    options: dict[str, Any] = {"score_mod": None, "sinks": None, "return_lse": True}
     for k, v in ((wants, q), (q, wants)):
         with pytest.raises(ValueError, match=r"only if q requires one: call q.requires_grad_\(\), or write"):
-            _engine_choice.choose_engine("flash", q, k, v, masks.causal(), **options)
+            _engine_choice.choose_engine("flash", q, k, v, masks.causal(), Features(1.0))
         with torch.no_grad():
-            assert _engine_choice.choose_engine("flash", q, k, v, masks.causal(), **options) == "flash"
+            assert _engine_choice.choose_engine("flash", q, k, v, masks.causal(), Features(1.0)) == "flash"
     assert _chosen(q.requires_grad_()) == "flash"
     try:
         torch.use_deterministic_algorithms(True)
@@ -161,8 +161,7 @@ def test_gradients(served):
 
 
 def _chosen(q: Tensor, engine: str | None = "flash") -> str:
-    options: dict[str, Any] = {"score_mod": None, "sinks": None, "return_lse": True}
-    return _engine_choice.choose_engine(engine, q, q, q, masks.causal(), **options)
+    return _engine_choice.choose_engine(engine, q, q, q, masks.causal(), Features(1.0))
 
 
 def test_by_name_only(served, monkeypatch):
@@ -181,7 +180,7 @@ def test_a_call_has_the_blocks_of_its_device(served, capability, given, sides):
     with patch.object(_run, "flex", return_value=(q, None)) as flex:
         fd.attend(q, q, q, masks.causal(), engine="flash", block_size=given, kernel_options={"NAME": 2})
     assert flex.call_args.args[4].block_size == sides
-    assert json.loads(flex.call_args.kwargs["kernel_options"]) == {"BACKEND": "FLASH", "NAME": 2}
+    assert json.loads(flex.call_args.args[5].kernel_options) == {"BACKEND": "FLASH", "NAME": 2}
 
 
 def test_tables_of_selected_blocks_have_to_fit(served):
@@ -220,8 +219,9 @@ def _handed(
     for prefix in ("kv", "full_kv", "q", "full_q"):
         tables[f"{prefix}_num_blocks"] = torch.zeros(1, 1, blocks, dtype=torch.int32, device="meta")
         tables[f"{prefix}_indices"] = torch.zeros(1, 1, blocks, width, dtype=torch.int32, device="meta")
-    options: dict[str, Any] = {"sides": (128, 128), "scale": 1.0, "score_mod": None, "is_complex": is_complex}
-    call_kernel(kernel, q, q, q, tables, lambda b, h, q, k: q >= k, kernel_options=kernel_options, **options)
+    features = Features(1.0, kernel_options=kernel_options)
+    mask_mod, sides = (lambda b, h, q, k: q >= k), (128, 128)
+    call_kernel(kernel, q, q, q, tables, mask_mod, sides=sides, features=features, is_complex=is_complex)
     return found
 
 
@@ -277,7 +277,8 @@ def test_the_engine_around_the_kernel_is_the_oracle(data):
 
 def test_options_make_another_compiled_function():
     q = torch.empty(1, 1, 4, 64)
-    kinds = {kind_of(q, q, q, None, None, 1.0, True, [(128, 128)], text) for text in ("", FLASH, '{"BLOCK_M": 64}')}
+    options = ("", FLASH, '{"BLOCK_M": 64}')
+    kinds = {kind_of(q, q, q, Features(1.0, kernel_options=text), [(128, 128)]) for text in options}
     assert len(kinds) == 3
 
 
@@ -314,9 +315,8 @@ def test_functions_of_masks_keep_to_what_flash_can_lower(entry):
     if not isinstance(entry, Pattern):
         heads = max(2, entry.num_heads)
         q = torch.empty(1, heads, 8192, 8)
-        nowhere: dict[str, Any] = dict.fromkeys(("scale", "bindings", "layout", "block_size", "num_heads_global"))
         pattern = entry.pattern(8192)  # has to live on
-        call, found, _ = planned_call(q, q, pattern, q_offset=0, k_offset=0, head_offset=0, **nowhere)
+        call, found = planned_call(q, q, pattern, Place(), None)
         rule = call.rules(found)
     for branch in rule.branches():
         mod = branch.mask_mod(num_heads=heads, device=torch.device("meta"))

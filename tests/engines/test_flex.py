@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import masks
-from flexdilated.engines import allowed_on
+from flexdilated.engines import Dropout, Features, allowed_on
 from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _program
 from flexdilated.engines.flex._flex import run_flex
@@ -88,10 +88,21 @@ def attend_by(key: Call, scale: float, **features):
     return around_dense(static_program(key, CPU), scale, **features)
 
 
-def around_dense(program: FlexProgram, scale: float, *, kernel: Callable[..., tuple] = dense_flex, **features):
+def around_dense(
+    program: FlexProgram,
+    scale: float,
+    *,
+    kernel: Callable[..., tuple] = dense_flex,
+    dropout: Dropout | None = None,
+    **features,
+):
     """The engine with a stand-in for its kernel."""
-    options = {"scale": scale, "return_lse": True, "kernel": kernel, **features}
-    return lambda q, k, v, sinks=None: run_flex(program, q, k, v, sinks=sinks, **options)
+
+    def run(q, k, v, sinks=None):
+        given = Features(scale, sinks=sinks, **features).with_dropout(dropout)
+        return run_flex(program, q, k, v, given, kernel)
+
+    return run
 
 
 @given(st.data(), block_sides)

@@ -12,10 +12,11 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import _operands
+from flexdilated.engines import Features, _operands
 from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
 from flexdilated.engines.flex import _flex, _flex_op
+from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
 from tests.engines.test_flex import around_dense, dense_flex, slanted
 
@@ -99,17 +100,16 @@ def test_parts_are_the_whole(monkeypatch, limit):
     key = Call(PATTERN.text, H, G, N, N, 0, 0, 2, 9, 1, (16, 16))
     seen: list[Call] = []
 
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any) -> Any:
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, features: Features) -> Any:
         seen.append(key)
-        program, part_sinks = _flex_op.static_program(key, q.device), options.pop("sinks")
-        return around_dense(program, options.pop("scale"), **options)(q, k, v, part_sinks)
+        return run_flex(_flex_op.static_program(key, q.device), q, k, v, features, dense_flex)
 
     monkeypatch.setattr(_flex_op, "_flex", stand_in)
     monkeypatch.setattr(_flex_op, "MOST_ELEMENTS", limit * B * (H // G) * N * D)
     elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
     monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k, v, copies=1: kv_head_parts(elsewhere, k, v))
     options = {"scale": 0.5, "score_mod": slanted, "return_lse": True}
-    out, lse = _flex_op.flex(q, k, v, [], key, sinks=sinks, **options)
+    out, lse = _flex_op.flex(q, k, v, [], key, Features(0.5, slanted, sinks))
     assert [each.num_kv_heads for each in seen] == {1: [1, 1, 1], 2: [2, 1], 3: [3]}[limit]
     where = {"head_offset": 2, "num_heads_global": 9, "enable_gqa": True}
     exact = fd.attend(q, k, v, PATTERN, engine="reference", sinks=sinks, **where, **options)

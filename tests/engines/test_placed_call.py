@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flexdilated import attend, masks
-from flexdilated.engines import WholeRows
+from flexdilated.engines import Features, WholeRows, run
 from flexdilated.engines._placed_call import PlacedCall, placed_engine
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.orders._placement import Placement
@@ -36,7 +36,7 @@ ENGINES = st.sampled_from(["aten", "portable"])
 def test_the_needed_keys_are_held(part: Part, engine: str):
     """Own keys or none of them, then others in any order, with room to spare where a head has fewer."""
     call = part.call(engine)
-    assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+    assert_agrees(lambda q, k, v: call.forward(q, k, v, []), part.tensors(), part.counts, scale=0.5)
     assert Placement.read(part.placement.text) == part.placement
 
 
@@ -48,9 +48,9 @@ def test_runs_of_keys_are_held(part: Part, engine: str):
     What an engine without a backward of its own sends into a part, by public means, makes the same gradients.
     """
     call = part.call(engine)
-    assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+    assert_agrees(lambda q, k, v: call.forward(q, k, v, []), part.tensors(), part.counts, scale=0.5)
     q, k, v = part.tensors()
-    out, lse = call.forward(q, k, v, None, [])
+    out, lse = call.forward(q, k, v, [])
     assert lse is not None
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
     whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
@@ -95,7 +95,7 @@ def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed(engine: str) ->
     """In float32 for tokens in bfloat16: those of the other parts are to be added."""
     q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
     call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, engine)
-    out, lse = call.forward(q, k, v, None, [])
+    out, lse = call.forward(q, k, v, [])
     assert lse is not None
     assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}
 
@@ -109,7 +109,7 @@ def test_partly_overlapping_terms_start_from_nothing():
     k, v = torch.randn(2, 1, 2, 4, 8, generator=generator, dtype=torch.float64)
     call = PlacedCall(pattern.text, placement, 0.3, 0, 4, "aten")
     torch.full((1 << 16,), torch.nan)  # freed at once: what the next allocations may find
-    found, _ = call.forward(q, k, v, None, [])
+    found, _ = call.forward(q, k, v, [])
     options = {"scale": 0.3, "enable_gqa": True, "k_offset": 10}
     whole = [attend(rows, k, v, pattern, q_offset=at, **options) for rows, at in ((q[:, :, :9], 12), (q[:, :, 9:], 38))]
     assert_close(found, torch.cat(whole, dim=2), **TIGHT)
@@ -119,7 +119,7 @@ def test_partly_overlapping_terms_start_from_nothing():
 def test_flex_around_a_dense_kernel(part: Part, padded: bool, side: int):
     """Rows and keys by index, some of them held, others left out; dilated segments over their active tokens."""
     q, k, _ = part.tensors()
-    key = replace(part.call("flex"), sides=(side, side)).key(q, k)
+    key = replace(part.call("flex"), sides=(side, side)).call(q, k)
     with everything_padded() if padded else nullcontext():
         program = static_program(key, torch.device("cpu"))
     assert_agrees(around_dense(program, 0.5), part.tensors(), part.counts, scale=0.5)
@@ -135,11 +135,12 @@ def test_flex_runs_parts(complete: bool):
     placement = Placement(queries, (needed,) * 2 if complete else ((range(100, 300),),), complete, num_tokens=400)
     q = torch.randn(1, 4, 150, 16)
     k, v = torch.randn(2, 1, 2, placement.num_keys, 16)
+    call, features = (
+        PlacedCall(pattern.text, placement, 0.25, 0, 4, "flex").call(q, k),
+        Features(0.25, return_lse=False),
+    )
     with without_inductor():
-        found, truth = (
-            PlacedCall(pattern.text, placement, 0.25, 0, 4, engine).forward(q, k, v, None, [], return_lse=False)[0]
-            for engine in ("flex", "aten")
-        )
+        found, truth = (run(engine, q, k, v, [], call, features)[0] for engine in ("flex", "aten"))
     assert_close(found, truth, rtol=1e-4, atol=1e-5)
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import Features
 from flexdilated.engines.flex import _portable_op
 from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.engines.kernels import _portable
@@ -73,10 +74,10 @@ def test_lists_that_heads_share_are_masked_by_head(data, case, side, scores):
     rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
     sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": torch.device("cpu")}
     program = make_flex_program(padded_plan(case), masks.Layout(case.num_queries), **sizes)
-    run = _portable_op.Portable(program, 0.5, rule.score_mod())
+    run = _portable_op.Portable(program, Features(0.5, rule.score_mod()))
 
     def attend(q, k, v):
-        return _portable_op.run_with_score_mod(run, q, k, v, None)
+        return _portable_op.run_with_score_mod(run, q, k, v)
 
     with patch.object(_portable, "_SCORES_AT_ONCE", scores):
         assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
+from flexdilated.engines import Features
 from flexdilated.engines.flex import _selected_flex
 from flexdilated.engines.flex._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from flexdilated.masks.core import Box, Progression
@@ -78,7 +79,7 @@ def attend_by_table(
             rule = rest.mask_mod(num_heads=case.num_heads, device=CPU)
             classes = classes_of(case, rest, block, rows.shape[2]) if known and unit == 0 else None
             own = rows - case.k_offset // block[1]
-            return attend_selected(of, rule, where, own, classes, q, k, v, None, 0.5, "", entry_by_entry)
+            return attend_selected(of, rule, where, own, classes, q, k, v, Features(0.5), entry_by_entry)
 
     return attend
 

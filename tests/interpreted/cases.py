@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 import flexdilated as fd
 from bench._catalogue import names_for
 from flexdilated._attend import planned_call
+from flexdilated._validate import Place
 from flexdilated.engines.flex._flex_op import run_time_program, static_program
 from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.testing._closeness import DenseAttention, cotangents
@@ -112,10 +113,8 @@ class Case:
     def program(self, leaves: Results) -> FlexProgram:
         """What the engine runs for these leaves, from the plan cache."""
         layout = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
-        where = {"q_offset": self.q_offset, "k_offset": 0, "head_offset": 0, "num_heads_global": None}
-        options: dict[str, Any] = {"scale": None, "bindings": self.bindings("cuda"), "layout": layout}
-        q, k = leaves["q"], leaves["k"]
-        call, tensors, _ = planned_call(q, k, self.pattern(), block_size=self.block, **options, **where)
+        place, q, k = Place(self.q_offset, layout=layout, block_size=self.block), leaves["q"], leaves["k"]
+        call, tensors = planned_call(q, k, self.pattern(), place, self.bindings("cuda"))
         if tensors:
             return run_time_program(call, q.device, tensors, len(q), call.operands(q))
         return static_program(call, q.device, operands=call.operands(q))

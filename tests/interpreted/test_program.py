@@ -257,7 +257,7 @@ def test_functions_of_a_ring(order: Any, record_property) -> None:
             call = PlacedCall(text, place, 0.25, 0, 2, "flex")
             q, k, v = drawn(1, 2, place.num_queries, 16)[0], *drawn(1, 2, place.num_keys, 16)[1:]
             with torch.no_grad():
-                out, lse = call.forward(q, k, v, None, [])
+                out, lse = call.forward(q, k, v, [])
             assert lse is not None
             call.backward(q, k, v, [], WholeRows(out, lse, torch.zeros_like(out), None))
     found = counters["stats"]["unique_graphs"] - before

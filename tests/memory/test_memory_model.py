@@ -15,7 +15,7 @@ import flexdilated as fd
 from bench._jobs import peak_bytes
 from bench.memory import prepared_step
 from flexdilated import masks
-from flexdilated.engines import Dropout, Portable, WholeRows
+from flexdilated.engines import Dropout, Features, Portable, WholeRows
 from flexdilated.engines._call import Call
 from flexdilated.engines.aten._aten_op import _programs, attention, gradients
 from flexdilated.engines.aten._program import Program, as_given
@@ -206,9 +206,10 @@ def portable_run(pattern: Expression, size: AttentionSize, options: dict[str, An
     )
     call = Call.at(q, k, pattern.text, num_heads_global=size.num_heads)
     dropout = Dropout.drawn(0.2, q.device) if options["drops"] else None
-    run = Portable(static_program(call, q.device, None, call.operands(q)), 0.25, options["score_mod"], dropout)
+    features = Features(0.25, options["score_mod"]).with_dropout(dropout)
+    run = Portable(static_program(call, q.device, None, call.operands(q)), features)
     with torch.no_grad(), LiveBytes(q, k, v) as live:
-        out, lse = run.forward(q, k, v, None)
+        out, lse = run.forward(q, k, v)
         forward, kept = live.peak, live.live
         live.restart()
         run.backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
@@ -247,7 +248,7 @@ def test_a_dry_run_of_portable_takes_few_chunks_and_computes_no_pair() -> None:
     pattern, chunks, of = masks.local_window(left=500, right=500), [], _portable._Problems.chunks
     size = AttentionSize(5000, 4, 32, torch.float32, value_dim=64)
 
-    def watched(problems: _portable._Problems) -> Iterator[_portable._Chunk]:
+    def watched(problems: _portable._Problems) -> Iterator[_portable._ProblemChunk]:
         for chunk in of(problems):
             chunks.append(chunk.hidden is not None and chunk.hidden.is_meta)
             yield chunk
@@ -372,7 +373,7 @@ def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
     x = torch.randn(1, num_tokens, 64)
     ops = torch.ops.flexdilated
     hidden = {
-        ops.tiles.default: KernelBytes(call.forward_peak - call.inputs),
+        ops.aten.default: KernelBytes(call.forward_peak - call.inputs),
         ops.aten_backward.default: KernelBytes(call.backward_peak - call.kept - call.queries),
     }
     with LiveBytes(x, *model.parameters(), hidden=hidden) as live:

@@ -216,7 +216,8 @@ IN_ENGINES = (
         "lse is wrong",
     ),
     Bug(
-        "backward fed each part's own lse instead of the whole's", f"{ENGINES}.aten._program:Step.backward", _by_own_lse,
+        "backward fed each part's own lse instead of the whole's", f"{ENGINES}.aten._program:Step.backward",
+        _by_own_lse,
         module(MIXTURE, "gradients"), "dq is wrong",
     ),
     Bug(

@@ -123,8 +123,7 @@ class PartSums:
     def attend(self, placement: Placement, k: Tensor, v: Tensor) -> None:
         """Attend to keys k and values v at the positions of `placement`, and merge the result into the sums."""
         k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
-        out, lse = placed.forward(self.queries, k, v, None, self.bindings, wide=True)
-        assert lse is not None
+        out, lse = placed.forward(self.queries, k, v, self.bindings, wide=True)
         if self.sums is None:
             self.sums = out.to(self.wide), lse.to(self.wide)
         else:

@@ -65,8 +65,9 @@ class Step:
         if self.calls is not None:
             dq, dk, dv = _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
         else:
-            options = {"scale": scale, "is_causal": self._is_causal, "bias": self._bias(x)}
-            dq, dk, dv = _kernel.backward(x, grad_out, out, lse, **options)
+            dq, dk, dv = _kernel.backward(
+                x, grad_out, out, lse, scale=scale, is_causal=self._is_causal, bias=self._bias(x)
+            )
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
     def _clear(self, x: KernelTensors) -> KernelTensors:

@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 
 from ..._torch_private import equal_sizes_apart
 from ...masks.core import Recorded, device_kind
-from .._dropout import Dropout
+from .._features import Features
 from .._merge import add, merge, nothing
 from .._operands import within_reach
 from .._ops import own_op
-from .._score_mod import ScoreMod, plain
+from .._score_mod import plain
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
 from ._slots import SideGather
@@ -40,56 +40,47 @@ def run_flex(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M D"],
-    *,
-    scale: float,
-    return_lse: bool,
-    score_mod: ScoreMod | None = None,
-    dropout: Dropout | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    kernel_options: str = "",
+    features: Features,
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """Compute attention by a FlexProgram; returns (out, natural lse, or None without `return_lse`).
+    """Compute attention by a FlexProgram; returns (out, natural lse, or None without `features.return_lse`).
 
-    The program's terms (parts of a plan, one kernel each) are gathered, computed and merged by a function that is
-    compiled once for the program's structure; in a traced graph, they become part of the graph. dropout: the pairs that
-    it drops are hidden, also from the lse. sinks: one logit per head, or None. kernel_options: as from `options_text`.
-    kernel: a replacement for flex_attention, called without compilation.
+    The program's terms are gathered, computed and merged by a function that is compiled once for the program's
+    structure; in a traced graph, they become part of the graph. The pairs that dropout drops are hidden, also from the
+    lse. kernel: a replacement for flex_attention, called without compilation.
     """
+    returns_lse, sinks = features.return_lse, features.sinks
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
-        return out, lse if return_lse else None
+        return out, lse if returns_lse else None
     if kernel is None and not device_kind(q.device).flex_trains:
         q, k = _widened(q), _widened(k)
     # FlexAttention has no lse on CPU. Elsewhere an unused lse is cheap, while a second compiled function is not.
-    needs_lse = return_lse or program.shares_rows or sinks is not None or device_kind(q.device).flex_trains
+    needs_lse = returns_lse or program.shares_rows or sinks is not None or device_kind(q.device).flex_trains
+    features = features._replace(return_lse=needs_lse)
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
-        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides, kernel_options, dropout and dropout.p)
-        seed, p = (None, "") if dropout is None else (dropout.seed, repr(dropout.p))
-        tables, options = (program.packed, program.sizes), (seed, p, repr(scale), needs_lse, kernel_options)
-        rule = None if score_mod is None else plain(score_mod)
-        out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, rule, *options)
+        compiled = call(kind_of(q, k, v, features, sides))
+        out, lse = compiled(program.steps, (program.packed, program.sizes), program.enter, q, k, v, *flat(features))
     else:
         found = [tables_of(step) for step in program.steps]
-        options = (dropout, scale, needs_lse, kernel_options, kernel or flex_in_graph)
-        out, lse = _run(program.steps, found, program.enter, q, k, v, sinks, score_mod, *options)
-    return out, lse if return_lse else None
+        out, lse = _run(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
+    return out, lse if returns_lse else None
 
 
-def kind_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    score_mod: ScoreMod | None,
-    scale: float,
-    needs_lse: bool,
-    blocks: Sequence[tuple[int, int]],
-    kernel_options: str,
-    dropout_p: float | None = None,
-) -> Hashable:
+def flat(features: Features) -> tuple[Any, ...]:
+    """Return the fields as arguments of a compiled function, of which numbers are text, so that they are constants."""
+    score_mod = None if features.score_mod is None else plain(features.score_mod)
+    return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
+
+
+def read_flat(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *others: Any) -> Features:
+    """Return the features that `flat` wrote."""
+    return Features(float(scale), score_mod, sinks, float(dropout_p), *others)
+
+
+def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
     """Return the recompilation key of a call: calls with equal keys share one compiled function.
 
     It has dtype, head counts, head dim, scale, kernel options and gradient modes, but not the lengths. On CPU it has
@@ -100,6 +91,7 @@ def kind_of(
     else:
         whole = [are_whole_blocks((q.shape[2], k.shape[2]), sides) for sides in blocks]
         sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], *whole)
+    scale, score_mod, sinks, dropout_p, _, needs_lse, kernel_options = features
     operations = score_mod.build if isinstance(score_mod, Recorded) else score_mod
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
@@ -174,16 +166,14 @@ def require_compiling() -> None:
         )
 
 
-def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, seed, p, scale, needs_lse, kernel_options):
+def _call_program(steps, tables, enter, q, k, v, *features):
     require_compiling()
     packed, sizes = tables
     if packed is None:
         found = [tables_of(step) for step in steps]
     else:
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-    dropout = None if seed is None else Dropout(float(p), seed)
-    options = (dropout, float(scale), needs_lse, kernel_options, flex_in_graph)
-    return _run(steps, found, enter, q, k, v, sinks, score_mod, *options)
+    return _run(steps, found, enter, q, k, v, read_flat(*features), flex_in_graph)
 
 
 def _run(
@@ -193,12 +183,7 @@ def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
-    score_mod: ScoreMod | None,
-    dropout: Dropout | None,
-    scale: float,
-    needs_lse: bool,
-    kernel_options: str,
+    features: Features,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
     """Gather each term's operands, run its kernel, and merge all terms; returns (out, natural lse or None)."""
@@ -209,10 +194,7 @@ def _run(
         )
     tokens, dtype = q.shape[2], q.dtype
     q, k, v = entered(enter, q, k, v)
-    found = [
-        _attend(step, own, q, k, v, score_mod, dropout, scale, needs_lse, kernel_options, kernel)
-        for step, own in zip(steps, tables, strict=True)
-    ]
+    found = [_attend(step, own, q, k, v, features, kernel) for step, own in zip(steps, tables, strict=True)]
 
     def whole(x: Tensor, step: FlexStep, empty: float) -> Tensor:
         return step.structure.queries.put(x, step.queries.rows, step.queries.start, tokens, empty)
@@ -220,8 +202,9 @@ def _run(
     # The lses first: in another order the compiler keeps one more tensor of the output's size for the backward.
     lses = [whole(lse, step, -torch.inf) for (_, lse), step in zip(found, steps, strict=True) if lse is not None]
     parts = [whole(part, step, 0.0) for (part, _), step in zip(found, steps, strict=True)]
-    if needs_lse:
-        out, lse = merge(list(zip(parts, lses, strict=True)), [] if sinks is None else [sinks[:, None]])
+    if features.return_lse:
+        sinks = [] if features.sinks is None else [features.sinks[:, None]]
+        out, lse = merge(list(zip(parts, lses, strict=True)), sinks)
     else:
         out, lse = add(parts), None
     if enter is not None:
@@ -237,18 +220,17 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    score_mod: ScoreMod | None,
-    dropout: Dropout | None,
-    scale: float,
-    needs_lse: bool,
-    kernel_options: str,
+    features: Features,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
     structure, hidden = step.structure, step.hidden
     q, k, v = operands_of(step, tables, q, k, v)
-    q, k, v = (within_reach(x, is_flash=is_flash(kernel_options)) for x in (q, k, v))
+    q, k, v = (within_reach(x, is_flash=is_flash(features.kernel_options)) for x in (q, k, v))
+    score_mod, dropout = features.score_mod, features.dropout
     if dropout is not None:
         score_mod = dropout.hides(structure.places, score_mod)
+    if score_mod is not None:
+        score_mod = step.indices.at_positions(score_mod)
     out, lse = call_kernel(
         kernel,
         q,
@@ -257,11 +239,8 @@ def _attend(
         tables,
         step.mask.mask_mod,
         sides=structure.sides,
-        scale=scale,
-        score_mod=None if score_mod is None else step.indices.at_positions(score_mod),
-        needs_lse=needs_lse,
+        features=features._replace(score_mod=score_mod),
         is_complex=structure.is_complex,
-        kernel_options=kernel_options,
     )
     # Results of hidden slots are cleared too, so that no gradient of them, which may be NaN, reaches the kernel.
     out = hidden.clear_queries(out, dim=2)

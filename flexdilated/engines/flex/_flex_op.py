@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,11 +16,10 @@ from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, OperandSizes, Plan, machine_of
 from .._call import Call
-from .._dropout import Dropout
+from .._features import Features
 from .._merge import merge
 from .._operands import MOST_ELEMENTS, HiddenSlots, readable
 from .._ops import own_op
-from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flash import flash_cannot
 from ._flex import run_flex
@@ -255,27 +253,22 @@ def flex(
     v: Tensor,
     bindings: list[Tensor],
     call: Call,
-    *,
-    scale: float,
-    score_mod: ScoreMod | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    dropout: Dropout | None = None,
-    kernel_options: str = "",
+    features: Features,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
 
-    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. dropout: of attention weights, or
-    None. sinks: one logit per head, or None. return_lse: without it the lse is None. kernel_options: as from
-    `options_text`. Raises ValueError for tensors and block sides that FlexAttention's kernels do not support.
+    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. Raises ValueError for tensors and
+    block sides that FlexAttention's kernels do not support.
     """
-    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "kernel_options": kernel_options}
-    if dropout is not None:
-        # FlexAttention has no weights to drop, but it can attend to the kept pairs alone.
-        kept, kept_lse = _in_parts(q, k, v, bindings, call, sinks=None, dropout=dropout, return_lse=True, **options)
-        _, lse = _in_parts(q, k, v, bindings, call, sinks=sinks, return_lse=True, **options)
-        return with_dropout(kept, kept_lse, lse, dropout.p), lse
-    return _in_parts(q, k, v, bindings, call, sinks=sinks, return_lse=return_lse, **options)
+    if not features.drops:
+        return _in_parts(q, k, v, bindings, call, features)
+    # FlexAttention has no weights to drop, but it can attend to the kept pairs alone.
+    features = features._replace(return_lse=True)
+    kept, kept_lse = _in_parts(q, k, v, bindings, call, features._replace(sinks=None))
+    _, lse = _in_parts(q, k, v, bindings, call, features.with_dropout(None))
+    assert kept_lse is not None
+    assert lse is not None
+    return with_dropout(kept, kept_lse, lse, features.dropout_p), lse
 
 
 def with_dropout(
@@ -292,10 +285,9 @@ def with_dropout(
 
 
 def _in_parts(
-    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, *, sinks: Tensor | None, **options: Any
-) -> tuple[Tensor, Any]:
-    kernel_options = options["kernel_options"]
-    if is_flash(kernel_options):
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, features: Features
+) -> tuple[Tensor, Tensor | None]:
+    if is_flash(features.kernel_options):
         _check_table(q, call)
     else:
         _check_sides(q, call)
@@ -308,31 +300,33 @@ def _in_parts(
     copies = 1 if table is None else copies_of(table.block, call.q_offset, table.most, sizes)
     parts = kv_head_parts(q, k, v, copies)
     if len(parts) == 1:
-        return _flex(q, k, v, bindings, call, sinks=sinks, **options)
-    found = []
+        return _flex(q, k, v, bindings, call, features)
+    outs, lses = [], []
     for part in parts:
         some_q, some_k, some_v = (heads_of_part(x, part, k.shape[1]) for x in (q, k, v))
-        some_sinks = None if sinks is None else heads_of_part(sinks, part, k.shape[1])
-        found.append(_flex(some_q, some_k, some_v, bindings, key_of_part(call, part), sinks=some_sinks, **options))
-    outs, lses = zip(*found, strict=True)
-    return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
+        sinks = None if features.sinks is None else heads_of_part(features.sinks, part, k.shape[1])
+        own = key_of_part(call, part)
+        out, lse = _flex(some_q, some_k, some_v, bindings, own, features._replace(sinks=sinks))
+        outs.append(out)
+        lses += [] if lse is None else [lse]
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if lses else None
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, features: Features
 ) -> tuple[Tensor, Tensor | None]:
-    table = selected_parts(call.pattern) if device_kind(q.device).flex_trains and "dropout" not in options else None
+    table = selected_parts(call.pattern) if device_kind(q.device).flex_trains and not features.drops else None
     if table is not None and takes_table(table, call):
-        return _with_table(q, k, v, bindings, call, table, **options)
+        return _with_table(q, k, v, bindings, call, table, features)
     if torch.compiler.is_compiling():
         program = traced("program", q, k, bindings, call)
         program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
-        return run_flex(program, q, k, v, **options)
+        return run_flex(program, q, k, v, features)
     if bindings:
         program = run_time_program(call, q.device, bindings, len(q), call.operands(q))
     else:
         program = static_program(call, q.device, chosen(call, q), call.operands(q))
-    return run_flex(program, q, k, v, **options)
+    return run_flex(program, q, k, v, features)
 
 
 def _with_table(
@@ -342,20 +336,18 @@ def _with_table(
     bindings: list[Tensor],
     call: Call,
     table: Parts,
-    *,
-    sinks: Tensor | None,
-    **options: Any,
+    features: Features,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, natural lse) of a call whose pattern has a table of selected blocks.
 
     Attention over the selected blocks and over the pattern's other pairs is merged. table: the split of the pattern.
     """
-    how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
-    parts = [selected_flex(q, k, v, bindings, table, call, **how)]
+    sinks, features = features.sinks, features._replace(sinks=None, return_lse=True)
+    parts = [selected_flex(q, k, v, bindings, table, call, features)]
     if table.others:
         needed = [bindings[table.names.index(name)] for name in table.needed]
         own = call._replace(pattern=table.others)
-        part, part_lse = _flex(q, k, v, needed, own, sinks=None, return_lse=True, **how)
+        part, part_lse = _flex(q, k, v, needed, own, features)
         assert part_lse is not None
         parts.append((part, part_lse))
     out, lse = merge(parts, [] if sinks is None else [sinks[:, None]])

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from ..._torch_private import graph_constant
 from ...masks.core import MaskMod, device_kind
-from .._score_mod import ScoreMod
+from .._features import Features
 from ._flash import BLACKWELL, capability
 from ._program import Tables
 
@@ -33,20 +33,18 @@ def call_kernel(
     mask_mod: MaskMod,
     *,
     sides: tuple[int, int],
-    scale: float,
-    score_mod: ScoreMod | None,
-    needs_lse: bool = True,
+    features: Features,
     is_complex: bool = False,
-    kernel_options: str = "",
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """Call `kernel`, which has the signature of flex_attention, with a BlockMask; returns (out, natural lse or None).
 
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
-    kernels do not check. sides: (queries, keys) of a block. needs_lse: without it the lse is None. is_complex: True if
-    the mask has many operations, for which kernels need more registers. kernel_options: as from `options_text`.
+    kernels do not check. sides: (queries, keys) of a block. features: of which scale, score_mod, by the kernel's
+    indices, return_lse and kernel_options count. is_complex: True if the mask has many operations, for which kernels
+    need more registers.
     """
-    own: dict[str, Any] = dict(_options_of(kernel_options))
-    if is_flash(kernel_options):
+    own: dict[str, Any] = dict(_options_of(features.kernel_options))
+    if is_flash(features.kernel_options):
         tables = _as_wide_as_rows(tables)
     elif device_kind(q.device).flex_trains:
         own = {
@@ -56,12 +54,12 @@ def call_kernel(
         }
     numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
     mask = BlockMask(**numbers, mask_mod=mask_mod)
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if score_mod is not None:
-        options["score_mod"] = score_mod
+    options: dict[str, Any] = {"block_mask": mask, "scale": features.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if features.score_mod is not None:
+        options["score_mod"] = features.score_mod
     if own:
         options["kernel_options"] = own
-    if not needs_lse:
+    if not features.return_lse:
         return kernel(q, k, v, **options), None
     out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return out, aux.lse
@@ -109,6 +107,12 @@ def is_flash(kernel_options: str) -> bool:
 def options_text(options: Options) -> str:
     """Return the options as JSON, the form that ops and compiled functions take; "" for none."""
     return json.dumps(dict(sorted(options))) if options else ""
+
+
+@graph_constant
+def on_flash(text: str) -> str:
+    """Return options, given as JSON, with the one that selects FlashAttention's kernels."""
+    return options_text((*_options_of(text), (BACKEND, "FLASH")))
 
 
 @graph_constant

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ...masks.core import Recorded
 from .._call import Call, check_heads
-from .._dropout import Dropout, with_seed, without_seed
+from .._dropout import with_seed, without_seed
+from .._features import Features
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
-from .._score_mod import ScoreMod
 from ..kernels._portable import ListLengths, Scores, Span, attention, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
@@ -38,28 +38,24 @@ def portable(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
-    sinks: Float[Tensor, " H"] | None,
     bindings: list[Tensor],
     call: Call,
-    scale: float,
-    *,
-    score_mod: ScoreMod | None = None,
-    dropout: Dropout | None = None,
+    features: Features,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Compute a call by engine "portable"; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    bindings: the pattern's run-time tensors, sorted by name. sinks: one logit for each head, or None. score_mod: fixed,
-    see `fixed`. Gradients reach q, k, v, sinks and every tensor that score_mod reads.
+    bindings: the pattern's run-time tensors, sorted by name. Gradients reach q, k, v, sinks and every tensor that
+    score_mod reads.
     """
-    if score_mod is None:
-        tensors, p = with_seed(bindings, dropout)
-        return portable_op(q, k, v, sinks, tensors, *call.arguments, scale, p)
+    if features.score_mod is None:
+        tensors, p = with_seed(bindings, features.dropout)
+        return portable_op(q, k, v, features.sinks, tensors, *call.arguments, features.scale, p)
     if torch.compiler.is_compiling():
         program, spans = traced("portable", q, k, bindings, call)
         program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
         with torch.autocast(q.device.type, enabled=False):
-            return Portable(program, scale, score_mod, dropout, spans).forward(q, k, v, sinks, recorded=True)
-    return run_with_score_mod(Portable(_program(call, q, bindings), scale, score_mod, dropout), q, k, v, sinks)
+            return Portable(program, features, spans).forward(q, k, v, recorded=True)
+    return run_with_score_mod(Portable(_program(call, q, bindings), features), q, k, v)
 
 
 def _to_trace(call: Call, q: Tensor, bindings: list[Tensor]) -> tuple[FlexProgram, tuple[tuple[Span, ...], ...]]:
@@ -80,10 +76,10 @@ MAKERS["portable"] = _to_trace
 
 
 def run_with_score_mod(
-    run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    run: Portable, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
-    out, lse = _WithScoreMod.apply(run.reading(()), q, k, v, sinks, *run.tensors)
+    out, lse = _WithScoreMod.apply(run.reading(()).with_sinks(None), q, k, v, run.features.sinks, *run.tensors)
     return out, lse
 
 
@@ -95,22 +91,20 @@ def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A program with the options of one call: scale of the scores, score_mod and dropout.
+    """A program with the features of one call; spans: of each step, in a graph; None for those of the steps' tables.
 
-    score_mod: a `Recorded`, or in a graph a function. spans: of each step, in a graph; None for those of the steps'
-    tables.
+    features.score_mod is a `Recorded`, or in a graph a function.
     """
 
     program: FlexProgram
-    scale: float
-    score_mod: ScoreMod | None = None
-    dropout: Dropout | None = None
+    features: Features
     spans: tuple[tuple[Span, ...], ...] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors that score_mod reads."""
-        return self.score_mod.tensors if isinstance(self.score_mod, Recorded) else ()
+        score_mod = self.features.score_mod
+        return score_mod.tensors if isinstance(score_mod, Recorded) else ()
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
@@ -119,18 +113,20 @@ class Portable:
 
     def reading(self, tensors: Sequence[Tensor]) -> Portable:
         """Return the same with other tensors in place of those that score_mod reads."""
-        if not isinstance(self.score_mod, Recorded):
+        score_mod = self.features.score_mod
+        if not isinstance(score_mod, Recorded):
             return self
-        return replace(self, score_mod=self.score_mod.reading(tensors))
+        return replace(self, features=self.features._replace(score_mod=score_mod.reading(tensors)))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, recorded: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def with_sinks(self, sinks: Tensor | None) -> Portable:
+        return replace(self, features=self.features._replace(sinks=sinks))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool = False) -> tuple[Tensor, Tensor]:
         """Return (out in the dtype of q, natural lse in float32 or wider).
 
         recorded: True where autograd or a graph records the operations, of which otherwise some work in place.
         """
-        steps, wide = self.program.steps, sum_dtype(q)
+        steps, wide, sinks = self.program.steps, sum_dtype(q), self.features.sinks
         if not steps:
             out, lse = nothing(q, k, v, sinks)
             return out.contiguous(), lse
@@ -207,11 +203,12 @@ class Portable:
 
     def _scores(self, step: FlexStep) -> Scores:
         at, shares, factor = step.indices.at_positions, None, 1.0
-        if self.dropout is not None:
+        dropout, score_mod = self.features.dropout, self.features.score_mod
+        if dropout is not None:
             places = step.structure.places
-            shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
-        score_mod = None if self.score_mod is None else at(self.score_mod)
-        return Scores(self.scale, score_mod, self.learned, shares, factor)
+            shares, factor = at(dropout.shares(places)), 1 / (1 - dropout.p) / len(places)
+        score_mod = None if score_mod is None else at(score_mod)
+        return Scores(self.features.scale, score_mod, self.learned, shares, factor)
 
 
 def _spans(step: FlexStep, q: Float[Tensor, "B H N D"]) -> tuple[Span, ...]:
@@ -224,7 +221,7 @@ class _WithScoreMod(torch.autograd.Function):
         ctx: Any, run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *read: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = run.reading(read).forward(q, k, v, sinks)
+            out, lse = run.reading(read).with_sinks(sinks).forward(q, k, v)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *read)
         ctx.run = run
         return out, lse
@@ -286,7 +283,7 @@ def _second_gradients(
         leaves = _leaves(given, (*[True] * (len(given) - len(learned)), *learned))
         grad_out, grad_lse, q, k, v, out, lse, *read = leaves
         run = run.reading(read)
-        parts = run.forward(q, k, v, None, recorded=True)
+        parts = run.forward(q, k, v, recorded=True)
         if not parts[0].requires_grad:  # no pair is allowed
             return [None] * len(given)
         grads = WholeRows(out, lse, grad_out, grad_lse).gradients_of(*parts)
@@ -324,8 +321,7 @@ def portable_gradients(
     v: Tensor,
     bindings: list[Tensor],
     whole: WholeRows,
-    scale: float,
-    dropout: Dropout | None,
+    features: Features,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of a call, in the dtypes of q, k and v.
 
@@ -333,7 +329,7 @@ def portable_gradients(
     over more keys than those of the call, and with sinks.
     """
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = Portable(_program(call, q, bindings), scale, None, dropout).backward(q, k, v, whole)
+        dq, dk, dv = Portable(_program(call, q, bindings), features).backward(q, k, v, whole)
     return dq, dk, dv
 
 
@@ -358,7 +354,8 @@ def portable_op(
     call = Call.of(q, k, constants, q_offset, k_offset)
     bindings, dropout = without_seed(bindings, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
-        return Portable(_program(call, q, bindings), scale, None, dropout).forward(q, k, v, sinks)
+        features = Features(scale, sinks=sinks).with_dropout(dropout)
+        return Portable(_program(call, q, bindings), features).forward(q, k, v)
 
 
 @portable_op.register_fake
@@ -386,7 +383,7 @@ def portable_backward(
     """Return (dq, dk, dv) of `portable_op`, in the dtypes of q, k and v."""
     call, whole = Call.of(q, k, constants, q_offset, k_offset), WholeRows(out, lse, grad_out, grad_lse)
     bindings, dropout = without_seed(bindings, dropout_p)
-    return portable_gradients(call, q, k, v, bindings, whole, scale, dropout)
+    return portable_gradients(call, q, k, v, bindings, whole, Features(scale).with_dropout(dropout))
 
 
 @portable_backward.register_fake
@@ -405,7 +402,7 @@ def _second(ctx: Any, *incoming: Tensor) -> Any:
     constants, q_offset, k_offset, scale, p = ctx.options
     call = Call.of(q, k, constants, q_offset, k_offset)
     values, dropout = without_seed(bindings, p)
-    run = Portable(_program(call, q, values), scale, None, dropout)
+    run = Portable(_program(call, q, values), Features(scale).with_dropout(dropout))
     given = grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, q, k, v, out, lse
     of_out, of_lse, *others = _second_gradients(run, given, incoming)
     return of_out, None if grad_lse is None else of_lse, *others, *no_gradients(bindings, ctx.options)

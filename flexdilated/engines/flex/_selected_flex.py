@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks.core import TILE, MaskMod
+from .._features import Features
 from .._merge import shares_of, sum_dtype
-from .._score_mod import ScoreMod
 from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -114,9 +114,7 @@ def attend_selected(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M D"],
-    score_mod: ScoreMod | None,
-    scale: float,
-    kernel_options: str,
+    features: Features,
     kernel: Kernel,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `rest` also allows.
@@ -134,7 +132,7 @@ def attend_selected(
     rows = torch.where(named, rows, 0)
     if not unit:
         tables = _tables_of_rows(rows, named, classes, blocks)
-        out, lse = _run(of, tables, rest, where, q, k, v, score_mod, scale, kernel_options, kernel)
+        out, lse = _run(of, tables, rest, where, q, k, v, features, kernel)
         return out.to(sum_dtype(q)), lse
     if unit != of.q_block:
         row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
@@ -153,8 +151,7 @@ def attend_selected(
         return (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
 
     tables = _tables_of_tiles(of, at)
-    how = (score_mod, scale, kernel_options, kernel)
-    out, lse = _run(of, tables, rest, where, own, k, v, *how, position, inside)
+    out, lse = _run(of, tables, rest, where, own, k, v, features, kernel, position, inside)
     parts = out.unflatten(2, (-1, unit)).flatten(3)
     parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, -1))
     lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
@@ -259,9 +256,7 @@ def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    score_mod: ScoreMod | None,
-    scale: float,
-    kernel_options: str,
+    features: Features,
     kernel: Kernel,
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
@@ -281,13 +276,12 @@ def _run(
         return allowed if inside is None else inside(b, h, query, key) & allowed
 
     def scored(score, b, h, query, key):
-        assert score_mod is not None
-        return score_mod(score, b, h + where.head, query_at(b, h, query), key + where.key)
+        assert features.score_mod is not None
+        return features.score_mod(score, b, h + where.head, query_at(b, h, query), key + where.key)
 
     tables = {name: each.contiguous() for name, each in tables.items()}
-    new_scores = None if score_mod is None else scored
-    how = {"sides": of.sides, "scale": scale, "score_mod": new_scores, "kernel_options": kernel_options}
-    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, **how)
+    own = features._replace(score_mod=None if features.score_mod is None else scored)
+    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, sides=of.sides, features=own)
     assert lse is not None
     return torch.where((lse == -torch.inf)[..., None], 0.0, out), lse
 

@@ -17,9 +17,10 @@ from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, suspended_t
 from ...masks.patterns import HeldRows, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
 from .._call import Call, table_split_in_text, table_split_of, tensors_of
+from .._features import Features
 from .._ops import own_op
-from .._score_mod import ScoreMod, plain, plain_values
-from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
+from .._score_mod import plain_values
+from ._flex import compiled_flex, flat, flex_in_graph, kind_of, read_flat, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from ._traced import MAKERS, traced
 
@@ -170,11 +171,8 @@ def selected_flex(
     v: Tensor,
     bindings: list[Tensor],
     parts: Parts,
-    key: Call,
-    *,
-    scale: float,
-    score_mod: ScoreMod | None,
-    kernel_options: str,
+    call: Call,
+    features: Features,
 ) -> tuple[Tensor, Tensor]:
     """Return (out in float32 or wider, natural lse) over the pairs in the table's selected blocks.
 
@@ -183,19 +181,16 @@ def selected_flex(
     """
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
-        found: Prepared = traced("selected", q, k, bindings, key)
+        found: Prepared = traced("selected", q, k, bindings, call)
         if found.held:
-            for held, rows in zip(found.held, _held_rows(q, k, bindings, *key.arguments), strict=True):
+            for held, rows in zip(found.held, _held_rows(q, k, bindings, *call.arguments), strict=True):
                 held.rows = rows
         rows = _rows_of(table, found)
-        how = (score_mod, scale, kernel_options, flex_in_graph)
-        return attend_selected(found.of, found.rest, found.where, rows, found.classes, q, k, v, *how)
-    found = prepared(key, q.device, bindings)
-    call = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
-    run = call(kind_of(q, k, v, None, score_mod, scale, True, [found.of.sides], kernel_options))
-    rule = None if score_mod is None else plain(score_mod)
-    rows, how = _rows_of(table, found), (rule, repr(scale), kernel_options)
-    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *how)
+        return attend_selected(found.of, found.rest, found.where, rows, found.classes, q, k, v, features, flex_in_graph)
+    found = prepared(call, q.device, bindings)
+    compiled = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
+    run, rows = compiled(kind_of(q, k, v, features, [found.of.sides])), _rows_of(table, found)
+    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *flat(features))
 
 
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
@@ -213,10 +208,9 @@ def _structure(found: Prepared) -> Hashable:
     return plain_values(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
 
 
-def _call_selected(of, rest, where, rows, classes, q, k, v, score_mod, scale, kernel_options):
+def _call_selected(of, rest, where, rows, classes, q, k, v, *features):
     require_compiling()
-    how = (score_mod, float(scale), kernel_options, flex_in_graph)
-    return attend_selected(of, rest, where, rows, classes, q, k, v, *how)
+    return attend_selected(of, rest, where, rows, classes, q, k, v, read_flat(*features), flex_in_graph)
 
 
 MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, blank_rest=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -189,9 +188,8 @@ def flash_backward(
     grad_out, q, k, v, out = (readable(x) for x in (grad_out, q, k, v, out))
     lse = lse.contiguous()
     if other is None:
-        options = {"is_causal": is_causal, "scale": scale}
         run = _backward_in_float32 if _is_better_in_float32(q) else _backward_on_cpu
-        dq, dk, dv = run(grad_out, q, k, v, out, lse, mask, **options)
+        dq, dk, dv = run(grad_out, q, k, v, out, lse, mask, is_causal=is_causal, scale=scale)
     else:
         assert mask is None
         dq, dk, dv = other.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
@@ -208,11 +206,20 @@ def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
 
 
 def _backward_in_float32(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, **options: Any
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
 ) -> _Problem:
     """Return (dq, dk, dv) of `flash_forward` on CPU, computed and returned in float32.
 
-    Chunks of the batch bound the memory of float32 copies. out, lse, mask, options: as in `flash_backward`.
+    Chunks of the batch bound the memory of float32 copies.
     """
     grads = tuple(torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
     numbers = 3 * q[:1].numel() + 2 * k[:1].numel()
@@ -224,7 +231,9 @@ def _backward_in_float32(
         some = slice(begin, begin + at_once)
         few_grads, *few = (x[some].float() for x in (grad_out, q, k, v, out))
         hidden = None if mask is None else (mask[some] if len(mask) > 1 else mask).float()
-        found = _backward_on_cpu(few_grads, few[0], few[1], few[2], few[3], lse[some], hidden, **options)
+        found = _backward_on_cpu(
+            few_grads, few[0], few[1], few[2], few[3], lse[some], hidden, is_causal=is_causal, scale=scale
+        )
         for grad, part in zip(grads, found, strict=True):
             grad[some] = part
     return grads[0], grads[1], grads[2]

@@ -1,0 +1,45 @@
+"""Features of a call beside its pattern and sizes: one value from the public functions down to the kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from ._dropout import Dropout
+from ._score_mod import ScoreMod
+
+
+class Features(NamedTuple):
+    """What a call of attention asks for beside its pattern and sizes.
+
+    scale: factor on the scores. score_mod: fixed, see `fixed`. sinks: a logit for each head, or None. dropout_p:
+    probability of dropping an attention weight. seed: of dropout; over ranks it is agreed on later than the engine is
+    chosen. return_lse: without it the lse of the result may be None. kernel_options: of flex_attention, as from
+    `options_text`.
+    """
+
+    scale: float
+    score_mod: ScoreMod | None = None
+    sinks: Float[Tensor, " H"] | None = None
+    dropout_p: float = 0.0
+    seed: Int32[Tensor, "2"] | None = None
+    return_lse: bool = True
+    kernel_options: str = ""
+
+    @property
+    def drops(self) -> bool:
+        return self.dropout_p > 0
+
+    @property
+    def dropout(self) -> Dropout | None:
+        if not self.drops:
+            return None
+        assert self.seed is not None
+        return Dropout(self.dropout_p, self.seed)
+
+    def with_dropout(self, dropout: Dropout | None) -> Features:
+        """Return the same with this dropout; None: without."""
+        p, seed = (0.0, None) if dropout is None else dropout
+        return self._replace(dropout_p=p, seed=seed)
