@@ -16,6 +16,14 @@ CONFIGS = {
     "grouped heads": replace(TINY, num_kv_heads=2, heads="grouped"),
     "odd segments": replace(TINY, offsets="contiguous", segment_lengths=(5, 40, 80), depth=1),
 }
+MODELS = CONFIGS | {
+    "embedded": replace(TINY, vocab_size=None),
+    "learned": replace(TINY, position="learned", max_positions=60),
+    "xpos": replace(TINY, position="xpos", xpos_scale=5),
+    "no positions": replace(TINY, position=None, num_heads=8),
+    "subln": replace(TINY, subln=True, num_kv_heads=2),
+    "deepnorm": replace(TINY, deepnorm=True, bias=True),
+}
 
 
 def model_of(config, dtype=torch.float64):
@@ -48,16 +56,40 @@ def test_greedy_equals_recomputing(config, layout, prefill_chunk) -> None:
     assert len(out[:, 23:].unique()) > 4
 
 
-@pytest.mark.parametrize("vocab_size", [V, None])
-def test_a_pass_in_chunks_is_one_pass(vocab_size) -> None:
-    """Logits, or features for embedded inputs, from tokens that go through the caches bit by bit."""
-    model = model_of(replace(TINY, vocab_size=vocab_size))
-    x = prompt_of(N=60) if vocab_size else torch.randn(2, 60, 24, dtype=torch.float64)
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@torch.no_grad()
+def test_caches_go_on_from_different_positions(config) -> None:
+    """Cropped to a number for each sequence, and joined: in pieces, logits or features are those of one pass."""
+    model, tokens = model_of(config), prompt_of(B=3, N=60)
+    if not config.vocab_size:
+        tokens = torch.randn(3, 60, config.embed_dim, dtype=torch.float64)
+    expected, caches, other = model(tokens), model.new_caches(), model.new_caches()
+    model(tokens[:2, :40], caches=caches)
+    model(tokens[2:, :5], caches=other)
+    for cache, more in zip(caches, other, strict=True):
+        cache.join(more)
+        cache.crop(torch.tensor([40, 38, 5]))
+    new = torch.stack([tokens[0, 40:60], tokens[1, 38:58], tokens[2, 5:25]])
+    parts = [model(part, caches=caches) for part in new.split([1, 18, 1], dim=1)]
+    for row, sequence, first in zip(torch.cat(parts, 1), expected, (40, 38, 5), strict=True):
+        assert_close(row, sequence[first : first + 20], rtol=1e-8, atol=1e-9)
+    with pytest.raises(ValueError, match="the input must have the batch of the caches, 3; got batch 1"):
+        model(tokens[:1], caches=caches)
+
+
+@torch.no_grad()
+def test_a_longnet_of_segments_takes_whole_segments() -> None:
+    """Calls with whole segments of a model that is not causal equal one pass; single tokens raise an error."""
+    sizes = {"embed_dim": 16, "depth": 2, "num_heads": 2, "vocab_size": 50}
+    config = fd.LongNetConfig(**sizes, segment_lengths=(4, 8), dilation_rates=(1, 2), causal=False)
+    torch.manual_seed(0)
+    model, tokens = fd.LongNet(config).eval(), torch.randint(50, (2, 32))
     caches = model.new_caches()
-    with torch.no_grad():
-        parts = [model(part, caches=caches) for part in x.split([1, 30, 1, 20, 8], dim=1)]
-        assert_close(torch.cat(parts, dim=1), model(x), rtol=1e-8, atol=1e-9)
-    assert {cache.num_tokens for cache in caches} == {60}
+    parts = [model(part, caches=caches) for part in tokens.split(8, 1)]
+    assert_close(torch.cat(parts, 1), model(tokens))
+    with pytest.raises(ValueError, match=r"chunk of 8 tokens; here query 32 sees key .*: bring 8 or 16 tokens"):
+        model(tokens[:, :1], caches=caches)
+    assert [cache.num_tokens for cache in caches] == [32, 32]
 
 
 def test_memory_of_a_long_generation_is_bounded() -> None:
@@ -163,24 +195,19 @@ def test_models_that_cannot() -> None:
 
 def test_caches_that_do_not_fit() -> None:
     model = model_of(TINY)
-    with pytest.raises(ValueError, match=r"one cache for each of the 2 blocks, .* got 1 with"):
-        model(prompt_of(), caches=model.new_caches()[:1])
-    caches = model.new_caches()
-    with torch.no_grad():
-        model(prompt_of(), caches=caches)
-    for wrong in (3, [None, None], [caches, caches]):
-        with pytest.raises(TypeError, match="caches must be a sequence of KVCache, as new_caches makes them"):
-            model(prompt_of(), caches=wrong)
-    caches[0].reset()
-    with pytest.raises(ValueError, match=r"got 2 with \[0, 23\] tokens"):
-        model(prompt_of(), caches=caches)
-    with torch.no_grad():
-        model(prompt_of(), caches=(caches := model.new_caches()))
-    caches[1].crop(torch.tensor([23, 5]))
-    with pytest.raises(ValueError, match=r"got 2 with \[23, \[23, 5\]\] tokens"):
-        model(prompt_of(), caches=caches)
     with pytest.raises(ValueError, match=r"call it under torch.no_grad\(\)"):
         model(prompt_of(), caches=model.new_caches())
+    with torch.no_grad():
+        model(prompt_of(), caches=(caches := model.new_caches()))
+        for wrong in (3, [caches, caches]):
+            with pytest.raises(TypeError, match="caches must be a sequence of KVCache, as new_caches makes them"):
+                model(prompt_of(), caches=wrong)
+        caches[1].crop(torch.tensor([23, 5]))
+        with pytest.raises(ValueError, match=r"got 2 with \[23, \[23, 5\]\] tokens"):
+            model(prompt_of(), caches=caches)
+        caches[0].reset()
+        with pytest.raises(ValueError, match=r"got 2 with \[0, \[23, 5\]\] tokens"):
+            model(prompt_of(), caches=caches)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import os
 import socket
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, shard, traffic, unshard
 from flexdilated.distributed.group._call import _named, check_agreement, disagreement
@@ -37,8 +39,8 @@ def transfers_of_three_checks() -> list[int]:
 
 
 def test_the_check_is_made_once_for_the_same_facts() -> None:
-    assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3
-    assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3, "a new group has agreed on nothing yet"
+    for _ in range(2):  # a new group has agreed on nothing yet
+        assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3
     assert on_ranks(1, transfers_of_three_checks) == [[0, 0, 0]]
 
 
@@ -50,24 +52,19 @@ def error_of(ranks: Ranks, facts: dict) -> str:
     return ""
 
 
-def two_ranks() -> list[str]:
-    """After a disagreement ranks may agree and disagree again; the same function in two processes is no difference."""
-    rank, ranks = dist.get_rank(), all_ranks()
-    rounds = [
-        {"num_tokens": 8 + rank},
-        {"num_tokens": 7},
-        {"num_tokens": 8 + rank},
-        {"function": lambda q, k: q >= k},
-        {"pattern": masks.causal()} if rank else {"pattern": masks.causal(), "dtype": torch.float32},
-    ]
-    return [error_of(ranks, facts) for facts in rounds]
+def rounds() -> list[str]:
+    """The ranks come in all orders; one has another pattern, or a fact less; they agree, and disagree again.
 
-
-def four_ranks() -> list[str]:
-    """The ranks come in all orders, one has another pattern; then 0 and 1 share one sequence, 2 and 3 another."""
+    Then 0 and 1 share one sequence, 2 and 3 another. The same function in two processes is no difference.
+    """
     rank, ranks = dist.get_rank(), all_ranks()
     told = [error for number in range(60) if (error := error_of(ranks, {"number": number}))]
-    told.append(error_of(ranks, {"pattern": masks.chunked(4) if rank == 1 else masks.causal(), "dtype": torch.float32}))
+    for facts in (
+        {"pattern": masks.chunked(4) if rank == 1 else masks.causal(), "dtype": torch.float32},
+        {"num_tokens": 7, "function": lambda q, k: q >= k},
+        {"pattern": masks.causal()} if rank else {"pattern": masks.causal(), "dtype": torch.float32},
+    ):
+        told.append(error_of(ranks, facts))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     row = Ranks.of(mesh["sequence"])
     return [*told, error_of(row, {"num_tokens": 8 + rank // 2}), error_of(row, {"num_tokens": rank})]
@@ -75,15 +72,12 @@ def four_ranks() -> list[str]:
 
 def test_all_ranks_are_told_who_has_what() -> None:
     head = "all ranks must make the same call; they disagree in"
-    wrong = f"{head} num_tokens: rank 0 has num_tokens=8; rank 1 has num_tokens=9"
-    absent = f"{head} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=not given"
-    assert on_ranks(2, two_ranks) == [[wrong, "", wrong, "", absent]] * 2
-    found = on_ranks(4, four_ranks)
+    absent = f"{head} dtype: rank 0 has dtype=torch.float32; ranks 1, 2, 3 have dtype=not given"
     pattern = f"{head} pattern: ranks 0, 2, 3 have pattern={masks.causal()!r}; rank 1 has pattern={masks.chunked(4)!r}"
-    for rank, told in enumerate(found):
+    for rank, told in enumerate(on_ranks(4, rounds)):
         first = rank // 2 * 2
         row = f"{head} num_tokens: rank 0 has num_tokens={first}; rank 1 has num_tokens={first + 1}"
-        assert told == [pattern, "", row]
+        assert told == [pattern, "", absent, "", row]
 
 
 def changes_on_rank_0() -> None:
@@ -107,11 +101,8 @@ def test_a_rank_alone_with_a_new_call_ends_all_with_an_error() -> None:
         assert "begun a call with other arguments (rank 0: pattern='chunked')" in ended[rank].error
 
 
-LAST = 2  # of three ranks: the one that fails
-
-
-def fail(how: str) -> None:
-    if dist.get_rank() == LAST:
+def fail(how: str, who: int = 2) -> None:
+    if dist.get_rank() == who:
         if how == "dies":
             os._exit(9)
         raise SystemExit("it lives on, its connections open, and takes no part")
@@ -135,19 +126,25 @@ def backward(how: str) -> None:
         loss.backward()
 
 
-def forward(how: str) -> None:
-    """The first step agrees, so that the second fails at its messages."""
-    part = shard(torch.ones(1, 1, 7, 2), line())
-    unshard(part, line(), Sharding(7, 3))
-    fail(how)
-    unshard(part, line(), Sharding(7, 3))
-
-
 def first_call(how: str) -> None:
     mesh = line()
     set_group_timeout(2)
     fail(how)
     unshard(torch.ones(1, 1, 2, 2), mesh)
+
+
+def second_call(how: str, who: int = 2, **options) -> None:
+    """The first agrees, so that the second fails at its messages."""
+    module = fd.BlockSparseAttention(masks.causal(), mesh=line(), **options)
+    x = torch.ones(1, 3, 4, 2)
+    module(x, x, x)
+    set_group_timeout(2)
+    fail(how, who)
+    module(x, x, x)
+
+
+heads = partial(second_call, schedule="heads")
+seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait for it
 
 
 @pytest.mark.slow
@@ -156,15 +153,16 @@ def first_call(how: str) -> None:
     [
         (collective, "dies", "the exchange of keys failed after ", "2 s"),
         (collective, "hangs", "the exchange of keys failed after ", "2 s"),
-        (forward, "hangs", "sending and receiving shards failed after ", "4 s"),
         (backward, "dies", "sending and receiving shards failed after ", "4 s"),
         (backward, "hangs", "sending and receiving shards failed after ", "4 s"),
         (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer", "2 s"),
+        (heads, "dies", "the exchange of heads failed after ", "2 s"),
+        (seed, "dies", "the broadcast of the seed of dropout failed after ", "2 s"),
     ],
 )
 def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(function, how, what, limit) -> None:
     ended = outcomes_on_ranks(3, function, how, group_timeout=4)
-    for outcome in ended[:LAST]:
+    for outcome in ended[1:] if function is seed else ended[:2]:
         assert outcome.error is not None
         told = outcome.error[outcome.error.rindex("torch.distributed.DistError: ") :]
         assert told.startswith(f"torch.distributed.DistError: rank {outcome.rank} of 3: ")

@@ -124,23 +124,6 @@ def test_what_a_codec_cannot_reach_is_not_finite() -> None:
     assert round_trip(torch.tensor([[1e300, 1.0]], dtype=torch.float64), codec_named("int8")).isnan().all()
 
 
-@writes
-def test_messages_of_keys_and_values(name, dtype) -> None:
-    """Both in one message, of rows that begin at odd bytes; decoded straight into a larger tensor of another order."""
-    codec, head_dim = codec_named(name), 7
-    k, v = (torch.randn(2, 5, head_dim).to(dtype) for _ in range(2))
-    size = codec.row_bytes(head_dim, dtype)
-    message = torch.zeros(2 * 5 * 2 * size + 1, dtype=torch.uint8)[1:].view(2, 5, 2 * size)
-    for x, part in ((k, message[..., :size]), (v, message[..., size:])):
-        assert codec.encode(x, out=part) is part
-    store = torch.zeros(5, 2, 9, dtype=dtype)
-    for x, part in ((k, message[..., :size]), (v, message[..., size:])):
-        into = store.transpose(0, 1)[..., :head_dim]
-        assert codec.decode(part, head_dim, dtype, out=into) is into
-        assert torch.equal(into, round_trip(x, codec))
-    assert not store[..., head_dim:].any()
-
-
 def test_gradients_never_go_below_bf16() -> None:
     for name, dtype in product(NAMES, DTYPES):
         found = gradient_codec(codec_named(name), dtype)

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -18,11 +18,9 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import compiled_on_the_last
 
 N, VOCABULARY = 41, 17
 BRANCHES = ((8, 40), (1, 4))
-SCHEDULES = ("auto", "exchange", "ring", "heads")
 SHARDINGS = {
     "zigzag": Sharding(N, 3, "zigzag"),
     "ragged": Sharding(N, 3, shard_lengths=(30, 0, 11)),
@@ -53,23 +51,13 @@ def text(batch: int = 2) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model, tokens: Tensor, following: Tensor, **call) -> Tensor:
+def loss_of(model, tokens: Tensor, following: Tensor) -> Tensor:
     """A sum over tokens, so that shards' losses add up to the whole text's."""
-    return F.cross_entropy(model(tokens, **call).flatten(0, 1), following.flatten(), reduction="sum")
+    return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten(), reduction="sum")
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-@cache
-def one_rank(padded: bool, **changes) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of a model without a mesh."""
-    model = longnet(**changes)
-    torch.manual_seed(1)
-    loss = loss_of(model, *text(), **(PADDED if padded else {}))
-    loss.backward()
-    return loss.detach(), gradients(model)
 
 
 def line(size: int | None = None) -> DeviceMesh:
@@ -80,6 +68,38 @@ def summed(x: Tensor, group=None) -> Tensor:
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding, dim: int, **call) -> None:
+    """Output and gradients of the inputs are this rank's of one without a mesh, those of parameters add up to its own.
+
+    Tensors of a call are for the whole sequence; dropout uses the generator of rank 0.
+    """
+
+    def about(words: str) -> str:
+        return f"{name}: {words}"
+
+    held, results = sharding.positions(dist.get_rank()), []
+    for over in ({}, {"mesh": line(), "sharding": sharding}):
+        torch.manual_seed(0)
+        module = make(**over)
+        inputs = [x.detach().index_select(dim, held) if over else x.detach().clone() for x in whole]
+        inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
+        torch.manual_seed(1 + (dist.get_rank() if over else 0))
+        out = module(*inputs, **call)
+        out = out[0] if isinstance(out, tuple) else out
+        weights = torch.randn(
+            *(length if at != dim else sharding.num_tokens for at, length in enumerate(out.shape)),
+            dtype=out.dtype,
+            generator=torch.Generator().manual_seed(3),
+        )
+        (out * (weights.index_select(dim, held) if over else weights)).sum().backward()
+        results.append((out.detach(), [x.grad for x in inputs if x.grad is not None], gradients(module)))
+    (truth, true_inputs, true_gradients), (found, of_inputs, of_parameters) = results
+    for one, other in zip([truth, *true_inputs], [found, *of_inputs], strict=True):
+        assert_close(other, one.index_select(dim, held), **TIGHT, msg=about)
+    for one, other in zip(true_gradients, of_parameters, strict=True):
+        assert_close(summed(other), one, **TIGHT, msg=about)
 
 
 TRAINED = {
@@ -97,151 +117,92 @@ TRAINED = {
 }
 
 
-def train_longnets() -> None:
-    """Over all ranks, loss and gradients add up to one rank's."""
+def longnets() -> None:
+    """With checkpoints, blocks and their transfers run again in the backward; some have layers that select keys."""
     for (schedule, name), features in TRAINED.items():
-        changes, sharding = dict(features), SHARDINGS[name]
-        padded = changes.pop("padded", False)
-        model = longnet(mesh=line(), sharding=sharding, schedule=schedule, **changes)
-        held = sharding.positions(dist.get_rank())
-        torch.manual_seed(1 + dist.get_rank())
-        loss = loss_of(model, *(x[:, held] for x in text()), **(PADDED if padded else {}))
-        loss.backward()
-        kind = {name: features[name] for name in ("selection", "causal", "attention_dropout") if name in features}
-        true_loss, true_gradients = one_rank(padded, **kind)
+        depth = {"depth": 2 if "selection" in features else 1}
+        changes = depth | {key: value for key, value in features.items() if key != "padded"}
 
-        def about(text: str, what: tuple = (schedule, name, features)) -> str:
-            return f"{what}: {text}"
+        def make(schedule=schedule, changes=changes, **over) -> nn.Module:
+            only = {"schedule": schedule} if over else {}
+            own = {key: value for key, value in changes.items() if over or key != "pool"}
+            return longnet(**own, **only, **over)
 
-        assert_close(summed(loss), true_loss, **TIGHT, msg=about)
-        for found, truth in zip(gradients(model), true_gradients, strict=True):
-            assert_close(summed(found), truth, **TIGHT, msg=about)
+        call = PADDED if features.get("padded") else {}
+        assert_is_one_rank(f"{schedule}, {name}, {features}", make, [text()[0]], SHARDINGS[name], 1, **call)
+    x = torch.randn(1, 15, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    assert_is_one_rank("equal shards", equal_shards, [x], Sharding(15, 3), 1)
 
 
-def test_longnet_is_that_of_one_rank() -> None:
-    """The loss and the gradients of the parameters are those of one rank, also if a rank has no tokens.
-
-    The padding mask is for the whole sequence; dropout uses the generator of rank 0. With checkpointing, blocks and
-    their transfers run again in the backward. Some models have layers that select keys from the data.
-    """
-    on_ranks(3, train_longnets)
+def equal_shards(mesh: DeviceMesh | None = None, sharding: Sharding | None = None) -> nn.Module:
+    """Embedded inputs, no sharding given: as many tokens on every rank."""
+    return longnet(vocab_size=None, depth=1, mesh=mesh) if mesh else longnet(vocab_size=None, depth=1)
 
 
-def features_in_equal_shards() -> None:
-    """Embedded inputs, no sharding given: as many tokens on every rank, at any length."""
-    mesh = line()
-    many = longnet(vocab_size=None, mesh=mesh, depth=1)
-    one = longnet(vocab_size=None, depth=1)
-    for length in (5, 9):
-        x = torch.randn(1, 3 * length, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        shard = x[:, dist.get_rank() * length :][:, :length]
-        assert_close(many(shard), one(x)[:, dist.get_rank() * length :][:, :length], **TIGHT)
-
-
-def test_equal_shards_need_no_sharding() -> None:
-    on_ranks(3, features_in_equal_shards)
-
-
-def attention_module(kind: str, mesh: DeviceMesh, sharding: Sharding) -> nn.Module:
-    options = {"mesh": mesh, "sharding": sharding, "enable_gqa": True, "dropout": 0.3 if "drops" in kind else 0.0}
+def attention_module(kind: str, **over) -> nn.Module:
+    options = {"enable_gqa": True, "dropout": 0.3 if "drops" in kind else 0.0, **over}
     kind = kind.removeprefix("drops, ")
-    if kind == "heads":
+    if not over:
+        options |= {"sinks": True, "num_heads": 6} if "sinks" in kind else {}
+    if over and kind == "heads":
         return fd.HeadParallelDilatedAttention(*BRANCHES, True, **options)
-    if kind in ("ring", "exchange", "auto"):
+    if over and kind in ("ring", "exchange", "auto"):
         return fd.RingDilatedAttention(*BRANCHES, True, schedule=kind, **options)
-    pattern = masks.longnet(*BRANCHES) & masks.causal()
-    return fd.BlockSparseAttention(pattern, schedule=kind.split()[-1], sinks=True, num_heads=6, **options).double()
-
-
-def attend_in_module(kind: str, sharding: Sharding) -> None:
-    torch.manual_seed(0)
-    shapes = [(2, H, N, 8) for H in (6, 3, 3)]
-    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    grad = torch.randn(shapes[0], dtype=torch.float64)
-    module, held = attention_module(kind, line(), sharding), sharding.positions(dist.get_rank())
-    sinks = torch.linspace(-1, 1, 6, dtype=torch.float64) if "sinks" in kind else None
+    if over:
+        options |= {"schedule": kind.split()[-1], "sinks": True, "num_heads": 6}
+    module = fd.BlockSparseAttention(masks.longnet(*BRANCHES) & masks.causal(), **options).double()
     for parameter in module.parameters():
-        parameter.data.copy_(sinks)
-    torch.manual_seed(1)
-    options = {"enable_gqa": True, "sinks": sinks, "dropout_p": module.dropout}
-    out = fd.attend(*whole, masks.longnet(*BRANCHES) & masks.causal(), **options)
-    true_gradients = torch.autograd.grad(out, whole, grad)
-    shard = [x.detach()[:, :, held].requires_grad_() for x in whole]
-    torch.manual_seed(1 + dist.get_rank())
-    mine = module(*shard)
-    assert_close(mine, out[:, :, held], **TIGHT)
-    if module.dropout:
-        assert torch.equal(module.eval()(*shard), mine) == (not len(held))
-    for found, truth in zip(torch.autograd.grad(mine, shard, grad[:, :, held]), true_gradients, strict=True):
-        assert_close(found, truth[:, :, held], **TIGHT)
+        parameter.data.copy_(torch.linspace(-1, 1, 6))
+    return module
 
 
-def attend_in_modules() -> None:
+def attention_modules() -> None:
+    """Key/value heads that several query heads share; without gradients, a module in inference drops nothing."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, H, N, 8, dtype=torch.float64, generator=generator) for H in (6, 3, 3)]
     kinds = "heads", "ring", "exchange", "auto", "sinks, heads", "sinks, ring", "sinks, exchange"
     for kind in (*kinds, "drops, heads", "drops, ring", "drops, exchange", "drops, sinks, ring"):
-        attend_in_module(kind, SHARDINGS["ragged"])
+        assert_is_one_rank(kind, partial(attention_module, kind), whole, SHARDINGS["ragged"], 2)
+    shard = [x[:, :, SHARDINGS["ragged"].positions(dist.get_rank())] for x in whole]
+    plain, dropping = (
+        attention_module(kind, mesh=line(), sharding=SHARDINGS["ragged"]).eval()(*shard)
+        for kind in ("ring", "drops, ring")
+    )
+    assert torch.equal(plain, dropping)
 
 
-def test_attention_modules_are_one_rank() -> None:
-    """Output and gradients of q, k and v, with key/value heads that several query heads share."""
-    on_ranks(3, attend_in_modules)
-
-
-def attend_multihead(schedule: str, batch_first: bool, dropout: float) -> None:
+def multiheads_and_patterns() -> None:
     sharding = SHARDINGS["ragged zigzag"]
-    x, grad = torch.randn(2, 2, N, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    padding = torch.arange(N) >= torch.tensor([[N - 3], [N - 20]])
-
-    def run(x: Tensor, grad: Tensor, **over_ranks) -> tuple[Tensor, nn.Module]:
-        torch.manual_seed(0)
-        options = {"batch_first": batch_first, "causal": True, "dropout": dropout, **over_ranks}
-        module = fd.MultiheadDilatedAttention(12, 6, *BRANCHES, **options).double()
-        torch.manual_seed(1 + (dist.get_rank() if over_ranks else 0))
-        x, grad = (y if batch_first else y.transpose(0, 1) for y in (x, grad))
-        out, _ = module(x, x, x, key_padding_mask=padding)
-        out.backward(grad)
-        return out.detach() if batch_first else out.detach().transpose(0, 1), module
-
-    held = sharding.positions(dist.get_rank())
-    out, module = run(x[:, held], grad[:, held], mesh=line(), sharding=sharding, schedule=schedule)
-    truth, alone = run(x, grad)
-    assert_close(out, truth[:, held], **TIGHT)
-    for found, true_gradient in zip(gradients(module), gradients(alone), strict=True):
-        assert_close(summed(found), true_gradient, **TIGHT)
-
-
-def attend_multiheads() -> None:
-    for schedule, batch_first, dropout in (("exchange", True, 0.0), ("heads", False, 0.0), ("ring", True, 0.3)):
-        attend_multihead(schedule, batch_first, dropout)
-
-
-def test_multihead_is_that_of_one_rank() -> None:
-    on_ranks(3, attend_multiheads)
-
-
-def attend_by_patterns() -> None:
-    """Compare modules over ranks with modules on one device; bindings are for the whole sequence."""
-    pattern = (masks.longnet(*BRANCHES) & masks.documents("ids")) + masks.first_tokens(1)
-    sharding = SHARDINGS["ragged zigzag"]
-    held, over = sharding.positions(dist.get_rank()), {"mesh": line(), "sharding": sharding}
-    bindings = {"ids": torch.arange(N) // torch.tensor([[20], [11]])}
     x = torch.randn(2, N, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for schedule in ("exchange", "ring", "heads"):
-        torch.manual_seed(0)
-        many, one = (
-            fd.MultiheadDilatedAttention(24, 6, pattern=pattern, batch_first=True, causal=True, **options).double()
-            for options in ({"schedule": schedule, **over}, {})
-        )
-        one.load_state_dict(many.state_dict())
-        truth, _ = one(x, x, x, bindings=bindings)
-        assert_close(many(*[x[:, held]] * 3, bindings=bindings)[0], truth[:, held], **TIGHT)
-        sizes = {"vocab_size": None, "segment_lengths": None, "dilation_rates": None, "pattern": pattern}
-        many, one = longnet(schedule=schedule, **over, **sizes), longnet(**sizes)
-        assert_close(many(x[:, held], bindings=bindings), one(x, bindings=bindings)[:, held], **TIGHT)
+    pattern = (masks.longnet(*BRANCHES) & masks.documents("ids")) + masks.first_tokens(1)
+    bindings = {"ids": torch.arange(N) // torch.tensor([[20], [11]])}
+    padding = torch.arange(N) >= torch.tensor([[N - 3], [N - 20]])
+    by_pattern = {"vocab_size": None, "segment_lengths": None, "dilation_rates": None, "pattern": pattern}
+    for schedule, batch_first, dropout in (("exchange", True, 0.0), ("heads", False, 0.0), ("ring", True, 0.3)):
+
+        def make(schedule=schedule, branches=BRANCHES, pattern=None, **options) -> nn.Module:
+            over = {"schedule": schedule} if "mesh" in options else {}
+            module = fd.MultiheadDilatedAttention(24, 6, *branches, pattern=pattern, causal=True, **over, **options)
+            return module.double()
+
+        own = partial(make, batch_first=batch_first, dropout=dropout)
+        inputs, dim = ([x] * 3, 1) if batch_first else ([x.transpose(0, 1)] * 3, 0)
+        assert_is_one_rank(f"multihead, {schedule}", own, inputs, sharding, dim, key_padding_mask=padding)
+        rules = partial(make, branches=(), pattern=pattern, batch_first=True)
+        assert_is_one_rank(f"pattern, {schedule}", rules, [x] * 3, sharding, 1, bindings=bindings)
+
+        def model(schedule=schedule, **over) -> nn.Module:
+            return longnet(**by_pattern, **over, **({"schedule": schedule} if over else {}))
+
+        assert_is_one_rank(f"LongNet by a pattern, {schedule}", model, [x], sharding, 1, bindings=bindings)
 
 
-def test_any_pattern_is_that_of_one_rank() -> None:
-    on_ranks(3, attend_by_patterns)
+@pytest.mark.parametrize(
+    "function", [longnets, attention_modules, multiheads_and_patterns], ids=lambda function: function.__name__
+)
+def test_modules_are_those_of_one_rank(function) -> None:
+    """Also if a rank has no tokens."""
+    on_ranks(3, function)
 
 
 def data_and_sequence(wrapper: str, schedule: str) -> None:
@@ -263,9 +224,11 @@ def data_and_sequence(wrapper: str, schedule: str) -> None:
     )
     loss = loss_of(run, *(x[mine, held] for x in text()))
     loss.backward()
-    true_loss, true_gradients = one_rank(False)
-    assert_close(summed(loss), true_loss, **TIGHT)
-    for found, truth in zip(gradients(model), true_gradients, strict=True):
+    alone = longnet()
+    true_loss = loss_of(alone, *text())
+    true_loss.backward()
+    assert_close(summed(loss), true_loss.detach(), **TIGHT)
+    for found, truth in zip(gradients(model), gradients(alone), strict=True):
         whole = found.full_tensor() if hasattr(found, "full_tensor") else found
         assert_close(4 * whole, truth, **TIGHT)
 
@@ -318,46 +281,6 @@ def test_with_tensor_parallelism() -> None:
     on_ranks(4, tensor_and_sequences)
 
 
-def compile_longnet(schedule: str) -> None:
-    model = longnet(mesh=line(), sharding=Sharding(N, 2, "zigzag"), schedule=schedule, depth=1)
-    eager = longnet(mesh=line(), sharding=Sharding(N, 2, "zigzag"), schedule=schedule, depth=1)
-    held = Sharding(N, 2, "zigzag").positions(dist.get_rank())
-    tokens, following = (x[:, held] for x in text())
-    loss_of(compiled_on_the_last(model, backend="aot_eager"), tokens, following).backward()
-    loss_of(eager, tokens, following).backward()
-    for found, truth in zip(gradients(model), gradients(eager), strict=True):
-        assert_close(found, truth, **TIGHT)
-
-
-@pytest.mark.parametrize("schedule", ["auto", "heads"])
-def test_traces_without_a_graph_break(schedule: str) -> None:
-    """Exchange and ring by themselves are compiled in test_distributed_attend.py."""
-    on_ranks(2, compile_longnet, schedule)
-
-
-def compile_attention(schedules: tuple[str, ...], backend: str) -> None:
-    """Without a sharding, which then follows from the shape."""
-    for schedule in schedules:
-        module = fd.BlockSparseAttention(masks.causal() & masks.longnet(*BRANCHES), mesh=line(), schedule=schedule)
-        leaves = [x.requires_grad_() for x in torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)]
-        results = []
-        for run in (module, compiled_on_the_last(module, backend=backend)):
-            out = run(*leaves)
-            results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
-        for compiled, eager in zip(*results, strict=True):
-            assert_close(compiled, eager, **TIGHT)
-
-
-def test_traces_without_a_sharding() -> None:
-    on_ranks(2, compile_attention, SCHEDULES, "eager")
-
-
-@pytest.mark.slow
-def test_compiles() -> None:
-    """LongNet without a mesh is compiled in tests/nn/."""
-    on_ranks(2, compile_attention, ("exchange",), "inductor")
-
-
 def live() -> str:
     """Copied, pickled and saved, a model is the same over these ranks; its weights are those of one without a mesh."""
     sharding = Sharding(N, 2)
@@ -384,42 +307,3 @@ def test_a_module_with_a_mesh_lives_as_any_module() -> None:
     shown = on_ranks(2, live)[1]
     assert "mesh=2 ranks of axis 'sp', schedule='ring', pool='auto')" in shown
     assert "schedule='heads', sharding=Sharding(num_tokens=41, num_ranks=2, order='contiguous'" in shown
-
-
-def assigned(models: DeviceMesh | None, layers: DeviceMesh | None) -> None:
-    """A layer that chooses, over other ranks than its model."""
-    model = longnet(selection=ROWS, mesh=models)
-    model.blocks[0].selected = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), mesh=layers)
-    model(text()[0])
-
-
-REFUSED = {  # tests/project/errors.md has more
-    "schedule": (lambda mesh: fd.RingDilatedAttention(*BRANCHES, mesh=mesh, schedule="heads"), "HeadParallelDilated"),
-    "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "as many ranks as the mesh, 2; got 3"),
-    "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
-    "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model that was made without a mesh"),
-    "its layer's mesh": (lambda mesh: assigned(mesh, None), "must have the mesh and the sharding of its model"),
-    "its model's mesh": (lambda mesh: assigned(None, mesh), "must have the mesh and the sharding of its model"),
-    "tokens": (
-        lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 2))(text()[0]),
-        "21 of 41 tokens for rank 0 of 2",
-    ),
-    "padding": (
-        lambda mesh: longnet(mesh=mesh)(text()[0], key_padding_mask=torch.zeros(2, N, dtype=torch.bool)),
-        "key_padding_mask must have shape (2, 82)",
-    ),
-}
-
-
-def refusals() -> dict[str, str]:
-    mesh, found = line(), {}
-    for name, (call, _) in REFUSED.items():
-        with pytest.raises((ValueError, TypeError)) as error:
-            call(mesh)
-        found[name] = str(error.value)
-    return found
-
-
-def test_what_does_not_go_with_a_mesh_is_refused() -> None:
-    found = on_ranks(2, refusals)[0]
-    assert {name: answer for name, answer in found.items() if REFUSED[name][1] not in answer} == {}

@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
-from tests.distributed.test_schedules import DRAWN
 from tests.selection.cases import Case, cases
 from tests.selection.test_selected_attention import Gate, table_of
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import line
+from tests.support.sharded_cases import DRAWN, line
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -129,11 +128,6 @@ def all_selectors() -> None:
         assert_is_one_rank({"block": 4, **options}, gradient, call, list(SHARDINGS.values())[place % 2 :: 2], drawn())
 
 
-def test_choices_rows_and_gradients_are_those_of_one_rank() -> None:
-    """A rank without tokens has its part in all of them."""
-    on_ranks(3, all_selectors)
-
-
 def all_cases(drawn_cases: list[tuple[Case, str, Sharding]]) -> None:
     for case, gradient, sharding in drawn_cases:
         grad = torch.randn(case.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -174,15 +168,13 @@ def prefill() -> None:
     assert_close(mine, out[:, :, held], **TIGHT)
 
 
-def test_prefill_that_looks_ahead() -> None:
-    on_ranks(3, prefill)
-
-
-def distilled(sharding: Sharding) -> None:
-    """Of rows of one query and of several, with and without a teacher; the first rows have no candidate."""
+def distilled() -> None:
+    """Shares of the loss add up: rows of one query and of several, with a teacher or not; some have no candidate."""
     q, k, v, other = drawn()
-    held = sharding.positions(dist.get_rank())
-    for rows in ({}, {"query_block": 4, "query_summary": "first", "share": "group"}):
+    several = {"query_block": 4, "query_summary": "first", "share": "group"}
+    for rows, name in (({}, "zigzag"), (several, "zigzag"), ({}, "ragged"), (several, "ragged")):
+        sharding = SHARDINGS[name]
+        held = sharding.positions(dist.get_rank())
         selector = fd.BlockSelector(block=4, scorer=gate(), choose=fd.TopK(2), always=masks.chunked(4), **rows)
         for teacher in (None, (other, v)):
             loss = fd.SelectedAttention(selector, "distill").distill_loss(q, k, enable_gqa=True, teacher=teacher)
@@ -195,40 +187,35 @@ def distilled(sharding: Sharding) -> None:
             assert_close(summed(got), expected, **TIGHT)
 
 
-@pytest.mark.parametrize("name", ["zigzag", "ragged"])
-def test_the_ranks_shares_of_distillation_add_up(name: str) -> None:
-    on_ranks(3, distilled, SHARDINGS[name])
-
-
 def checkpointed(attention: nn.Module, *given: Tensor, **call) -> Any:
     return checkpoint(attention, *given, use_reentrant=False, **call)
 
 
 def checkpoints() -> None:
+    """Everyone gathers again, also the rank without tokens, which has nothing to compute again."""
     for gradient in ("none", "bias"):
         options = {"block": 4, "scorer": gate() if gradient == "bias" else "mean", "choose": fd.TopK(2)}
         assert_is_one_rank(options, gradient, {}, [SHARDINGS["ragged"]], drawn(), run=checkpointed)
 
 
-def test_under_a_checkpoint_everyone_gathers_again() -> None:
-    """Also the rank without tokens, which has nothing to compute again."""
-    on_ranks(3, checkpoints)
-
-
 def traced(attention: nn.Module, *given: Tensor, **call: Any) -> Any:
-    run = attention if dist.get_rank() == 2 else torch.compile(attention, fullgraph=True, backend="aot_eager")
+    run = attention if dist.get_rank() == 2 else torch.compile(attention, fullgraph=True, backend="eager")
     return run(*given, **call)
 
 
 def graphs() -> None:
+    """Tables and density too: of a rank without tokens, and of one with two runs."""
     options, gradient, call = selectors()["bias"]
     call = {"sinks": call["sinks"]}
     assert_is_one_rank({"block": 4, **options}, gradient, call, [SHARDINGS["ragged zigzag"]], drawn(), run=traced)
 
 
-def test_traces_without_a_graph_break() -> None:
-    """Tables and density too: of a rank without tokens, and of one with two runs."""
-    on_ranks(3, graphs)
+@pytest.mark.parametrize(
+    "function", [all_selectors, prefill, distilled, checkpoints, graphs], ids=lambda function: function.__name__
+)
+def test_choices_rows_and_gradients_are_those_of_one_rank(function) -> None:
+    """A rank without tokens has its part in all of them."""
+    on_ranks(3, function)
 
 
 def gathered_by_sharding() -> list[tuple[list[int], set[str]]]:
@@ -282,57 +269,3 @@ def copies_and_equal_shards() -> str:
 def test_copies_and_equal_shards() -> None:
     shown = on_ranks(2, copies_and_equal_shards)[0]
     assert "gradient='none', engine=None, mesh=2 ranks, sharding=None" in shown
-
-
-def refusals() -> list[str]:
-    """What each call says on this rank, some made otherwise on each; tests/project/errors.md has more."""
-    mesh, rank = line(), dist.get_rank()
-    q = torch.ones(1, 2, 8, D)
-    rows = {"block": 4, "query_block": 4, "query_summary": "first"}
-
-    def attention(most: int = 2, gradient: str = "none", sharding: Sharding | None = None, **options: Any):
-        selector = fd.BlockSelector(choose=fd.TopK(most), **{"block": 4, **options})
-        return fd.SelectedAttention(selector, gradient, mesh=mesh, sharding=sharding)
-
-    nested = fd.BlockSelector(**rows | {"query_block": 8}, choose=fd.TopK(2))
-    coarse = fd.BlockSelector(**rows, choose=fd.TopK(2), coarse=nested)
-    calls = [
-        lambda: attention(most=2 + rank)(q, q, q),
-        lambda: attention()(q, q.clone().requires_grad_(rank == 0), q),
-        lambda: attention()(q[:, :, : 8 - rank], q[:, :, : 8 - rank], q[:, :, : 8 - rank]),
-        lambda: attention(**rows)(*[q[:, :, :6]] * 3),
-        lambda: attention(**rows, sharding=Sharding(24, 2, "zigzag"))(*[torch.ones(1, 2, 12, D)] * 3),
-        lambda: attention(block=2, query_block=2, query_summary="first", coarse=coarse)(*[q[:, :, :4]] * 3),
-    ]
-    return [error_of(call) for call in calls]
-
-
-def error_of(call) -> str:
-    before = traffic().sent["shards"]
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}" if traffic().sent["shards"] == before else f"sent, then {error}"
-    return "no error"
-
-
-def test_what_it_refuses_before_anything_is_sent() -> None:
-    first, second = on_ranks(2, refusals)
-    agree = "ValueError: all ranks must make the same call; they disagree in"
-    within = "ValueError: the queries of a query block must be on one rank, so runs of a rank's positions must begin"
-    for found, expected in zip(
-        first,
-        [
-            f"{agree} most: rank 0 has most=2; rank 1 has most=3",
-            f"{agree} gradients wanted: rank 0 has gradients wanted=True; rank 1 has gradients wanted=False",
-            f"{agree} sharding: rank 0 has sharding=Sharding(num_tokens=16",
-            f"{within} at multiples of 4, the largest query_block: give the sharding shard_lengths that are multiples "
-            "of 4, or in zigzag order of 8; got positions that begin at 6 in Sharding(num_tokens=12",
-            f"{within} at multiples of 4, the largest query_block: give the sharding shard_lengths that are multiples "
-            "of 4, or in zigzag order of 8; got positions that begin at 18 in Sharding(num_tokens=24",
-            f"{within} at multiples of 8",
-        ],
-        strict=True,
-    ):
-        assert found.startswith(expected), found
-    assert first == second

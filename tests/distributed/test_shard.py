@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated.distributed import Sharding, shard, traffic, unshard
 from flexdilated.testing.strategies import shardings
-from tests.distributed.test_schedules import DRAWN
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import compiled_on_the_last, line
+from tests.support.sharded_cases import DRAWN, line
 
 # B batch, H heads, N tokens, L of one rank, D head dim
 
@@ -118,73 +117,9 @@ def gradients_under_ddp(whole_loss: bool, weight: Tensor, x: Tensor) -> Tensor:
     return layer.weight.grad
 
 
-def compiled_is_eager() -> list[bool]:
-    mesh, same = line(), []
-
-    def roundtrip(x: Tensor, sharding: Sharding) -> Tensor:
-        return unshard(shard(x, mesh, sharding).square(), mesh, sharding)
-
-    compiled = compiled_on_the_last(roundtrip, backend="aot_eager", dynamic=True)
-    for sharding in (Sharding(7, 2), Sharding(9, 2, "zigzag")):
-        grads = []
-        for function in (roundtrip, compiled):
-            x = torch.arange(sharding.num_tokens * 3.0).view(1, 1, -1, 3).requires_grad_()
-            out = function(x, sharding)
-            out.pow(2).sum().backward()
-            grads.append((out.detach(), x.grad))
-        same += [torch.equal(eager, traced) for eager, traced in zip(*grads, strict=True)]
-    return same
-
-
-def errors() -> list[str]:
-    """Of each call the error that this rank gets; tests/project/errors.md has more."""
-    mesh, rank = line(), dist.get_rank()
-    calls = [
-        lambda: unshard(torch.ones(1, 1, 2 + rank, 2), mesh),
-        lambda: unshard(torch.ones(1, 1 + rank, 3, 2), mesh),
-        lambda: unshard(torch.ones(1, 1, 3, 2, dtype=torch.float64 if rank else torch.float32), mesh),
-        lambda: shard([1.0], mesh),
-        lambda: shard(torch.tensor(1.0), mesh, dim=0),
-    ]
-    return [error_of(call) for call in calls]
-
-
-def error_of(call) -> str:
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 @pytest.mark.parametrize("whole_loss", [True, False])
 def test_ddp_makes_the_gradients_those_of_one_rank(whole_loss: bool) -> None:
     weight, x = torch.randn(5, 4, dtype=torch.float64), torch.randn(2, 7, 4, dtype=torch.float64)
     expected = 2 * torch.einsum("btj,btd->jd", torch.einsum("jd,btd->btj", weight, x), x)
     for found in on_ranks(3, gradients_under_ddp, whole_loss, weight, x):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.slow
-def test_both_compile_without_a_graph_break() -> None:
-    """With open sizes; with fixed ones `unshard` is compiled in test_selection_over_ranks.py."""
-    assert on_ranks(2, compiled_is_eager) == [[True] * 4] * 2
-
-
-def test_bad_input() -> None:
-    first, second = on_ranks(2, errors)
-    agree = "ValueError: all ranks must make the same call; they disagree in"
-    for found, expected in zip(
-        first,
-        [
-            f"{agree} sharding: rank 0 has sharding=Sharding(num_tokens=4, num_ranks=2, order='contiguous', "
-            "shard_lengths=(2, 2)); rank 1 has sharding=Sharding(num_tokens=6, ",
-            f"{agree} other dims: rank 0 has other dims=(1, 1, 2); rank 1 has other dims=(1, 2, 2)",
-            f"{agree} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=torch.float64",
-            "TypeError: x must be a tensor; got list",
-            "ValueError: x must have a dimension of tokens; got a tensor of shape ()",
-        ],
-        strict=True,
-    ):
-        assert found.startswith(expected)
-    assert first[:3] == second[:3]

@@ -31,8 +31,6 @@ from tests.support.sharded_cases import (
     Shares,
     Way,
     by_way,
-    call,
-    leaves_of,
     shares_of,
     tensors_for,
     together,
@@ -224,7 +222,7 @@ CODECS = [
 
 def test_codecs_change_what_comes_and_nothing_else():
     """Each rank's output is that of its own keys as they are and the others' as they come; bytes are the codec's."""
-    W, N, D = 3, 31, 16
+    W, N, D = 3, 31, 7  # rows of int8 begin at odd bytes
     for dtype in dict.fromkeys(dtype for *_, dtype in CODECS):
         given = [each for each in CODECS if each[3] == dtype]
         ways = [
@@ -327,21 +325,3 @@ def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(schedule
         assert "the exchange of " in text or "sending and receiving " in text
         assert "timeout of the process group is 4 s" in text
         assert statistics.num_leases > statistics.leased_bytes == 0
-
-
-def leave_before_the_backward(case: ShardedCase, way: Way) -> int:
-    """Rank 1 does not take part in the backward: the others give up, and their buffers are back."""
-    pool, leaves = BufferPool(threshold_bytes=0), leaves_of(case)
-    loss = call(case, *leaves, **way, pool=pool)[0].sum()
-    if dist.get_rank() == 1:
-        dist.destroy_process_group()
-        return 0
-    with pytest.raises(RuntimeError, match=r"rank \d of 3: .* failed"):
-        torch.autograd.grad(loss, leaves)
-    return pool.statistics.leased_bytes
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_buffers_come_back_where_a_peer_takes_no_part_in_the_backward(way: Way):
-    """Each way in a process group of its own, as what has failed once fails at once."""
-    assert on_ranks(3, leave_before_the_backward, a_case(3), way, group_timeout=20) == [0] * 3

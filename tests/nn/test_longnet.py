@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated.nn import LongNetConfig
-from flexdilated.nn._longnet_block import Block
 from tests.support import longnet_oracle
 from tests.support.longnet_oracle import TINY
 
@@ -90,32 +86,6 @@ def test_equals_the_definition(name):
         assert_close(model_of(replace(config, layout="auto" if name == "plain" else "natural"))(x), out, **TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("engine", "layout", "num_tokens"),
-    [("aten", "natural", 1), ("aten", "residue", 1), ("aten", "natural", 12), ("aten", "residue", 65),
-     ("reference", "natural", 65), ("reference", "residue", 2)],
-)  # fmt: skip
-def test_engines_and_lengths(engine, layout, num_tokens):
-    assert_is_defined(replace(TINY, layout=layout, engine=engine), tokens_of(N=num_tokens))
-
-
-def test_auto_takes_the_planners_layout(monkeypatch):
-    asked = []
-
-    def recommended_layout(pattern, num_tokens, *, num_heads, device):
-        asked.append((pattern, num_tokens, num_heads, str(device)))
-        return fd.masks.layout(pattern, num_tokens)
-
-    monkeypatch.setattr(fd.masks, "recommended_layout", recommended_layout)
-    model = model_of(replace(TINY, layout="auto"))
-    seen = []
-    model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[3]))
-    model(tokens_of())
-    # Asked at the longest segment, whatever the number of tokens.
-    assert asked == [(TINY.attention_pattern, 64, 4, "cpu")]
-    assert seen == [fd.masks.layout(TINY.attention_pattern, N)]
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_future_changes_nothing_when_causal(causal):
     model, tokens = model_of(replace(TINY, layout="residue", causal=causal)), tokens_of()
@@ -124,44 +94,6 @@ def test_the_future_changes_nothing_when_causal(causal):
     moved = (model(changed) - model(tokens)).abs().amax((0, 2))
     assert bool((moved[:20] < 1e-6).all()) == causal
     assert (moved[20:] > 1e-3).all()
-
-
-@pytest.mark.parametrize(("layout", "checkpoint"), [("natural", False), ("residue", True), ("auto", False)])
-def test_padded_equals_unpadded(layout, checkpoint):
-    """Each sequence of a padded batch gets what it gets alone, whatever tokens the padding holds."""
-    model = model_of(replace(TINY, causal=False, layout=layout, checkpoint=checkpoint))
-    tokens, lengths = tokens_of(B=3), (N, 20, 1)
-    padding = torch.arange(N) >= torch.tensor(lengths)[:, None]
-    out = model(tokens, key_padding_mask=padding)
-    for row, length in enumerate(lengths):
-        assert_close(out[row, :length], model(tokens[row, None, :length])[0], **TOLERANCE)
-    weight = model.blocks[0].qkv.weight
-    (packed,) = torch.autograd.grad(out[~padding].sum(), weight)
-    alone = sum(model(tokens[row, None, :length]).sum() for row, length in enumerate(lengths))
-    assert_close(packed, torch.autograd.grad(alone, weight)[0], **TOLERANCE)
-
-
-def test_padding_is_checked():
-    model, tokens = model_of(TINY), tokens_of()
-    with pytest.raises(ValueError, match=r"shape \(2, 37\), one entry for each key; got \(2, 36\)"):
-        model(tokens, key_padding_mask=torch.zeros(2, N - 1, dtype=torch.bool))
-
-
-def test_checkpointing_runs_each_block_again(monkeypatch):
-    calls = []
-    forward = Block.forward
-    monkeypatch.setattr(Block, "forward", lambda self, *args: calls.append(self) or forward(self, *args))
-    gradients = []
-    for checkpoint, expected_calls in ((False, 2), (True, 4)):
-        model = model_of(replace(TINY, layout="residue", checkpoint=checkpoint))
-        bits_of(model, tokens_of()).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        assert len(calls) == expected_calls
-        calls.clear()
-    assert_close(*gradients, rtol=0, atol=0)
-    with torch.no_grad():
-        model(tokens_of())
-    assert len(calls) == 2
 
 
 def test_bfloat16_autocast_trains_close_to_float32():
@@ -209,45 +141,3 @@ def test_compiled_training_step_equals_eager():
         assert_close(*losses, rtol=1e-5, atol=0)
         for ours, wanted in zip(*(torch.autograd.grad(loss, parameters) for loss in losses), strict=True):
             assert (ours - wanted).norm() <= 1e-4 * wanted.norm()
-
-
-@pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles(remake):
-    model = model_of(replace(TINY, layout="residue"))
-    expected = model(tokens_of())
-    assert_close(remake(model)(tokens_of()), expected, rtol=0, atol=0)
-
-
-def test_state_and_config_round_trip(tmp_path):
-    model = model_of(replace(TINY, num_kv_heads=2, tie_embeddings=True))
-    torch.save({"config": asdict(model.config), "model": model.state_dict()}, tmp_path / "model.pt")
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    again = model_of(LongNetConfig(**saved["config"]), seed=1)
-    assert (again(tokens_of()) - model(tokens_of())).abs().max() > 0.01
-    again.load_state_dict(saved["model"])
-    assert again.config == model.config
-    assert_close(again(tokens_of()), model(tokens_of()), rtol=0, atol=0)
-
-
-def test_repr_names_pattern_layout_and_engine():
-    text = repr(fd.LongNet(replace(TINY, engine="reference")))
-    assert all(part in text for part in (" & causal()", "longnet(", "layout='natural'", "engine='reference'"))
-
-
-@pytest.mark.parametrize(
-    ("config", "x", "error", "message"),
-    [
-        (TINY, torch.zeros(2, 5, dtype=torch.int32), TypeError, "tokens must be int64; got torch.int32"),
-        (
-            TINY,
-            torch.zeros(2, 5, dtype=torch.int64, device="meta"),
-            ValueError,
-            "on the model's device cpu; got meta",
-        ),
-        (EMBEDDED, torch.zeros(2, 5, 23, dtype=torch.float64), ValueError, r"shape \(batch, tokens, 24\)"),
-        (EMBEDDED, torch.zeros(2, 5, 24), TypeError, "the model's dtype torch.float64; got torch.float32"),
-    ],
-)
-def test_bad_inputs(config, x, error, message):
-    with pytest.raises(error, match=message):
-        model_of(config)(x)

@@ -1,18 +1,16 @@
-"""LongNets around one body: classifiers, encoder and decoder, and models in folders."""
+"""Models around one body: padding and checkpoints of all of them; classifiers, encoder and decoder."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated.nn._longnet_block import residual_scales
+from flexdilated.nn._longnet_block import Block, residual_scales
 from tests.support import longnet_oracle
 from tests.support.longnet_oracle import TINY
 
@@ -31,24 +29,81 @@ def pair_of(**options) -> fd.LongNetEncoderDecoder:
     return fd.LongNetEncoderDecoder(replace(ENCODER, **options), replace(TINY, num_kv_heads=2, **options), **kinds)
 
 
-@pytest.mark.parametrize(("pooling", "causal"), [("mean", False), ("mean", True), ("first", False), ("last", True)])
-def test_a_padded_sequence_gets_the_outputs_it_gets_alone(pooling, causal):
+def classifier(pooling: str, **options) -> fd.LongNetClassifier:
+    return fd.LongNetClassifier(replace(TINY, layout="residue", **options), 3, pooling=pooling, dtype=torch.float64)
+
+
+def model_of(**options) -> fd.LongNet:
+    return fd.LongNet(replace(TINY, **options), dtype=torch.float64)
+
+
+SELECTION = fd.SelectedLayers(block=8, most=2)
+PADDED = {
+    "LongNet": lambda: model_of(causal=False, layout="natural"),
+    "in residue order, with checkpoints": lambda: model_of(causal=False, layout="residue", checkpoint=True),
+    "in the planner's order": lambda: model_of(causal=False, layout="auto"),
+    "that selects keys": lambda: model_of(selection=SELECTION),
+    "mean": lambda: classifier("mean", causal=False),
+    "causal mean": lambda: classifier("mean", causal=True),
+    "first": lambda: classifier("first", causal=False),
+    "last": lambda: classifier("last", causal=True),
+}
+
+
+@pytest.mark.parametrize("make", PADDED.values(), ids=PADDED)
+def test_a_padded_sequence_gets_what_it_gets_alone(make) -> None:
+    """Whatever tokens the padding holds, with the gradients of all parameters; for a mask of floats, too."""
     torch.manual_seed(0)
-    config = replace(TINY, causal=causal, layout="residue")
-    model = fd.LongNetClassifier(config, 3, pooling=pooling, dtype=torch.float64)
-    tokens, lengths = tokens_of(37, batch=3), (37, 20, 1)
+    model, tokens, lengths = make(), tokens_of(37, batch=3), (37, 20, 1)
     padding = torch.arange(37) >= torch.tensor(lengths)[:, None]
-    outputs = model(tokens, key_padding_mask=padding)
-    for row, length in enumerate(lengths):
-        x = model.backbone(tokens[row, None, :length])[0]
-        pooled = {"mean": x.mean(0), "first": x[0], "last": x[-1]}[pooling]
-        expected = F.linear(pooled, model.head.weight, model.head.bias)
-        assert_close(outputs[row], expected, **TOLERANCE)
-        assert_close(model(tokens[row, None, :length])[0], expected, **TOLERANCE)
+    out = model(tokens, key_padding_mask=padding)
     floats = torch.where(padding, -torch.inf, 0.0)
-    assert_close(model(tokens, key_padding_mask=floats), outputs, rtol=0, atol=0)
-    outputs.square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert_close(model(tokens, key_padding_mask=floats), out, rtol=0, atol=0)
+    alone = torch.cat([model(tokens[row, None, :length])[0] for row, length in enumerate(lengths)])
+    found = out[~padding] if out.dim() == 3 else out.flatten()
+    assert_close(found, alone, **TOLERANCE)
+    grads = [
+        torch.autograd.grad(each.sin().sum(), tuple(model.parameters()), allow_unused=True) for each in (found, alone)
+    ]
+    for one, other in zip(*grads, strict=True):
+        assert_close(one, other, **TOLERANCE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_classifier_pools_the_features_of_its_body(causal: bool) -> None:
+    torch.manual_seed(0)
+    tokens = tokens_of(37)
+    for pooling, pool in {"mean": lambda x: x.mean(1), "first": lambda x: x[:, 0], "last": lambda x: x[:, -1]}.items():
+        model = classifier(pooling, causal=causal)
+        expected = F.linear(pool(model.backbone(tokens)), model.head.weight, model.head.bias)
+        assert_close(model(tokens), expected, **TOLERANCE)
+
+
+CHECKPOINTED = {
+    "LongNet": lambda **options: model_of(layout="residue", **options),
+    "that selects keys": lambda **options: model_of(selection=SELECTION, **options),
+    "that learns what to select": lambda **options: model_of(selection=replace(SELECTION, gradient="bias"), **options),
+    "encoder and decoder": lambda **options: pair_of(**options),
+}
+
+
+@pytest.mark.parametrize("make", CHECKPOINTED.values(), ids=CHECKPOINTED)
+def test_checkpoints_run_each_block_again_and_change_no_gradient(make, monkeypatch) -> None:
+    calls, gradients, forward = [], [], Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, *args: calls.append(self) or forward(self, *args))
+    for times in (1, 2):
+        torch.manual_seed(0)
+        model = make(checkpoint=times == 2)
+        blocks = [each for each in model.modules() if isinstance(each, Block)]
+        given = (tokens_of(31, 23), tokens_of(12)) if len(blocks) > 2 else (tokens_of(37),)
+        model(*given).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert len(calls) == times * len(blocks)
+        calls.clear()
+    assert_close(*gradients, rtol=0, atol=0)
+    with torch.no_grad():
+        model(*given)
+    assert len(calls) == len(blocks)
 
 
 def test_a_classifier_learns():
@@ -104,16 +159,6 @@ def test_generation_takes_the_likeliest_token_of_the_whole_pass():
     assert_close(drawn[:, 3:], model(source, drawn[:, :-1])[:, 2:].argmax(-1))
 
 
-def test_checkpointed_encoder_and_decoder_have_the_same_gradients():
-    source, tokens = tokens_of(31, 23), tokens_of(12)
-    gradients = []
-    for checkpoint in (False, True):
-        model = pair_of(checkpoint=checkpoint)
-        model(source, tokens).square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert_close(*gradients, rtol=0, atol=0)
-
-
 @pytest.mark.slow
 def test_encoder_and_decoder_compile():
     torch.compiler.reset()
@@ -124,115 +169,3 @@ def test_encoder_and_decoder_compile():
         torch._dynamo.mark_dynamic(source, 1)  # one graph for both lengths
         torch._dynamo.mark_dynamic(tokens, 1)
         assert_close(compiled(source, tokens), model(source, tokens), rtol=1e-5, atol=1e-5)
-
-
-MODELS = {
-    "LongNet": lambda: fd.LongNet(replace(TINY, tie_embeddings=True, position="learned", max_positions=40)),
-    "LongNetBackbone": lambda: fd.LongNetBackbone(replace(TINY, bias=True, subln=True)),
-    "LongNetClassifier": lambda: fd.LongNetClassifier(TINY, 3, pooling="last"),
-    "LongNetEncoderDecoder": lambda: fd.LongNetEncoderDecoder(ENCODER, TINY, dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back_from_its_folder(name, tmp_path):
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    model.save_pretrained(tmp_path / "new" / "folder")
-    again = type(model).from_pretrained(tmp_path / "new" / "folder")
-    inputs = (tokens_of(31, 23), tokens_of(12)) if name == "LongNetEncoderDecoder" else (tokens_of(37),)
-    assert_close(again(*inputs), model(*inputs), rtol=0, atol=0)
-    assert again.made_of() == model.made_of()
-    assert not again.training
-    assert {each.dtype for each in again.parameters()} == {each.dtype for each in model.parameters()}
-    wide = type(model).from_pretrained(tmp_path / "new" / "folder", dtype=torch.float64)
-    assert {each.dtype for each in wide.parameters()} == {torch.float64}
-    torch.manual_seed(1)  # and it is a model like any other
-    again.train()
-    again(*inputs).float().square().mean().backward()
-    assert all(parameter.grad is not None for parameter in again.parameters())
-
-
-def test_bad_folders_are_named(tmp_path):
-    model = fd.LongNet(TINY)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is of a LongNet: call LongNet.from_pretrained; got LongNetClassifier"):
-        fd.LongNetClassifier.from_pretrained(tmp_path)
-    weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
-    wrong = {name: each for name, each in weights.items() if name != "norm.weight"}
-    wrong |= {"stranger": torch.ones(1), "blocks.0.qkv.weight": torch.ones(2, 3)}
-    save_file(wrong, tmp_path / "model.safetensors")
-    named = r"norm.weight is missing; stranger is unknown; blocks.0.qkv.weight has shape \(2, 3\) instead of \(72, 24\)"
-    with pytest.raises(ValueError, match=named):
-        fd.LongNet.from_pretrained(tmp_path)
-    for changed, says in (
-        ({**config, "arguments": {**config["arguments"], "rate": 3}}, "arguments that LongNet does not know: rate"),
-        ({**config, "arguments": {"config": {**config["arguments"]["config"], "speed": 3}}}, "does not know: speed"),
-        ({"model": "LongNet"}, "must be as save_pretrained writes it"),
-        ([], "must be as save_pretrained writes it"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=says):
-            fd.LongNet.from_pretrained(tmp_path)
-
-
-def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr("flexdilated.nn._pretrained.import_module", missing)
-    for call in (fd.LongNet(TINY).save_pretrained, fd.LongNet.from_pretrained):
-        with pytest.raises(ImportError, match=r"pip install 'flexdilated\[pretrained\]'"):
-            call(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: fd.LongNetEncoderDecoder(ENCODER, ENCODER), ValueError, "the decoder must have causal=True"),
-        (lambda: fd.LongNetEncoderDecoder(ENCODER, replace(TINY, vocab_size=None)), ValueError, "have a vocabulary"),
-        (lambda: fd.LongNetEncoderDecoder(ENCODER, 3), TypeError, "decoder must be a LongNetConfig; got int"),
-        (lambda: fd.LongNetClassifier(TINY, 0), ValueError, "num_outputs must be at least 1"),
-        (lambda: fd.LongNetClassifier(TINY, 1)(tokens_of(0)), ValueError, r"needs a token .*; got shape \(2, 0\)"),
-        (lambda: fd.LongNet(TINY, memory_dim=4)(tokens_of(3)), ValueError, "memory_dim=4 and no memory"),
-        (lambda: fd.LongNet(TINY, memory_dim=0), ValueError, "memory_dim must be at least 1"),
-        (
-            lambda: fd.LongNet(TINY, memory_dim=4)(tokens_of(3), memory=torch.ones(2, 3)),
-            ValueError,
-            r"memory must have shape \(batch, tokens, 4\); got \(2, 3\)",
-        ),
-    ],
-)
-def test_bad_arguments(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.backbone.", "model._orig_mod."])
-def test_weights_that_a_wrapper_named(prefix, tmp_path) -> None:
-    """The error says how to strip the prefix, which then loads; a prefix of some weights alone is torch's error."""
-    model = fd.LongNet(TINY)
-    named = {f"{prefix}{name}": each for name, each in model.state_dict().items()}
-    says = f"each begins with '{prefix}', .*: load {{name.removeprefix"
-    with pytest.raises(ValueError, match=says):
-        model.load_state_dict(named)
-    model.load_state_dict({name.removeprefix(prefix): each for name, each in named.items()})
-    model.save_pretrained(tmp_path)
-    save_file(named, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=says):
-        fd.LongNet.from_pretrained(tmp_path)
-    named["norm.weight"] = named.pop(f"{prefix}norm.weight")
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict(named)
-    assert model.load_state_dict(named, strict=False).unexpected_keys
-
-
-@pytest.mark.parametrize(("bad", "says"), [(-1, "-1 to 3"), (TINY.vocab_size, f"0 to {TINY.vocab_size}")])
-def test_a_token_outside_of_the_vocabulary(bad, says) -> None:
-    model, tokens = fd.LongNet(TINY), torch.tensor([[0, 3, bad, 2]])
-    with pytest.raises(
-        ValueError, match=rf"at least 0 and below vocab_size={TINY.vocab_size} .*; got values from {says}"
-    ):
-        model(tokens)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens.clamp(0, 3)), model(tokens.clamp(0, 3)))

@@ -1,28 +1,32 @@
 """MultiheadDilatedAttention against `nn.MultiheadAttention`: parameters, values, torch's layers."""
 
 import copy
-import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
 import flexdilated as fd
+from flexdilated import masks
 from flexdilated.engines import Dropout
-from tests.support.longnet_oracle import multiplicity
+from tests.support import oracle
+from tests.support.agreement import TIGHT
+from tests.support.strategies import Case, expressions, whole_cases
 
 # float64 against float64: only the order of sums differs.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 E, H, B, N = 12, 2, 3, 11
 
 
-def pair(segments=(64,), rates=(1,), *, causal=False, **options):
+def pair(segments=(64,), rates=(1,), *, causal=False, pattern=None, **options):
     """Ours and torch's, equal in all parameters."""
-    ours = fd.MultiheadDilatedAttention(E, H, segments, rates, causal=causal, dtype=torch.float64, **options)
-    torchs = nn.MultiheadAttention(E, H, dtype=torch.float64, **options)
+    branches = () if pattern is not None else (segments, rates)
+    options["dtype"] = torch.float64
+    ours = fd.MultiheadDilatedAttention(E, H, *branches, causal=causal, pattern=pattern, **options)
+    torchs = nn.MultiheadAttention(E, H, **options)
     with torch.no_grad():
         for parameter in ours.parameters():  # biases start at 0, which would hide a lost one
             parameter.normal_()
@@ -57,32 +61,73 @@ def future():
     return torch.ones(N, N, dtype=torch.bool).triu(1)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("batch", [B, None])
-def test_one_whole_branch_is_torchs_attention(bias, batch_first, batch):
-    ours, torchs = pair(bias=bias, batch_first=batch_first)
-    tensors = inputs(E, E, E, batch=batch, batch_first=batch_first)
-    assert_same_function(ours, torchs, tensors)
-    assert_same_function(ours, torchs, tensors[:1] * 3)
+BRANCHES = (3, 8, 64), (1, 2, 3)
+PATTERNS = {
+    "one whole branch": ({}, oracle.every()),
+    "branches": ({"segments": BRANCHES[0], "rates": BRANCHES[1]}, oracle.longnet(*BRANCHES)),
+    "a mixture": (
+        {"pattern": masks.longnet((3, 8), (1, 2)) + masks.local_window(left=2, right=1)},
+        oracle.total(oracle.longnet((3, 8), (1, 2)), oracle.local_window(2, 1)),
+    ),
+}
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("batch", [B, None])
-@pytest.mark.parametrize("num_keys", [N, 7])
-def test_any_padding_mask_is_torchs(batch_first, batch, num_keys):
-    """Booleans and floats; keys left out at either end and in the middle; self and cross attention."""
-    ours, torchs = pair(batch_first=batch_first)
-    tensors = inputs(E, E, E, batch=batch, batch_first=batch_first, lengths=(N, num_keys, num_keys))
-    padding = torch.rand(B, num_keys, generator=torch.Generator().manual_seed(3)) < 0.4
-    padding[:, 1], padding[0, :1], padding[1, -2:] = False, True, True
-    padding = padding if batch else padding[0]
-    assert_same_function(ours, torchs, tensors, padding=padding)
-    added = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding, -torch.inf)
-    assert_same_function(ours, torchs, tensors, padding=added)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_it_is_torchs_attention(batch, batch_first, data) -> None:
+    """Which takes the logarithm of how often a pair counts as its mask; for one whole branch, no mask, but padding.
+
+    Any widths of keys and values, self and cross attention, with and without bias and causal order; padding in
+    booleans and floats, at either end and in the middle.
+    """
+    padded, bias = data.draw(st.booleans()), data.draw(st.booleans())
+    options, rule = PATTERNS[name := "one whole branch" if padded else data.draw(st.sampled_from([*PATTERNS]))]
+    causal = not padded and data.draw(st.booleans())
+    widths = data.draw(st.sampled_from([{}, {}, {"kdim": 7}, {"vdim": 5}, {"kdim": 7, "vdim": 5}]))
+    ours, torchs = pair(causal=causal, batch_first=batch_first, bias=bias, **options, **widths)
+    M = N if name == "a mixture" else data.draw(st.sampled_from([N, 7]))
+    how = {"batch": batch, "batch_first": batch_first, "lengths": (N, M, M)}
+    tensors = inputs(E, widths.get("kdim", E), widths.get("vdim", E), **how)
+    if not widths and N == M and data.draw(st.booleans()):
+        tensors = tensors[:1] * 3
+    rule = oracle.both(rule, oracle.causal()) if causal else rule
+    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(M))
+    mask = counts.double().log().repeat(batch or 1, 1, 1) if causal or name != "one whole branch" else None
+    padding = None
+    if padded:
+        padding = torch.rand(B, M, generator=torch.Generator().manual_seed(3)) < 0.4
+        padding[:, 1], padding[0, :1], padding[1, -2:] = False, True, True
+        padding = padding if batch else padding[0]
+        if data.draw(st.booleans()):
+            padding = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding, -torch.inf)
+    if mask is not None and not (mask > -torch.inf).any(-1).all():
+        return  # torch makes NaN of rows without keys
+    assert_same_function(ours, torchs, tensors, mask=mask, is_causal=causal, padding=padding)
 
 
-def test_many_sequences_of_few_tokens_are_likely_to_be_swapped():
+@given(whole_cases(patterns=expressions), st.booleans(), st.booleans())
+def test_it_is_the_dense_one(case: Case, causal: bool, padded: bool) -> None:
+    """For any pattern or mixture, causal=True or False, and any padding mask; rows without keys get 0."""
+    heads, tokens = case.num_heads, case.num_queries
+    torch.manual_seed(0)
+    options = {"pattern": case.twin.pattern, "causal": causal, "dtype": torch.float64}
+    module = fd.MultiheadDilatedAttention(2 * heads, heads, batch_first=True, **options)
+    assert module.pattern == (case.twin.pattern & masks.causal() if causal else case.twin.pattern)
+    counts = case.counts().expand(2, -1, -1, -1)
+    if causal:
+        counts = counts * oracle.counts(oracle.causal(), range(heads), heads, *[torch.arange(tokens)] * 2)
+    padding = torch.rand(2, tokens, generator=torch.Generator().manual_seed(tokens)) < 0.3 if padded else None
+    if padding is not None:
+        counts = counts * ~padding[:, None, None]
+    x = torch.randn(2, tokens, 2 * heads, dtype=torch.float64)
+    out, _ = module(x, x, x, key_padding_mask=padding, is_causal=causal)
+    q, k, v = module.heads_of(x, x, x)
+    assert_close(out, module.joined(oracle.attention(q, k, v, counts)[0], 3), **TIGHT)
+
+
+def test_many_sequences_of_few_tokens_are_likely_to_be_swapped() -> None:
     """It warns: they may be meant."""
     x = torch.randn(2, 300, 16)
     with pytest.warns(UserWarning, match=r"query has 2 tokens in each of 300 batch entries.* need batch_first=True"):
@@ -92,36 +137,9 @@ def test_many_sequences_of_few_tokens_are_likely_to_be_swapped():
     fd.MultiheadDilatedAttention(16, 4, [8], [1])(few, few, few)
 
 
-def test_padding_with_branches_and_causal_order():
-    """A key that is left out is out of every branch; a query without any gets zeros into its projection."""
-    segments, rates = (3, 8, 64), (1, 2, 3)
-    ours, torchs = pair(segments, rates)
-    padding = torch.zeros(B, N, dtype=torch.bool)
-    padding[0, 4:], padding[1, ::3] = True, True
-    counts = multiplicity(segments, rates, num_heads=H, num_queries=N, num_keys=N, causal=False)
-    mask = counts.double().log().repeat(B, 1, 1).view(B, H, N, N)
-    mask = mask.masked_fill(padding[:, None, None, :], -torch.inf)
-    seen = (mask > -torch.inf).any(-1).all(1)  # rows that see a key in every head: torch makes NaN of others
-    x = inputs(E, E, E)
-    out, _ = ours(*x, key_padding_mask=padding)
-    expected, _ = torchs(*x, need_weights=False, attn_mask=mask.flatten(0, 1))
-    assert seen.any()
-    assert not seen.all()
-    assert_close(out.transpose(0, 1)[seen], expected.transpose(0, 1)[seen], **TOLERANCE)
-    assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("widths", [{"kdim": 7}, {"vdim": 5}, {"kdim": 7, "vdim": 5}])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_other_key_and_value_widths(widths, batch_first):
-    ours, torchs = pair(batch_first=batch_first, **widths)
-    sizes = (E, widths.get("kdim", E), widths.get("vdim", E))
-    assert_same_function(ours, torchs, inputs(*sizes, batch_first=batch_first))
-
-
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("beside", [None, "booleans", "floats"])
-def test_a_causal_module_takes_torchs_causal_mask(called, beside):
+def test_a_causal_module_takes_torchs_causal_mask(called, beside) -> None:
     """torch wants the mask beside is_causal=True; here it says the same once more, as booleans or as floats."""
     ours, torchs = pair(causal=True)
     square = nn.Transformer.generate_square_subsequent_mask(N)
@@ -129,77 +147,40 @@ def test_a_causal_module_takes_torchs_causal_mask(called, beside):
     x = inputs(E, E, E)
     expected, _ = torchs(*x, need_weights=False, attn_mask=square.double(), is_causal=True)
     assert_close(ours(*x, attn_mask=mask, is_causal=called)[0], expected, **TOLERANCE)
-    if called and beside != "booleans":
-        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager" if beside else "eager")
+    if called and beside == "floats":
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
         assert_close(compiled(*x, attn_mask=mask, is_causal=True)[0], expected, **TOLERANCE)
+        with pytest.raises(RuntimeError, match="exactly torch's causal mask"):
+            compiled(*x, attn_mask=-square, is_causal=True)
 
 
 @given(
-    place=st.tuples(st.integers(0, N - 1), st.integers(0, N - 1)), kind=st.sampled_from(["booleans", "floats", "bias"])
+    sizes=st.tuples(st.integers(1, N), st.integers(1, N)),
+    place=st.one_of(st.none(), st.tuples(st.integers(0, N - 1), st.integers(0, N - 1))),
+    kind=st.sampled_from(["booleans", "floats", "bias"]),
+    diagonal=st.integers(1 - N, N),
 )
-def test_a_mask_that_is_not_causal_is_refused(place, kind):
-    """Off by one pair in any place is another function."""
-    ours, _ = pair(causal=True)
-    mask = future()
-    if kind != "booleans":
-        mask = torch.zeros(N, N).masked_fill(mask, -torch.inf)
-    mask[place] = ~mask[place] if kind == "booleans" else 0.5 if kind == "bias" or mask[place] else -torch.inf
-    x = inputs(E, E, E)
-    with pytest.raises(ValueError, match=r"exactly torch's causal mask.*`pattern & other`"):
-        ours(*x, attn_mask=mask, is_causal=True)
-
-
-@given(sizes=st.tuples(st.integers(1, N), st.integers(1, N)), diagonal=st.integers(1 - N, N), as_floats=st.booleans())
-def test_a_causal_mask_of_any_lengths_begins_at_the_first_token(sizes, diagonal, as_floats):
-    """As torch's does, whichever side is longer; one that ends with the last token is another function."""
+def test_another_mask_is_refused(sizes, place, kind, diagonal) -> None:
+    """torch's begins at the first token, whichever side is longer: off by a diagonal, or by one pair, it is another."""
     ours, torchs = pair(causal=True)
     x = inputs(E, E, E, lengths=(sizes[0], sizes[1], sizes[1]))
     for begins in (diagonal, 1 + sizes[1] - sizes[0], 1):
-        mask = torch.ones(sizes, dtype=torch.bool).triu(begins)
-        given_mask = torch.zeros(sizes).masked_fill(mask, -torch.inf) if as_floats else mask
-        if torch.equal(mask, torch.ones_like(mask).triu(1)):
-            expected, _ = torchs(*x, need_weights=False, attn_mask=mask)
-            assert_close(ours(*x, attn_mask=given_mask)[0], expected, **TOLERANCE)
+        hidden = torch.ones(sizes, dtype=torch.bool).triu(begins)
+        if place is not None and place[0] < sizes[0] and place[1] < sizes[1]:
+            hidden[place] ^= True
+        mask = torch.zeros(sizes).masked_fill(hidden, -torch.inf) if kind != "booleans" else hidden
+        if kind == "bias":
+            mask[-1, 0] = 0.5
+        if kind != "bias" and torch.equal(hidden, torch.ones_like(hidden).triu(1)):
+            expected, _ = torchs(*x, need_weights=False, attn_mask=hidden)
+            assert_close(ours(*x, attn_mask=mask, is_causal=True)[0], expected, **TOLERANCE)
         else:
-            with pytest.raises(ValueError, match="exactly torch's causal mask"):
-                ours(*x, attn_mask=given_mask)
-
-
-def test_a_compiled_graph_refuses_another_mask_when_it_runs():
-    ours, _ = pair(causal=True)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="exactly torch's causal mask"):
-        compiled(*inputs(E, E, E), attn_mask=~future(), is_causal=True)
-
-
-@pytest.mark.parametrize(
-    "call", [{"is_causal": True}, {"attn_mask": future()}, {"attn_mask": future(), "is_causal": True}]
-)
-def test_a_causal_call_needs_a_causal_module(call):
-    ours, _ = pair(causal=False)
-    with pytest.raises(ValueError, match="needs a module that is made with causal=True"):
-        ours(*inputs(E, E, E), **call)
-
-
-def test_branches_are_torchs_attention_with_log_counts_as_mask():
-    segments, rates = (3, 8, 64), (1, 2, 3)
-    for causal in (False, True):
-        ours, torchs = pair(segments, rates, causal=causal)
-        counts = multiplicity(segments, rates, num_heads=H, num_queries=N, num_keys=N, causal=causal)
-        mask = counts.double().log().repeat(B, 1, 1)
-        assert_same_function(ours, torchs, inputs(E, E, E), mask=mask, is_causal=causal)
-
-
-@pytest.mark.parametrize("rules", [{"offsets": "contiguous"}, {"heads": "grouped"}])
-def test_offset_and_head_rules_reach_the_pattern(rules):
-    module = fd.MultiheadDilatedAttention(E, H, (4, 8), (2, 4), **rules)
-    assert module.pattern == fd.masks.longnet((4, 8), (2, 4), **rules)
-    causal = fd.MultiheadDilatedAttention(E, H, (4, 8), (2, 4), causal=True, **rules)
-    assert causal.pattern == module.pattern & fd.masks.causal()
+            with pytest.raises(ValueError, match=r"exactly torch's causal mask.*`pattern & other`"):
+                ours(*x, attn_mask=mask, is_causal=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 7, "vdim": 5}, {"kdim": 7, "bias": False}])
-def test_equal_seeds_give_equal_parameters_both_ways(options):
+def test_equal_seeds_give_equal_parameters_both_ways(options) -> None:
     torch.manual_seed(3)
     ours = fd.MultiheadDilatedAttention(E, H, (4,), (1,), **options)
     torch.manual_seed(3)
@@ -242,21 +223,7 @@ def test_encoder_layer_calls_it_in_every_mode(norm_first):
         assert_close(whole(x), dense(x), **TOLERANCE)
 
 
-def test_encoder_calls_it_in_eval():
-    def encoder(layer):
-        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-
-    x = inputs(E, lengths=(N,), batch_first=True)[0].detach()
-    with torch.no_grad():
-        expected = encoder(encoder_layer())(x, mask=future(), is_causal=True)
-        causal = encoder(encoder_layer(replacement((64,), causal=True)))
-        assert_close(causal(x, mask=future(), is_causal=True), expected, **TOLERANCE)
-        assert_close(causal(x, mask=future()), expected, **TOLERANCE)
-        sparse = encoder(encoder_layer(replacement()))
-        assert_close(sparse(x), sparse.train()(x), **TOLERANCE)
-
-
-def test_encoder_hands_its_padding_on():
+def test_encoder_hands_its_mask_and_padding_on():
     def encoder(layer):
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -266,6 +233,11 @@ def test_encoder_hands_its_padding_on():
     expected = encoder(encoder_layer())(x, src_key_padding_mask=padding)
     found = encoder(encoder_layer(replacement((64,))))(x, src_key_padding_mask=padding)
     assert_close(found[~padding], expected[~padding], **TOLERANCE)
+    with torch.no_grad():
+        expected = encoder(encoder_layer()).eval()(x, mask=future(), is_causal=True)
+        causal = encoder(encoder_layer(replacement((64,), causal=True))).eval()
+        assert_close(causal(x, mask=future(), is_causal=True), expected, **TOLERANCE)
+        assert_close(causal(x, mask=future()), expected, **TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -305,13 +277,6 @@ def test_autocast_is_as_exact_as_torchs():
     assert (got - exact).norm() <= 2 * (expected - exact).norm()
 
 
-@pytest.mark.parametrize("remake", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_and_pickles(remake):
-    module, x = replacement((4, 4)[:1]), torch.randn(B, N, E, dtype=torch.float64)
-    expected, _ = module(x, x, x)
-    assert_close(remake(module)(x, x, x)[0], expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("converted", [False, True])
 def test_dropout_is_of_the_weights(converted):
     """Softmax, dropout, values, for the pairs that the call draws; none in inference."""
@@ -328,72 +293,3 @@ def test_dropout_is_of_the_weights(converted):
     q, k, v = ours.heads_of(x, x, x)
     weights = (q @ k.mT / (E // H) ** 0.5).softmax(-1) * kept / 0.6
     assert_close(found, ours.out_proj((weights @ v).transpose(1, 2).flatten(2)), **TOLERANCE)
-
-
-def test_repr_names_sizes_pattern_and_engine():
-    text = repr(fd.MultiheadDilatedAttention(E, H, (4, 8), (2, 4), kdim=7, engine="reference"))
-    assert all(part in text for part in ("embed_dim=12", "kdim=7", "longnet((4, 8), (2, 4))", "engine='reference'"))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dropout": "0"}, TypeError, "dropout must be a real number"),
-        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
-        ({"kdim": 0}, ValueError, "kdim must be at least 1"),
-        ({"batch_first": None}, TypeError, "batch_first must be True or False"),
-        ({"causal": 1}, TypeError, "causal must be True or False"),
-        ({"bias": 1}, TypeError, "bias must be True or False"),
-        ({"engine": "dense"}, ValueError, "got engine='dense'"),
-        (
-            {"heads": "grouped", "segment_lengths": (4, 4, 4), "dilation_rates": (1, 1, 1)},
-            ValueError,
-            "at least the number of head groups, 3; got num_heads=2",
-        ),
-    ],
-)
-def test_bad_arguments(options, error, message):
-    arguments = {"embed_dim": E, "num_heads": H, "segment_lengths": (4,), "dilation_rates": (1,)}
-    with pytest.raises(error, match=message):
-        fd.MultiheadDilatedAttention(**{**arguments, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"key_padding_mask": torch.ones(B, N)}, ValueError, "must hold 0 or -inf; got 1.0"),
-        ({"key_padding_mask": [True]}, TypeError, "must hold booleans, .*; got list"),
-        ({"is_causal": None}, TypeError, "is_causal must be True or False"),
-    ],
-)
-def test_unavailable_calls(options, error, message):
-    module, x = fd.MultiheadDilatedAttention(E, H, (4,), (1,)), torch.randn(N, B, E)
-    with pytest.raises(error, match=message):
-        module(x, x, x, **options)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "error", "message"),
-    [
-        (
-            torch.zeros(N, B, E + 1),
-            None,
-            ValueError,
-            r"key must have shape \(tokens, 12\), .* got \(11, 3, 13\)",
-        ),
-        (torch.zeros(1, N, B, E), None, ValueError, "key must have shape"),
-        (
-            torch.zeros(N, B, E),
-            torch.zeros(N + 1, B, E),
-            ValueError,
-            "key and value must agree in tokens and batch",
-        ),
-        (torch.zeros(N, B, E, dtype=torch.float64), None, ValueError, "key must have the module's dtype"),
-        (torch.zeros(N, B, E, device="meta"), None, ValueError, "key must be on the module's device"),
-        (None, None, TypeError, "key must be a tensor; got NoneType"),
-    ],
-)
-def test_bad_inputs(key, value, error, message):
-    module = fd.MultiheadDilatedAttention(E, H, (4,), (1,))
-    with pytest.raises(error, match=message):
-        module(torch.zeros(N, B, E), key, key if value is None else value)

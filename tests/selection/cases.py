@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
@@ -168,3 +170,17 @@ def with_coarse(case: Case, *, ratio: int, rows: int, most: int) -> Case:
     choose = fd.TopP(choose.p, most=choose.most) if isinstance(choose, fd.TopP) else choose  # not of the whole row
     coarse = fd.BlockSelector(**options, choose=fd.TopK(most))
     return replace(case, options={**own, "choose": choose, "coarse": coarse})
+
+
+def assert_selects(found: fd.Selection, answer: oracle.Answer, most: int) -> None:
+    """The same blocks in the same order, their scores, density and cut."""
+
+    def padded(rows: list, value: float) -> list:
+        return [[[[*row, *[value] * (most - len(row))] for row in table] for table in entry] for entry in rows]
+
+    assert found.blocks.dtype == torch.int64
+    assert found.blocks.tolist() == padded(answer.blocks, -1)
+    expected = torch.tensor(padded(answer.scores, -inf), dtype=torch.float64)
+    assert_close(found.scores.double(), expected, rtol=1e-9, atol=1e-9)
+    assert_close(found.density.item(), answer.density, rtol=1e-6, atol=1e-6)
+    assert_close(found.cut.item(), answer.cut, rtol=1e-6, atol=1e-6)

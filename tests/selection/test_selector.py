@@ -1,4 +1,4 @@
-"""BlockSelector held to its definition in loops: choices, scores, densities, cuts."""
+"""BlockSelector held to its definition in loops: coarse choices, modules that score, gradients of scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
@@ -15,39 +15,10 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.selection import Pools
-from tests.selection.cases import Case, cases, with_coarse
+from tests.selection.cases import Case, assert_selects, cases, with_coarse
 from tests.support import selection_oracle as oracle
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows, C blocks of keys
-
-
-def assert_selects(found: fd.Selection, answer: oracle.Answer, most: int) -> None:
-    """The same blocks in the same order, their scores, density and cut."""
-
-    def padded(rows: list, value: float) -> list:
-        return [[[[*row, *[value] * (most - len(row))] for row in table] for table in entry] for entry in rows]
-
-    assert found.blocks.dtype == torch.int64
-    assert found.blocks.tolist() == padded(answer.blocks, -1)
-    expected = torch.tensor(padded(answer.scores, -inf), dtype=torch.float64)
-    assert_close(found.scores.double(), expected, rtol=1e-9, atol=1e-9)
-    assert_close(found.density.item(), answer.density, rtol=1e-6, atol=1e-6)
-    assert_close(found.cut.item(), answer.cut, rtol=1e-6, atol=1e-6)
-
-
-@settings(max_examples=40)
-@given(cases())
-def test_it_chooses_what_the_definition_says(case: Case) -> None:
-    asked = case.asked()
-    assert_selects(case.run(), oracle.select(case.q, case.k, asked), asked.most)
-
-
-def test_heads_that_share_keys_may_have_rules_of_their_own() -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 4, 13, 3, dtype=torch.float64), torch.randn(2, 2, 13, 3, dtype=torch.float64)
-    within = masks.per_head([masks.causal(), masks.local_window(left=7, right=0)] * 2)
-    case = Case({"block": 3, "choose": fd.TopK(2), "within": within}, q, k, 0, {})
-    assert_selects(case.run(), oracle.select(q, k, case.asked()), 2)
 
 
 @given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))

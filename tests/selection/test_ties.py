@@ -74,7 +74,7 @@ def bound_of(query: Tensor, keys: Tensor) -> Tensor:
     return (query * ((1 + side) / 2 * greatest + (1 - side) / 2 * least)).sum()
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(cases(scorers=("minmax",)), st.integers(0, 99))
 def test_the_gradient_of_a_bound_at_ties(case: Case, seed: int) -> None:
     """Repeated keys and queries of 0, in whole blocks and in blocks that a row sees in part."""
@@ -95,7 +95,7 @@ def test_the_gradient_of_a_bound_at_ties(case: Case, seed: int) -> None:
         assert_close(one, other)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(cases(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_attention_to_what_is_chosen(case: Case, by_coarse: bool, bias: bool, seed: int) -> None:
     """Every scorer, choice and share, with sinks, and with the scores as a bias."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
+import flexdilated as fd
 from flexdilated import masks
-from flexdilated.distributed import Sharding, attend, traffic
+from flexdilated.distributed import Sharding, _attend, attend, traffic
 from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.engines import ScoreMod
+from flexdilated.engines.flex import _flex_op
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from flexdilated.testing.strategies import shardings
 from tests.support import oracle
@@ -28,24 +34,33 @@ from tests.support.twins import Twin
 
 # B batch, H query heads, G key/value heads, N tokens of all ranks, D head dim
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+NAMES = ("out", "lse", "dq", "dk", "dv", "sums over ranks")
+SEED, DISTANCES = 7, 7
 Way = Mapping[str, Any]  # options of the call
 WAYS: tuple[Way, ...] = ({"schedule": "exchange"}, {"schedule": "ring"})
 HEADS: Way = {"schedule": "heads"}
 
+# A failure is shown as it was drawn: to shrink it takes a call of all ranks a step.
+DRAWN = settings(max_examples=max(2, settings.default.max_examples // 20), phases=(Phase.reuse, Phase.generate))
+
 
 @dataclass(frozen=True)
 class ShardedCase:
-    """A call over all tokens, (B, H, N, D) and (B, G, N, D), and how often each pair is allowed, (..., H, N, N)."""
+    """A call over all tokens, (B, H, N, D) and (B, G, N, D), and how often each pair is allowed, (..., H, N, N).
+
+    The truth is the dense oracle's or, of calls with dropout, a score_mod or no counts, that of engine "reference".
+    """
 
     pattern: masks.Pattern | masks.Mixture
-    counts: Tensor
+    counts: Tensor | None
     sharding: Sharding
     tensors: tuple[Tensor, ...]  # q, k, v, and sinks if there are any
     head_offset: int = 0
     num_heads_global: int | None = None
     through_lse: bool = True
     layouts: tuple[str, ...] = (MEMORY_LAYOUTS[0],) * 4  # in memory, of q, k, v and the gradient of out on each rank
+    dropout_p: float = 0.0
+    biased: bool = False  # by a score_mod that reads all its arguments, and trained tensors
 
     def __post_init__(self) -> None:
         laid = (laid_out(x, layout) for x, layout in zip(self.tensors[:3], self.layouts, strict=False))
@@ -53,7 +68,8 @@ class ShardedCase:
 
     def __repr__(self) -> str:
         shapes = [tuple(x.shape) for x in self.tensors]
-        return f"{self.pattern!r} over {self.sharding}, {shapes}, heads from {self.head_offset}"
+        features = f"heads from {self.head_offset}, dropout {self.dropout_p}, {'biased' if self.biased else 'plain'}"
+        return f"{self.pattern!r} over {self.sharding}, {shapes}, {features}"
 
     @property
     def cotangents(self) -> tuple[Tensor, Tensor]:
@@ -64,38 +80,88 @@ class ShardedCase:
         lse = torch.randn(q.shape[:3], generator=generator, dtype=torch.float64)
         return laid_out(out.to(q.dtype), self.layouts[3]), lse.to(torch.promote_types(q.dtype, torch.float32))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
+        return {**heads, "dropout_p": self.dropout_p, "enable_gqa": True, "return_lse": True}
+
+    def learned(self) -> list[Tensor]:
+        """A table of biases (H, distances) and slopes (H,), which are trained; [] without a score_mod."""
+        heads = self.num_heads_global or self.tensors[0].shape[1]
+        generator = torch.Generator().manual_seed(3)
+        shapes = [(heads, DISTANCES), (heads,)] * self.biased
+        return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
     @cached_property
     def whole(self) -> tuple[Tensor, ...]:
-        """(out, lse, dq, dk, dv and maybe the sinks' gradient) of one rank, by the definition, in float64."""
+        """(out, lse, dq, dk, dv and, if there are any, gradients that ranks share) of one rank, in float64."""
         leaves = [x.double().requires_grad_() for x in self.tensors]
-        out, lse = oracle.attention(*leaves[:3], self.counts, None, *leaves[3:])
+        learned, sinks = self.learned(), leaves[3] if leaves[3:] else None
+        if self.counts is None or self.dropout_p or self.biased:
+            torch.manual_seed(SEED)
+            how = {"score_mod": reading(learned) if learned else None, "sinks": sinks, "engine": "reference"}
+            out, lse = fd.attend(*leaves[:3], self.pattern, **how, **self.options)
+        else:
+            out, lse = oracle.attention(*leaves[:3], self.counts, None, sinks)
         grad_out, grad_lse = self.cotangents
         # A row without keys has a constant lse.
         sent = (out * grad_out).sum() + (lse * grad_lse).masked_fill(lse == -torch.inf, 0.0).sum() * self.through_lse
-        return out.detach(), lse.detach(), *torch.autograd.grad(sent, leaves)
+        found = torch.autograd.grad(sent, [*leaves, *learned])
+        shared = [torch.cat([x.flatten() for x in found[3:]])] if found[3:] else []
+        return out.detach(), lse.detach(), *found[:3], *shared
+
+
+def reading(held: list[Tensor]) -> ScoreMod:
+    """A function that reads all of its arguments, and tensors of a list."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        table, slopes = held
+        return score * (1 + 0.1 * b) + table[h, (q_idx - k_idx) % DISTANCES] - slopes[h].cos() * 0.01 * k_idx
+
+    return score_mod
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What one rank has of (out, lse, dq, dk, dv), its share of the sinks' gradient, and bytes sent and received."""
+    """What one rank has of (out, lse, dq, dk, dv), its share of other gradients, and bytes sent and received."""
 
     parts: tuple[Tensor, ...]
-    sinks: Tensor | None
+    shared: Tensor | None
     sent: dict[str, int]
     received: dict[str, int]
 
 
-def by_way(cases: Sequence[ShardedCase], ways: Sequence[Way] = WAYS) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
-    """What all ranks have of each case, each way, from one call of the ranks."""
-    by_rank = on_ranks(cases[0].sharding.num_ranks, run, cases, ways)
-    for place, case in enumerate(cases):
+def ways_of(case: ShardedCase, engine: str | None = None) -> list[Way]:
+    """The schedules that serve a case, by this engine: a ring takes no score_mod, whole heads go round all ranks.
+
+    A rank that has whole heads computes with any engine: with "reference" in place of "portable".
+    """
+    ways = [{"schedule": "auto"}] if case.biased else WAYS  # which then is an exchange
+    found = [way | {"engine": engine} for way in ways]
+    heads = case.tensors[0].shape[1] % case.sharding.num_ranks == 0 and case.head_offset == 0
+    return [*found, *[HEADS | {"engine": "reference" if engine == "portable" else None}] * heads]
+
+
+def by_way(
+    cases: Sequence[ShardedCase], ways: Sequence[Way] | None = WAYS
+) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
+    """What all ranks have of each case, each way, or each that serves it, from one call of the ranks."""
+    asked = [(case, ways_of(case) if ways is None else ways) for case in cases]
+    yield from by_each_way(asked)
+
+
+def by_each_way(
+    asked: Sequence[tuple[ShardedCase, Sequence[Way]]],
+) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
+    by_rank = on_ranks(asked[0][0].sharding.num_ranks, run, asked)
+    for place, (case, ways) in enumerate(asked):
         for index, way in enumerate(ways):
             yield case, way, [shares[place][index] for shares in by_rank]
 
 
-def run(cases: Sequence[ShardedCase], ways: Sequence[Way]) -> list[list[Shares]]:
-    """On a rank: its shares of every case, each way."""
-    return [[shares_of(case, **way) for way in ways] for case in cases]
+def run(asked: Sequence[tuple[ShardedCase, Sequence[Way]]]) -> list[list[Shares]]:
+    """On a rank: its shares of every case, each of its ways."""
+    return [[shares_of(case, **way) for way in ways] for case, ways in asked]
 
 
 def line() -> DeviceMesh:
@@ -119,33 +185,57 @@ def leaves_of(case: ShardedCase) -> list[Tensor]:
 
 def call(case: ShardedCase, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **way: Any) -> Any:
     """On a rank: the case, with lse."""
-    heads = {"head_offset": case.head_offset, "num_heads_global": case.num_heads_global, "enable_gqa": True}
-    options = {"sharding": case.sharding, "sinks": sinks, "return_lse": True} | heads
-    if way["schedule"] == "heads":
-        options |= {name: value for name, value in way.items() if name != "schedule"}
+    options = {"sharding": case.sharding, "sinks": sinks, **case.options, **way}
+    if options["schedule"] == "heads":
+        del options["schedule"]
         return attend_heads(q, k, v, case.pattern, ranks=Ranks.of(line()), **options)
-    return attend(q, k, v, case.pattern, mesh=line(), **options, **way)
+    return attend(q, k, v, case.pattern, mesh=line(), **options)
 
 
 def shares_of(case: ShardedCase, **way: Any) -> Shares:
-    leaves, here = leaves_of(case), case.sharding.positions(dist.get_rank())
+    """On a rank: its part of a call and its backward; generators of the ranks are in different states."""
+    leaves, here, learned = leaves_of(case), case.sharding.positions(dist.get_rank()), case.learned()
     grad_out, grad_lse = (x[:, :, here] for x in case.cotangents)
-    grad_out = laid_out(grad_out, case.layouts[3])
+    grad_out, held = laid_out(grad_out, case.layouts[3]), [*learned]
     traffic().reset()
-    out, lse = call(case, *leaves, **way)
-    outputs, grads = ((out, lse), (grad_out, grad_lse)) if case.through_lse else ((out,), (grad_out,))
-    found = torch.autograd.grad(outputs, leaves, grads)
-    parts = tuple(x.detach() for x in (out, lse, *found[:3]))
+    torch.manual_seed(SEED + dist.get_rank())
+    with contextlib.ExitStack() as stack:
+        if way.get("engine") == "flex":
+            stack.enter_context(flex_by_dense_kernels())
+            way = {name: value for name, value in way.items() if name != "engine"}
+        out, lse = call(case, *leaves, score_mod=reading(held) if held else None, **way)
+        held.clear()  # the backward needs them no more
+        outputs, grads = ((out, lse), (grad_out, grad_lse)) if case.through_lse else ((out,), (grad_out,))
+        # A rank without tokens has gradients of q, k, v and sinks, and none of what the score_mod captures.
+        found = torch.autograd.grad(outputs, [*leaves, *learned], grads, allow_unused=bool(learned))
+    assert all(grad is not None for grad in found[: len(leaves)])
+    shared = [torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, [*leaves, *learned], strict=True)]
     counts = traffic()
-    return Shares(parts, found[3] if leaves[3:] else None, dict(counts.sent), dict(counts.received))
+    return Shares(
+        tuple(x.detach() for x in (out, lse, *found[:3])),
+        torch.cat([x.flatten() for x in shared[3:]]) if shared[3:] else None,
+        dict(counts.sent),
+        dict(counts.received),
+    )
+
+
+@contextlib.contextmanager
+def flex_by_dense_kernels() -> Iterator[None]:
+    """Engine "flex" with a dense kernel, as this machine has none with a backward."""
+    from tests.engines.test_flex import dense_flex
+
+    engine = {"choose_engine": lambda *_, **__: "flex", "placed_engine": lambda *_: "flex"}
+    kernel = {"_in_parts": _flex_op._flex, "run_flex": partial(_flex_op.run_flex, kernel=dense_flex)}
+    with patch.multiple(_attend, **engine), patch.multiple(_flex_op, **kernel):
+        yield
 
 
 def together(case: ShardedCase, shares: Sequence[Shares]) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv and maybe the sinks' gradient) over all tokens, from what the ranks have."""
+    """(out, lse, dq, dk, dv and maybe the sums of what ranks share) over all tokens, from what the ranks have."""
     order = torch.cat([case.sharding.positions(rank) for rank in range(len(shares))]).argsort()
     whole = [torch.cat(parts, dim=2)[:, :, order] for parts in zip(*(each.parts for each in shares), strict=True)]
-    sinks = [each.sinks for each in shares if each.sinks is not None]
-    return (*whole, torch.stack(sinks).sum(0)) if sinks else tuple(whole)
+    shared = [each.shared for each in shares if each.shared is not None]
+    return (*whole, torch.stack(shared).sum(0)) if shared else tuple(whole)
 
 
 def needed_bytes(case: ShardedCase, receiver: int, sender: int, schedule: str) -> int:
@@ -169,10 +259,12 @@ def needed_bytes(case: ShardedCase, receiver: int, sender: int, schedule: str) -
 
 def assert_whole(case: ShardedCase, way: Way, shares: Sequence[Shares]) -> None:
     """All ranks' results together are the definition's; keys' bytes are as many as the dense rule says."""
-    for name, found, truth in zip(NAMES, together(case, shares), case.whole, strict=False):
+    whole = together(case, shares)
+    assert len(whole) == len(case.whole)
+    for name, found, truth in zip(NAMES, whole, case.whole, strict=False):
         assert_close(found, truth, **TIGHT, msg=lambda text, name=name: f"{name} of {case}, {way}: {text}")
     schedule = way["schedule"]
-    if schedule == "heads":
+    if schedule not in ("exchange", "ring") or case.counts is None:
         return
     fetches = 2 if schedule == "ring" else 1  # in the backward once more
     for rank, share in enumerate(shares):
@@ -193,8 +285,9 @@ def tensors_for(
 
 
 @st.composite
-def sharded_cases(draw: st.DrawFn, W: int, *, by_heads: bool = False) -> ShardedCase:
-    """Any pattern that can be written down over 1 to 40 tokens, and any heads of it; by_heads: as many a rank."""
+def sharded_cases(draw: st.DrawFn, W: int) -> ShardedCase:
+    """Any pattern that can be written down over 1 to 40 tokens, any features; any heads, or as many on each rank."""
+    by_heads = draw(st.booleans())
     num_heads = W * draw(st.integers(1, 2)) if by_heads else draw(st.integers(1, 4))
     twin: Twin = draw(st.one_of(written_expressions(num_heads), longnets()))
     N = draw(st.integers(1, 40))
@@ -211,7 +304,12 @@ def sharded_cases(draw: st.DrawFn, W: int, *, by_heads: bool = False) -> Sharded
     counts = oracle.counts(twin.rule, range(first, first + H), num_heads, torch.arange(N), torch.arange(N))
     sharding = draw(shardings(N, num_ranks=W))
     layouts = tuple(draw(st.sampled_from(MEMORY_LAYOUTS)) for _ in range(4))
-    return ShardedCase(twin.pattern, counts, sharding, tensors, first, num_heads, draw(st.booleans()), layouts)
+    features = {
+        "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.1, 0.9])),
+        "biased": draw(st.sampled_from([0, 0, 1])) > 0,
+    }
+    through_lse = draw(st.booleans())
+    return ShardedCase(twin.pattern, counts, sharding, tensors, first, num_heads, through_lse, layouts, **features)
 
 
 @st.composite
