@@ -253,7 +253,7 @@ def planned_call(
         rate=1 if place.layout is None else place.layout.rate,
         block_size=() if place.block_size is None else block_sides(place.block_size),
     )
-    q, factor = scaled(q, scale)
+    q, factor = scaled(q, scale, q.shape[-1])
     return q, call, tensors, factor
 
 

@@ -272,14 +272,14 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
         raise ValueError(f"unequal numbers of query and key/value heads need enable_gqa=True; {came}")
 
 
-def scaled(q: Tensor, scale: Scale) -> tuple[Tensor, float]:
+def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
     """Return (queries, factor on the scores) for the argument `scale` of q (B, H, N, D).
 
     A tensor, of one number for each head (H,) or for all, multiplies q, in float32 or wider. Raises TypeError or
     ValueError for other tensors, and as `resolve_scale`.
     """
     if not isinstance(scale, Tensor):
-        return q, resolve_scale(scale, q.shape[-1])
+        return q, resolve_scale(scale, head_dim)
     if not scale.is_floating_point():
         raise TypeError(f"a tensor as scale must hold real numbers; got {scale.dtype}")
     if scale.shape not in ((), (q.shape[1],)):

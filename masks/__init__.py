@@ -1,7 +1,7 @@
 """Attention patterns: values that define the allowed (query, key) pairs, their algebra, layouts and block masks.
 
 A new pattern is one more file in `patterns`, or a module of another package; docs/howto/own_patterns.md has an example.
-tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/engines/test_tiles.py compares outputs of
+tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/attend/test_oracle.py compares outputs of
 attention with it to float64.
 
     core        the types of patterns: Pattern, Mixture and Bound, algebra, boxes, ranges, checks

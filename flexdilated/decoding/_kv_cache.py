@@ -193,7 +193,7 @@ class KVCache:
         check_sinks(sinks, q)
         check_score_mod(score_mod)
         if isinstance(self.scale, Tensor):
-            q, _ = scaled(q, self.scale)
+            q, _ = scaled(q, self.scale, q.shape[-1])
         refuse_gradients(q, k, v, sinks)
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])

@@ -191,7 +191,7 @@ def attend(
         chosen = "exchange"
     elif schedule == "auto":
         chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
-    q, factor = scaled(q, scale)
+    q, factor = scaled(q, scale, index(q.shape[-1]))  # a constant of a graph
     score_mod = fixed(score_mod, sum_dtype(q), q.device)
     needs_lse = return_lse or pattern.pads or chosen == "ring"
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)

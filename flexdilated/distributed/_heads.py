@@ -112,7 +112,7 @@ def attend_heads(
     mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
     score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
-    q, factor = scaled(q, scale)
+    q, factor = scaled(q, scale, q.shape[-1])
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)
     chosen, width = choose_engine(engine, q, k, v, pattern, features), v.shape[-1]
     q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "aten")

@@ -34,8 +34,6 @@ def test_any_call_is_the_oracle(engine: str, data: st.DataObject) -> None:
 def test_hidden_slots_reach_nothing(engine: str, data: st.DataObject, value: float) -> None:
     """What is in keys that no query sees, and in queries that see no key."""
     call = data.draw(drawn_calls(engine, plain=True))
-    if engine == "portable":  # which pads lists of small blocks with block 0
-        call.options["block_size"] = None
     with call.surroundings.entered():
         assert_nothing_spreads(call.run, call.inputs, call.counts, value)
 
