@@ -20,7 +20,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
 from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed.group._ranks import Ranks
-from flexdilated.distributed.group._sharding import Order
+from flexdilated.distributed.group._sharding import ShardOrder
 from flexdilated.engines import WholeRows
 
 from ._checks import by_definition, relative_error
@@ -82,7 +82,7 @@ class Step:
     size: Size
     num_kv_heads: int
     schedule: Schedule
-    order: Order = "contiguous"
+    order: ShardOrder = "contiguous"
     dtype: str = "float32"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from flexdilated.distributed import Sharding, _ring, traffic
 from flexdilated.distributed.counts._loads import token_counts
 from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.distributed.group._ranks import Role
-from flexdilated.distributed.group._sharding import Order
+from flexdilated.distributed.group._sharding import ShardOrder
 
 from ._jobs import Size, tokens_text
 from ._measures import Row, at_most, measure
@@ -43,7 +43,7 @@ from ._rules import LONGNET_4, LONGNET_5, LongNet, Window, dense, longnet_n
 Ranges = Sequence[range]
 _EXACT = 1e-5  # relative, float32: ten times the error of attention in float32
 _MILLION = 1 << 20
-_ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
+_ORDERS: tuple[ShardOrder, ...] = ("contiguous", "zigzag")
 _SCHEDULES: tuple[Schedule, ...] = ("exchange", "ring", "heads")
 
 
@@ -186,7 +186,7 @@ def keys_of_queries(spec: LongNet, num_tokens: int, num_heads: int) -> Int64[Ten
 # LongNet's rule without the library's plans.
 
 
-def shard_ranges(num_tokens: int, num_ranks: int, order: Order) -> list[Ranges]:
+def shard_ranges(num_tokens: int, num_ranks: int, order: ShardOrder) -> list[Ranges]:
     """The tokens of each rank: one piece of equal length, or in zigzag the r-th of 2W pieces and the r-th from the end.
 
     `num_tokens` is a multiple of the pieces.
@@ -300,7 +300,7 @@ def rank_accuracy(
     size: Size = Size(1024, num_heads=8, head_dim=32),
     ranks: tuple[int, ...] = (2, 4, 8),
     schedules: tuple[Schedule, ...] = _SCHEDULES,
-    orders: tuple[Order, ...] = _ORDERS,
+    orders: tuple[ShardOrder, ...] = _ORDERS,
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
 ) -> list[Row]:
     """Is attention on many ranks as exact as on one?
@@ -360,7 +360,7 @@ def ring_memory(
     in contiguous shards. Counted in numbers, not in bytes: gradients may travel wider than what they are of.
     """
     for num_ranks in ranks:
-        full: list[tuple[LongNet, Order]] = [(spec, "contiguous") for spec in specs]
+        full: list[tuple[LongNet, ShardOrder]] = [(spec, "contiguous") for spec in specs]
         ways = [*full, *((spec.as_causal(), _ORDERS[1]) for spec in specs)]
         steps = [(Step(masks.to_json(spec.pattern()), size, size.num_heads, "ring", order),) for spec, order in ways]
         cases = {

@@ -40,7 +40,7 @@ from .tuning import measure_options
 
 if TYPE_CHECKING:
     from .distributed.counts import RankLoads, ScheduleName
-    from .distributed.group import Order
+    from .distributed.group import ShardOrder
     from .distributed.wire import CodecName
 
 _MOST_LINES = 24
@@ -230,7 +230,7 @@ def plan(
     dtype: torch.dtype = torch.float32,
     batch: int = 1,
     ranks: int,
-    order: Order = "contiguous",
+    order: ShardOrder = "contiguous",
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads: ...
@@ -255,7 +255,7 @@ def plan(
     engine: str | None = None,
     measure: bool = False,
     ranks: int | None = None,
-    order: Order = "contiguous",
+    order: ShardOrder = "contiguous",
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> PlanReport | RankLoads:

@@ -57,7 +57,8 @@ class KVCache:
 
     num_heads: query heads on this device.
     capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
-    undo: number of latest tokens that `crop` can always remove; keys that only these tokens see are not evicted yet.
+    undo: number of tokens by which `crop` can go back from the furthest one seen: keys that only these tokens see are
+        not evicted yet.
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
         smaller calls are computed without an engine.
 
@@ -247,8 +248,8 @@ class KVCache:
 
         num_tokens: one number for all batch entries, or a tensor with a number for each, such as drafts that were
         accepted in part. Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token
-        sees the key of a removed one, and if queries from position num_tokens may see evicted keys. Removing at most
-        `undo` tokens always works at the end of a chunk.
+        sees the key of a removed one, and if queries from position num_tokens may see evicted keys. Going back
+        at most `undo` tokens from the furthest one seen always works at the end of a chunk.
         """
         seen = self._seen()
         if isinstance(num_tokens, Tensor):

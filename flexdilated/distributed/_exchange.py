@@ -37,7 +37,7 @@ from .wire import codec_for, gradient_codec, lease_from, pool_named
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim, S rows sent,
 # R rows received (in one key/value head, where G is a dim)
 
-Pair = tuple[Tensor, Tensor]
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
@@ -72,7 +72,7 @@ class Exchange:
         # If parts are merged, float32 or wider, because CPU kernels would round each part to the dtype of q.
         self.dtype = sum_dtype(q) if self.plan.others.num_keys else q.dtype
 
-    def room(self, num_keys: int) -> Pair:
+    def room(self, num_keys: int) -> KeysAndValues:
         k, v = self.k, self.v
         return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
 
@@ -268,7 +268,7 @@ def _(q, k, v, dk, dv, bindings, constants):
     return torch.empty_like(k, memory_format=torch.contiguous_format), v.new_empty(v.shape)
 
 
-def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *, own: bool) -> Pair:
+def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *, own: bool) -> KeysAndValues:
     """Return uninitialised (k, v) for the tokens that this rank receives: (B, G, R, D), or (B, G, L + R, D) if `own`.
 
     For the fake implementations of ops, which need only shapes and dtypes. own: True to include this rank's tokens. If

@@ -138,7 +138,7 @@ def attend_heads(
 
 
 Takers = tuple[range, ...]  # by rank: the heads of one tensor that it receives
-Pieces = list[list[Tensor]]  # by rank: views into this rank's tensors
+PiecesByRank = list[list[Tensor]]  # by rank: views into this rank's tensors
 
 
 @own_op("flexdilated::tokens_to_heads")
@@ -255,7 +255,7 @@ def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: boo
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
-def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:
+def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> PiecesByRank:
     """For each receiving rank, views of this rank's tokens in the heads that the receiver needs.
 
     One view for each tensor and contiguous range of positions. tensors: for each shard, the heads that each rank needs.
@@ -271,7 +271,7 @@ def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Shard
     ]
 
 
-def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
+def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
     """For each rank, views of that rank's tokens in this rank's heads.
 
     One view for each tensor and contiguous range of positions.
@@ -281,7 +281,7 @@ def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
     ]
 
 
-def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
+def _swap(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: str, add: bool) -> None:
     """Send sources[r] to each rank r in one all-to-all; copy the data from rank r into targets[r].
 
     add: True to add the data to the targets, in the order of the ranks. like: any tensor with the dtype and device of

@@ -20,10 +20,10 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-Part = tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]  # (out, natural lse) over some of the keys
+OutAndLse = tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]  # (out, natural lse) over some of the keys
 
 
-def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ()) -> Part:
+def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] = ()) -> OutAndLse:
     """Return (out, natural lse) of one softmax over the keys of all parts and one more key for each of `scores`.
 
     parts: (out, natural lse) of attention over some of the keys, for the same rows. scores: logits, broadcast to the

@@ -101,7 +101,7 @@ def placed_engine(engine: str, device: torch.device) -> str:
 
     Such a part is given by a Placement, the positions of its queries and keys.
     """
-    if engine in ("reference", "flash"):
+    if engine not in ("aten", "flex", "portable"):
         raise ValueError(
             f"{engine=} runs whole sequences only: for parts of one write engine='aten' (on CPU), 'flex' or 'portable'"
         )

@@ -44,6 +44,8 @@ def run(
         return _reference(q, k, v, bindings, call, features)
     if engine == "portable":
         return portable(q, k, v, bindings, call, features)
+    if engine not in ("flex", "flash"):
+        raise ValueError(f"no engine is called {engine!r}")
     if engine == "flash":
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
         features = features._replace(kernel_options=on_flash(features.kernel_options))

@@ -120,6 +120,8 @@ def _by_autograd(
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
         if engine == "reference":
             q, k = q.double(), k.double()  # else the engine would round its float64 result to their dtype
+        elif device_kind(q.device).on_host:
+            q, k = q.to(wide), k.to(wide)
         v = torch.zeros_like(k).requires_grad_()
         out, own = run(engine, q, k, v, bindings, call, Features(scale))
         assert own is not None

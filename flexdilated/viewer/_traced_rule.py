@@ -291,7 +291,8 @@ class _Path:
     def said(self) -> dict[str, Any]:
         try:
             pieces = _NUMBER.split(self.rule.bound.reason(self.pair).text)
-        except (UnsupportedError, IndexError):  # an index out of range: no pair takes this path
+        # An index out of range: no pair takes this path. The others: operations that traced numbers do not have.
+        except (UnsupportedError, IndexError, TypeError, AttributeError, AssertionError):
             return {"text": None, "parts": []}
         text = [int(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
         return {"text": text, "parts": self.named}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.compiler import is_compiling
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Advised = TypeVar("_Advised", bound=Callable[..., Any])
 
 _NEAR = 0.75  # difflib cutoff: num_heads and heads, which differ in meaning, score 0.71
 # Public prefixes of modules; the first match applies.
@@ -106,7 +106,7 @@ class _Parameters(NamedTuple):
         return f"{self.called} needs {lacks}: {how or self.written}"
 
 
-def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Function], _Function]:
+def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Advised], _Advised]:
     """Return a decorator of functions or classes: calls that do not fit their parameters raise TypeError with advice.
 
     keywords: {unknown keyword: advice}; for an unknown keyword that is not in it, the error names the closest

@@ -44,7 +44,7 @@ from ..core import (
 )
 from ._from_block_mask import of_block_mask
 
-Grid = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
+Places = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _BATCH, _HEAD = 0, 1  # indices of arguments
@@ -345,14 +345,14 @@ def _check_mask_mod(name: str, recorded: Recorded) -> bool:
     return (1, 1, *result.shape)[-2:] == answers.shape[-2:]
 
 
-def _largest_grid(function: MaskMod) -> Grid:
+def _largest_grid(function: MaskMod) -> Places:
     """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
     Of a few sizes it is the largest at which the function does not index beyond the end of a captured tensor.
     Positions begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
-    grid: Grid = ()
+    grid: Places = ()
     for tokens, heads in product(_TOKENS, _HEADS):
         grid = b[:, None, None, None], h[:heads, None, None], t[:tokens, None], t[: tokens - (tokens > 2)]
         try:
@@ -365,7 +365,7 @@ def _largest_grid(function: MaskMod) -> Grid:
     return tuple(part.clone() for part in grid)
 
 
-def _call(name: str, function: MaskMod, grid: Grid, kind: str = "") -> Tensor:
+def _call(name: str, function: MaskMod, grid: Places, kind: str = "") -> Tensor:
     try:
         return function(*grid)
     except Exception as error:
@@ -376,7 +376,7 @@ def _call(name: str, function: MaskMod, grid: Grid, kind: str = "") -> Tensor:
         ) from error
 
 
-def _over_grid(name: str, result: Tensor, grid: Grid) -> Tensor:
+def _over_grid(name: str, result: Tensor, grid: Places) -> Tensor:
     """Return the result of a mask_mod, expanded to the broadcast shape of the grid (b, h, q, k).
 
     Raises ValueError unless it broadcasts to this shape. name: name of the mask_mod, for errors.
@@ -389,7 +389,7 @@ def _over_grid(name: str, result: Tensor, grid: Grid) -> Tensor:
         raise _refused(name, "must return the broadcast shape of its arguments", got) from None
 
 
-def _check_elementwise(name: str, function: MaskMod, grid: Grid, result: Tensor) -> None:
+def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tensor) -> None:
     """Raise ValueError unless further calls give each cell of the grid the value that it has in `result`.
 
     These calls get the cells shuffled in one dim, single cells, and int32 positions.

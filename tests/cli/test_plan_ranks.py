@@ -31,7 +31,7 @@ def test_pairs_are_those_of_the_dense_rule(capsys, order, ranks, schedule) -> No
     position, heads = torch.arange(500), torch.arange(4)[:, None, None]
     branches = [each.bind(num_heads=4, num_queries=500, num_keys=500) for each in masks.parse(LONGNET).branches()]
     allowed = [branch.mask_mod()(torch.tensor(0), heads, position[:, None], position) for branch in branches]
-    pairs = sum(each.expand(4, 500, 500).sum((0, 2)) for each in allowed)
+    pairs = torch.stack([each.expand(4, 500, 500).sum((0, 2)) for each in allowed]).sum(0)
     columns = found["ranks"]
     assert columns["tokens"] == list(sharding.lengths)
     assert columns["pairs"] == [3 * int(pairs[sharding.positions(rank)].sum()) for rank in range(ranks)]

@@ -17,7 +17,7 @@ from flexdilated.engines import WholeRows
 from flexdilated.engines.aten._aten_op import plan_aten
 from flexdilated.engines.aten._program import Program, make_program
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
-from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
+from flexdilated.engines.kernels._kernel_cuda import KERNELS, CudaKernel, choose
 from flexdilated.masks import Layout
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._pattern import Expression
@@ -32,7 +32,7 @@ half, brain, single = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.fixture(params=KERNELS, ids=NAMES)
-def kernel(request, monkeypatch) -> Iterator[Kernel]:
+def kernel(request, monkeypatch) -> Iterator[CudaKernel]:
     """Every call goes to the stand-in of one CUDA kernel."""
     monkeypatch.setattr(_kernel, "_device_kernels", lambda x: _kernel_cuda)
     monkeypatch.setattr(_kernel_cuda, "choose", lambda *_: request.param)
@@ -227,7 +227,7 @@ def test_cudnn_stays_out_where_algorithms_must_be_deterministic(name):
 
 def test_a_kernel_serves_all_that_it_can_be_padded_to() -> None:
     options = {"dtypes": (torch.float16,), "least_keys": 2, "most_dim": lambda capability: 128, "switch": lambda: True}
-    kernel = Kernel("none", forward=print, backward=print, **options)
+    kernel = CudaKernel("none", forward=print, backward=print, **options)
     served = [dim for dim in range(1, 140) if kernel.serves(torch.float16, dim, 2, (9, 0))]
     assert served == list(range(1, 129))
     assert not kernel.serves(torch.float16, 64, 1, (9, 0))
@@ -238,7 +238,7 @@ def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):
     """A causal problem of few queries sees as few keys."""
     asked: list[int] = []
 
-    def ask(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
+    def ask(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> CudaKernel:
         asked.append(num_keys)
         return KERNELS[0]
 

@@ -183,6 +183,24 @@ def test_kinds_of_devices_are_told_apart_in_one_place() -> None:
     assert {module: lines for module, file in SOURCES.items() if (lines := kinds_compared(tree(file)))} == {}
 
 
+def types_of(file: Path) -> list[str]:
+    """Names of the classes and type aliases that a file defines."""
+    found = [node.name for node in tree(file).body if isinstance(node, ast.ClassDef)]
+    for node in tree(file).body:
+        names = [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+        found += [name for name in names if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name)]
+    return found
+
+
+def test_a_name_of_a_type_has_one_meaning() -> None:
+    holders: dict[str, list[str]] = {}
+    for file in SOURCES.values():
+        for name in types_of(file):
+            holders.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in holders.items() if len(files) > 1} == {}
+    assert "Pattern" in holders
+
+
 def test_modules_import_each_other_in_no_circle() -> None:
     below = {module: {name for name in imports(module, file) if name in SOURCES} for module, file in SOURCES.items()}
     list(TopologicalSorter(below).static_order())

@@ -251,7 +251,7 @@ def needed_bytes(case: ShardedCase, receiver: int, sender: int, schedule: str) -
         runs = [run for run in case.sharding.ranges(sender) if seen[:, :, run.start : run.stop].any()]
         number = sum(map(len, runs)) * k.shape[1]
     else:
-        allowed = case.counts.flatten(0, -4) if case.counts.dim() > 3 else case.counts[None]
+        allowed = case.counts.expand(1, *case.counts.shape) if case.counts.dim() == 3 else case.counts.flatten(0, -4)
         seen = allowed[:, :, rows][:, :, :, columns].bool().any(2).any(0)  # (H, keys)
         number = int(seen.unflatten(0, (k.shape[1], -1)).any(1).sum())
     return 2 * number * k.shape[0] * width * k.element_size()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flexdilated import masks
+from flexdilated.masks.core import Pair, Reason
 from flexdilated.viewer import _page, page
 from flexdilated.viewer._page import LARGEST_PAGE
 
@@ -71,6 +72,21 @@ def test_reasons_are_decisions_with_a_text_each():
     }
     marked = branch["parts"][1]["reason"]
     assert marked["yes"] == {"text": ["key ", 2, " is one of the first 3"], "parts": []}
+
+
+def test_a_reason_that_calculates_is_left_out(monkeypatch):
+    """Numbers of a traced pair have no bits, methods or thousands; `explain` has."""
+
+    def reason(self: masks.Pattern, pair: Pair) -> Reason:
+        lag = pair.query - pair.key
+        texts = {0: "one token", 1: "neighbours"}
+        return Reason(self, pair.allowed_by(self), texts.get(lag, f"{lag & 3:,} of {lag.bit_length()} bits"))
+
+    monkeypatch.setattr(type(masks.local_window(left=3, right=0)), "reason", reason)
+    window = masks.local_window(left=3, right=0)
+    assert "2 of 2 bits" in str(masks.explain(window, query=5, key=3, num_tokens=8))
+    (branch,) = data_of(page(window, 8))["branches"]
+    assert branch["reason"] is None or branch["reason"]["text"] is None
 
 
 @pytest.mark.parametrize(("number", "texts"), [(8, True), (9, False)])

@@ -44,10 +44,10 @@ class ScheduleChoice:
     ring_memory: int
 
 
-Counts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i receives from rank j, by schedule
+TokenCounts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i receives from rank j, by schedule
 
 
-def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> Counts:
+def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> TokenCounts:
     """Return, for "exchange" and "ring", the tokens that rank i receives from rank j in the forward: (W, W).
 
     The counts are sums over KV heads. An exchange sends the tokens that rank i needs; a ring sends each contiguous
@@ -101,7 +101,7 @@ def choose_schedule(
     return cache().get(key, build, lambda choice: 512, pattern=rule)
 
 
-def choice_of(counts: Counts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
+def choice_of(counts: TokenCounts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
     """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
 
     The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more. counts: for

@@ -6,4 +6,4 @@ Every rank computes the plans of all ranks, so ranks first compare their calls; 
 from ._call import PartSums, PlainCall, as_promised, check_agreement, constant_probability, values_of, whole_rule
 from ._messages import Posted, communicating, post, shared_dropout
 from ._ranks import Ranks, Role, Traffic, group_of, record, traffic
-from ._sharding import ORDERS, Order, Sharding, check_sharding, check_shards, equal_shards, shard, unshard
+from ._sharding import ORDERS, Sharding, ShardOrder, check_sharding, check_shards, equal_shards, shard, unshard

@@ -22,8 +22,8 @@ from ._ranks import Ranks, check_device, group_of
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 
-Order = Literal["contiguous", "zigzag"]
-ORDERS: tuple[Order, ...] = get_args(Order)
+ShardOrder = Literal["contiguous", "zigzag"]
+ORDERS: tuple[ShardOrder, ...] = get_args(ShardOrder)
 
 
 @advises()
@@ -48,7 +48,7 @@ class Sharding:
 
     num_tokens: int
     num_ranks: int
-    order: Order = "contiguous"
+    order: ShardOrder = "contiguous"
     shard_lengths: Sequence[int] | None = None
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 

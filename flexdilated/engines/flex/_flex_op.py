@@ -26,7 +26,7 @@ from ._flex import run_flex
 from ._kernel_call import is_flash
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
 from ._selected_flex import copies_of, sides_of_table, unit_of
-from ._selected_op import Parts, selected_flex, selected_parts, takes_table
+from ._selected_op import SelectedParts, selected_flex, selected_parts, takes_table
 from ._traced import MAKERS, traced
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -335,7 +335,7 @@ def _with_table(
     v: Tensor,
     bindings: list[Tensor],
     call: Call,
-    table: Parts,
+    table: SelectedParts,
     features: Features,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, natural lse) of a call whose pattern has a table of selected blocks.

@@ -30,7 +30,7 @@ _DEPTH = 64  # most levels of nested functions: patterns of patterns
 _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advance; above, kernels evaluate the rule
 
 
-class Parts(NamedTuple):
+class SelectedParts(NamedTuple):
     """Split of a pattern with a run-time table of selected blocks, as plain values that are constants of a graph.
 
     leaf: name under which the call passes the table. block: (queries, keys) of a block. most: key blocks in a row of
@@ -47,7 +47,7 @@ class Parts(NamedTuple):
 
 
 @graph_constant
-def selected_parts(text: str) -> Parts | None:
+def selected_parts(text: str) -> SelectedParts | None:
     """Split a pattern, given as JSON, into its table of selected blocks and a pattern of other pairs.
 
     The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
@@ -57,16 +57,16 @@ def selected_parts(text: str) -> Parts | None:
 
 
 @lru_cache(maxsize=256)
-def _parts_of(text: str) -> Parts | None:
+def _parts_of(text: str) -> SelectedParts | None:
     selection = table_split_in_text(text)
     if selection is None:
         return None
     leaf, others = selection.leaf, selection.others
     beside = ("", ()) if others is None else (others.text, names(others))
-    return Parts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))
+    return SelectedParts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))
 
 
-def takes_table(parts: Parts, call: Call) -> bool:
+def takes_table(parts: SelectedParts, call: Call) -> bool:
     """True if kernels support the table's blocks, tokens are in natural order and the first key begins a block."""
     q_block, k_block = parts.block
     in_order = not call.placement and call.rate == 1 and call.k_offset % k_block == 0
@@ -75,7 +75,7 @@ def takes_table(parts: Parts, call: Call) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Parts of a call with a table of selected blocks that do not depend on the table's values.
+    """SelectedParts of a call with a table of selected blocks that do not depend on the table's values.
 
     of: sizes. rest: mask that also applies to pairs in selected blocks. held: holders of the run-time tables that
     `rest` reads. where: offsets of the call. classes: 2 for each (row, key block) in which `rest` allows every pair,
@@ -170,7 +170,7 @@ def selected_flex(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    parts: Parts,
+    parts: SelectedParts,
     call: Call,
     features: Features,
 ) -> tuple[Tensor, Tensor]:

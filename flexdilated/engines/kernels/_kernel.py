@@ -21,7 +21,6 @@ _ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of
 _FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
 _ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
 _OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
-_Problem = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def backward(
     scale: float,
     is_causal: bool,
     bias: Float[Tensor, "#H #Q K"] | None = None,
-) -> _Problem:
+) -> _kernel_cuda.ProblemGradients:
     """(dq, dk, dv) of `forward`, shaped as q, k and v, from its out and lse.
 
     If out and lse are of a softmax over more keys, these are the gradients through the keys in x. A query without keys
@@ -177,7 +176,7 @@ def flash_backward(
     scale: float,
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
-) -> _Problem:
+) -> _kernel_cuda.ProblemGradients:
     """(dq, dk, dv) of `flash_forward`; out and lse may be of a softmax over more keys.
 
     Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
@@ -216,7 +215,7 @@ def _backward_in_float32(
     *,
     is_causal: bool,
     scale: float,
-) -> _Problem:
+) -> _kernel_cuda.ProblemGradients:
     """Return (dq, dk, dv) of `flash_forward` on CPU, computed and returned in float32.
 
     Chunks of the batch bound the memory of float32 copies.
@@ -250,7 +249,7 @@ def _backward_on_cpu(
     *,
     is_causal: bool,
     scale: float,
-) -> _Problem:
+) -> _kernel_cuda.ProblemGradients:
     return _torch_private.flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )

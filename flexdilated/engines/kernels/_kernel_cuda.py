@@ -18,12 +18,12 @@ _DIM_STEP, _ALIGNED_BYTES = 8, 16  # the kernels load 16 bytes at once
 _LSE_STEP = 32  # the memory-efficient kernels pad rows of the lse
 _HOPPER, _LAST_UNSOUND_CUDNN = (9, 0), 91500
 
-_Problem = tuple[Tensor, Tensor, Tensor]
+ProblemGradients = tuple[Tensor, Tensor, Tensor]  # (dq, dk, dv)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CudaKernel:
     """One of ATen's CUDA attention kernels, with the inputs that it supports.
 
     forward: (q, k, v, scale, is_causal) -> (out, natural lse).
@@ -41,7 +41,7 @@ class Kernel:
     most_dim: Callable[[tuple[int, int]], int]
     switch: Callable[[], bool]
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., _Problem]
+    backward: Callable[..., ProblemGradients]
 
     def serves(self, dtype: torch.dtype, head_dim: int, num_keys: int, capability: tuple[int, int]) -> bool:
         known = dtype in self.dtypes and (dtype != torch.bfloat16 or capability >= (8, 0))
@@ -49,7 +49,7 @@ class Kernel:
         return known and num_keys >= self.least_keys and padded <= self.most_dim(capability) and self.switch()
 
 
-def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
+def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> CudaKernel:
     """Return the preferred kernel that supports this dtype, head dim and number of keys on the device.
 
     It must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if no kernel qualifies.
@@ -65,7 +65,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
     )
 
 
-def _preferred(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+def _preferred(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
     """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp).
 
     As in torch, cuDNN up to 9.15.0 is not preferred: its kernels fail on lengths that are not multiples of 128, see
@@ -94,7 +94,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
 
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, is_causal: bool
-) -> _Problem:
+) -> ProblemGradients:
     """(dq, dk, dv) of `forward`, shaped as q, k and v; out and lse may be of a softmax over more keys."""
     kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
@@ -119,7 +119,7 @@ def backward(
     return dq[..., :dim], dk, dv
 
 
-def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> Kernel:
+def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> CudaKernel:
     """Return a kernel for attention of q (B, H, Q, D) over k (B, G, K, D).
 
     The problem is computed in the parts that `_squares` yields; the kernel supports the part with the fewest keys.
@@ -178,7 +178,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: boo
 
 def _flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> _Problem:
+) -> ProblemGradients:
     seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # read for dropout only
     return _torch_private.flash_attention_backward(
         grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, offset,
@@ -197,7 +197,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: boo
 
 def _cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> _Problem:
+) -> ProblemGradients:
     one_head = (x.flatten(0, 1).unsqueeze(1) for x in (grad_out, q, k, v, out))
     stats = lse.flatten(0, 1)[:, None, :, None].contiguous()
     seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read for dropout only
@@ -214,7 +214,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal:
 
 def _efficient_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> _Problem:
+) -> ProblemGradients:
     padded = pad(lse, (0, -lse.shape[2] % _LSE_STEP), value=torch.inf).contiguous()
     seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read for dropout only
     dq, dk, dv, _ = _torch_private.efficient_attention_backward(
@@ -246,7 +246,9 @@ _flash_switch, _efficient_switch = torch.backends.cuda.flash_sdp_enabled, torch.
 _ANY = (*_HALVES, torch.float32)
 
 KERNELS = (
-    Kernel("flash", _HALVES, 1, _flash_dims, _flash_switch, _flash_forward, _flash_backward),
-    Kernel("cuDNN", _HALVES, 2, _cudnn_dims, _cudnn_switch, _cudnn_forward, _cudnn_backward),
-    Kernel("memory-efficient", _ANY, 1, _efficient_dims, _efficient_switch, _efficient_forward, _efficient_backward),
+    CudaKernel("flash", _HALVES, 1, _flash_dims, _flash_switch, _flash_forward, _flash_backward),
+    CudaKernel("cuDNN", _HALVES, 2, _cudnn_dims, _cudnn_switch, _cudnn_forward, _cudnn_backward),
+    CudaKernel(
+        "memory-efficient", _ANY, 1, _efficient_dims, _efficient_switch, _efficient_forward, _efficient_backward
+    ),
 )

@@ -153,7 +153,7 @@ class _Problems:
         behind = (place - partial[:, None]).clamp(0, whole.shape[-1] - 1)
         first = first.gather(1, place.clamp(max=first.shape[1] - 1))
         columns = torch.where(place < partial[:, None], first, whole.flatten(0, 2).long().gather(1, behind))
-        # A shorter list of a chunk reads its first block again: keys of other blocks may be NaN where nothing sees them.
+        # A shorter list of a chunk reads its first block again: other blocks may hold NaN that no query sees.
         columns = torch.where(place < count[:, None], columns, columns[:, :1])
         order = count.argsort(descending=True, stable=True)
         return _Problems(mask, columns, partial, count, order, spans, sizes, is_meta)

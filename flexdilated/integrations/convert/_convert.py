@@ -25,8 +25,8 @@ from ._rule import (
     restore_class,
 )
 
-Expression = Pattern | Mixture
-Chosen = Callable[[str, nn.Module], Expression | None]
+AnyPattern = Pattern | Mixture
+Chosen = Callable[[str, nn.Module], AnyPattern | None]
 
 _LOOKED_FOR = (
     "nn.MultiheadAttention (in nn.TransformerEncoder, nn.Transformer, torchvision's ViT), attention of timm's ViTs and "
@@ -36,7 +36,7 @@ _NAMED_SO = re.compile("Attention|Attn")
 
 
 @advises(how="write fd.convert(model, pattern)")
-def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
+def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
     """Replace the attention of a model's modules by attention with a pattern, in place; None restores the original.
 
     model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
@@ -73,14 +73,14 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes (model, pattern), where model is a torch.nn.Module; got {type(model).__name__}")
-    if not (pattern is None or isinstance(pattern, Expression) or callable(pattern)):
+    if not (pattern is None or isinstance(pattern, AnyPattern) or callable(pattern)):
         raise TypeError(
             f"pattern must be a pattern, a function (name, module) -> pattern or None, or None; got {pattern!r:.80}"
             f"{instead_of_pattern(pattern)}"
         )
     found = _attentions(model)
     chosen = [_choice(each, pattern) for each in found]
-    by_name = not isinstance(pattern, Expression)
+    by_name = not isinstance(pattern, AnyPattern)
     if pattern is not None and not any(not each.refused and (by_name or not each.cross) for each in found):
         _refuse(model, found)
     for name, module in model.named_modules():
@@ -131,7 +131,7 @@ def _unknown(module: nn.Module) -> str:
     return "its class is not known to convert: call flexdilated.attend in its forward"
 
 
-def _choice(each: Candidate, pattern: Expression | Chosen | None) -> Expression | str:
+def _choice(each: Candidate, pattern: AnyPattern | Chosen | None) -> AnyPattern | str:
     """Return the validated pattern for a module, or a text: the reason why it keeps its original attention.
 
     pattern: the argument of `convert`.
@@ -140,9 +140,9 @@ def _choice(each: Candidate, pattern: Expression | Chosen | None) -> Expression 
         return each.refused
     if pattern is None:
         return "it has its own attention back"
-    if each.cross and isinstance(pattern, Expression):
+    if each.cross and isinstance(pattern, AnyPattern):
         return f"{each.cross}; a function of its name may choose a pattern"
-    own = pattern if isinstance(pattern, Expression) else pattern(each.name, each.module)
+    own = pattern if isinstance(pattern, AnyPattern) else pattern(each.name, each.module)
     if own is None:
         return "the function chose None"
     _check(each, own)
@@ -150,7 +150,7 @@ def _choice(each: Candidate, pattern: Expression | Chosen | None) -> Expression 
 
 
 def _check(each: Candidate, own: Any) -> None:
-    if not isinstance(own, Expression):
+    if not isinstance(own, AnyPattern):
         raise TypeError(f"the function must return a pattern or None; for {each.name!r} it returned {own!r}")
     if names(own):
         raise ValueError(

@@ -23,8 +23,8 @@ from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import KeyOrigin, given_of
 from ._documents import ModelCall, running_call, watch
-from ._layers import Patterns, attention_layers, choose, give, implement, keep_refusals, layer_pattern
-from ._mask_functions import PACKED, Reading, all_of, read
+from ._layers import Patterns, attention_layers, choose, implement, keep_refusals, layer_pattern, store_patterns
+from ._mask_functions import PACKED, Reading, all_of, pattern_from_mask_function
 from ._unsupported_models import KEEP, left_out
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
@@ -89,7 +89,7 @@ def set_pattern(
     layers, chosen, compose = choose(inner, pattern, compose, left)
     register(name)
     implement(inner, name, left)
-    give(inner, layers, chosen, compose, name)
+    store_patterns(inner, layers, chosen, compose, name)
     watch(inner)
     return model
 
@@ -153,7 +153,11 @@ class Visibility:
         Computed on first access, as a model may make masks that no layer uses.
         """
         if self._reading is None:
-            found = Reading(None, self.begin, None, {}) if self.function is None else read(self.function, self.begin)
+            found = (
+                Reading(None, self.begin, None, {})
+                if self.function is None
+                else pattern_from_mask_function(self.function, self.begin)
+            )
             tables = {name: _on_host(x) for name, x in found.tensors.items()}
             self._reading = replace(found, tensors=self.tensors | tables)
         return self._reading

@@ -16,8 +16,8 @@ from ...masks.core import advises, require_choice
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 
-Expression = Pattern | Mixture | SelectedAttention
-Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], Expression | None]
+LayerPattern = Pattern | Mixture | SelectedAttention
+Patterns = LayerPattern | Mapping[int, LayerPattern | None] | Callable[[nn.Module], LayerPattern | None]
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _KEY = "flexdilated_patterns"  # key of a config
@@ -34,7 +34,7 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _REGISTRY in unwrap(type(module).forward).__code__.co_names]
 
 
-def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
+def layer_pattern(layer: nn.Module) -> tuple[LayerPattern | None, bool]:
     """Return (pattern, replaces) as `set_pattern` stored them on a layer; (None, False) if it stored nothing.
 
     pattern: None for a layer that keeps the model's rule. replaces: True for compose="replace", where a pattern is used
@@ -109,7 +109,7 @@ def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> Non
         )
 
 
-def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
+def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
     """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
 
     chosen: a pattern or None for each layer. compose, name: as in `set_pattern`. The name is written as
@@ -189,7 +189,7 @@ def _check(number: int, layer: nn.Module, pattern: Any) -> None:
             raise ValueError(f"layer {number} has {num_heads} heads: {error}") from error
 
 
-def _text(pattern: Expression) -> str:
+def _text(pattern: LayerPattern) -> str:
     """Return a pattern as JSON; for custom functions and selections, which have no JSON, the repr.
 
     Loading a config with a repr raises ValueError.
@@ -203,7 +203,7 @@ def _text(pattern: Expression) -> str:
 
 
 def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
-    """Read the patterns that `give` wrote into a model's config: (a pattern or None for each layer, compose).
+    """Read the patterns that `store_patterns` wrote into a model's config: (a pattern or None for each layer, compose).
 
     Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.
     """

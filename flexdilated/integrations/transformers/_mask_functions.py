@@ -47,7 +47,7 @@ class Reading:
         return every() if found is None else found
 
 
-def read(function: Callable[..., Any], begin: Pattern | None) -> Reading:
+def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | None) -> Reading:
     """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
     begin: pattern that divides each row into documents, from whose first tokens positions are counted; None to count

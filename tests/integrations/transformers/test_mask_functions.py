@@ -11,7 +11,7 @@ from transformers import masking_utils as rules
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.transformers._mask_functions import read
+from flexdilated.integrations.transformers._mask_functions import pattern_from_mask_function
 from flexdilated.masks.patterns import names
 
 # B batch entries, N tokens
@@ -28,7 +28,7 @@ def evaluated(function) -> Tensor:
 
 def as_read(function, begin: Tensor | None = None) -> Tensor:
     """(B, N, N) of the pattern that it is read as: whose value each query gets a share of."""
-    reading = read(function, None if begin is None else masks.documents("begin"))
+    reading = pattern_from_mask_function(function, None if begin is None else masks.documents("begin"))
     pattern, tensors = reading.whole(), {"begin": begin, **reading.tensors}
     q, v = torch.zeros(2, 1, _LENGTH, 8), torch.eye(_LENGTH).expand(2, 1, -1, -1)
     return fd.attend(q, q, v, pattern, bindings={name: tensors[name] for name in names(pattern)})[:, 0] > 0
@@ -144,4 +144,4 @@ def test_limits_of_the_distance(one: int, other: int) -> None:
 )
 def test_what_cannot_be_read(function, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        read(function, None)
+        pattern_from_mask_function(function, None)
