@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -114,8 +115,9 @@ ELSEWHERE = {"catalogue", "rank_accuracy", "ring_memory"}  # other tests run the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MEASURES if name not in ELSEWHERE])
-def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys) -> None:
+def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request) -> None:
     """File, plot, table in the terminal, page of results; numbers in every row."""
+    request.addfinalizer(patch.stopall)  # of measures that run in a process of their own otherwise
     for module in ("_run", "_jobs", "catalogue", "compiling"):
         monkeypatch.setattr(f"bench.{module}.run_apart", lambda function, *given, limit_s=None: function(*given))
     if name in ("first_step", "changing_lengths"):  # no kernels are built: the steps and their comparison are tried

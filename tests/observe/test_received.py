@@ -129,10 +129,12 @@ def masks_counts(pattern, num_heads, num_tokens):
 
 @settings(max_examples=9)
 @given(cases(), st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_half_precision_runs_in_float32_on_cpu(case, data, dtype):
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+def test_half_precision_runs_in_float32_on_cpu(engine, case, data, dtype):
     q, k, _ = data.draw(tensors(case, dtype))
     expected, lse = weights(q, k, case.counts())
-    received = fd.attention_received(q, k, lse.float(), case.twin.pattern, enable_gqa=True, **case.sizes)
+    options = {"enable_gqa": True, "engine": engine, **case.sizes}
+    received = fd.attention_received(q, k, lse.float(), case.twin.pattern, **options)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
 
