@@ -115,15 +115,13 @@ class BlockTable:
 
     def keys_of(self, table: int, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
         """Return the positions below N that at least one of `queries` sees in one table."""
-        length, inside = len(queries), queries[: self.limit]
-        row = torch.nn.functional.pad(inside, (0, -len(inside) % self.q_block)).view(-1, self.q_block).any(1).nonzero()
+        length = len(queries)
+        row = torch.nn.functional.pad(queries, (0, -length % self.q_block)).view(-1, self.q_block).any(1).nonzero()
         named = self.entries[table, row[row < self.entries.shape[1]]].flatten()
         columns = -(-length // self.block)
         seen = torch.zeros(columns + 1, dtype=torch.bool)  # the last one takes what is beyond, and padding
         seen[named.clamp(max=columns)] = True
-        seen = seen[:-1].repeat_interleave(self.block)[:length]
-        seen[self.limit :] = False
-        return seen
+        return seen[:-1].repeat_interleave(self.block)[:length]
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
         """Return the exact number of allowed pairs of each box i, which spans rows[i] query blocks.

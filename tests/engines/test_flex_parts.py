@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Features, _operands
+from flexdilated.engines import Dropout, Features, _operands
 from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
 from flexdilated.engines.flex import _flex, _flex_op
@@ -99,6 +99,26 @@ def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
 def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     """Every index moves the score, so that one taken for another shows."""
     return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
+
+
+def test_dropout_beside_sinks(monkeypatch):
+    """The kept pairs are shares of a row with its sink: two calls of the kernel, the sink in one of them."""
+    q, k, v = torch.randn(3, 2, 4, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, features: Features) -> Any:
+        return run_flex(_flex_op.static_program(key, q.device), q, k, v, features, dense_flex)
+
+    monkeypatch.setattr(_flex_op, "_flex", stand_in)
+    torch.manual_seed(3)
+    features = Features(0.5, slanted, sinks).with_dropout(Dropout.drawn(0.3, q.device))
+    key = Call(PATTERN.text, 4, 4, 50, 50, 0, 0, 0, 4, 1, (16, 16))
+    found = _flex_op.flex(q, k, v, [], key, features)
+    torch.manual_seed(3)
+    options = {"scale": 0.5, "score_mod": slanted, "sinks": sinks, "dropout_p": 0.3, "return_lse": True}
+    exact = fd.attend(q, k, v, PATTERN, engine="reference", **options)
+    for one, true in zip(found, exact, strict=True):
+        assert_close(one, true, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

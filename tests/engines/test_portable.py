@@ -247,3 +247,17 @@ def test_a_graph_saves_no_scores_for_the_backward():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         attend(q, k, v).sum().backward()
     assert 4 * q.nbytes < sum(saved.values()) < 6 * q.nbytes
+
+
+def test_lists_of_unequal_length_read_no_other_block():
+    """Keys before the first query that sees any: block 0 is in no list, and no padding of one."""
+    q, k, v = torch.randn(3, 1, 2, 900, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pattern = masks.causal().after(300)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = fd.attend(*leaves, pattern, engine="aten")
+    wanted = torch.autograd.grad(exact.sum(), leaves)
+    with torch.no_grad():
+        k[:, :, :300] = v[:, :, :300] = torch.nan
+    out = fd.attend(*leaves, pattern, engine="portable")
+    for one, true in zip((out, *torch.autograd.grad(out.sum(), leaves)), (exact, *wanted), strict=True):
+        assert_close(one, true, **TIGHT)
