@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._torch_private import TorchDispatchMode, tree_map_only
+from .._torch_private import TorchDispatchMode
 from ..engines import (
     GATHERED_BYTES,
     Call,
@@ -50,7 +50,6 @@ NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 LARGEST_RUN = 1 << 20
 _SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
 _ALIKE = 3  # steps of a kind that are run, so that one has neighbours on both sides
-_ALIKE_BATCHES = 1  # batches of a kind that are run: the first is the largest, and is freed before the second
 _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
 
@@ -87,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         hidden, kwargs = self._hidden.get(func, KernelBytes(0)), kwargs or {}
         self.peak = max(self.peak, self.live + hidden.work)
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()))}) > 1:
-            args, kwargs = tree_map_only(Tensor, lambda x: x.to(NOWHERE), (args, kwargs))
+            args, kwargs = _nowhere(args), {name: _nowhere(x) for name, x in kwargs.items()}
         results = func(*args, **kwargs)
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
             return results  # the engine needs only its strides
@@ -113,6 +112,13 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, number: int) -> None:
         self.live += number
         self.peak = max(self.peak, self.live)
+
+
+def _nowhere(x: Any) -> Any:
+    """Return an argument of an operation with its tensors on the meta device."""
+    if isinstance(x, Tensor):
+        return x.to(NOWHERE)
+    return type(x)(map(_nowhere, x)) if isinstance(x, list | tuple) else x
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -344,10 +350,10 @@ def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, 
 def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of a table of selected blocks, in bytes."""
     assert best.table is not None
-    problems = best.table.problems
+    problems = best.table.problems.of_largest_batch(max(size.dims), size.dtype.itemsize)
 
     def rows() -> QueryRows:  # one for each run: real calls keep nothing between forward and backward
-        return QueryRows(replace(problems, most_batches=_ALIKE_BATCHES))
+        return QueryRows(replace(problems))
 
     rest = Plan.of(best.bound, best.layout, best.options[1:])
     others = None

@@ -147,7 +147,7 @@ TABLES = {
 @pytest.mark.parametrize("gathered", [GATHERED_BYTES, 1 << 18])
 @pytest.mark.parametrize("name", TABLES)
 def test_memory_of_a_table_is_that_of_the_real_engine(name: str, gathered: int) -> None:
-    """Two batches of problems of each kind stand for all."""
+    """The largest batch of problems stands for all."""
     block, most, of = TABLES[name]
     rows, columns = (-(-2000 // side) for side in block)
     table = torch.randint(-1, columns, (2, rows, most), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ by key block. The table itself is read; no block list is built.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 from typing import NamedTuple
@@ -72,8 +72,8 @@ class TableProblems:
     bound: the call's sizes. block: tokens of (a query block, a key block). column[t, r, w]: entry w of row r of table
     t, a key block, or -1 for none or where the pattern allows no pair; low, high: bounds on the allowed pairs of each
     entry; full: True where they are all pairs. Row 0 is the block of the call's first query, key block 0 begins with
-    the call's first key. Heads share a table in consecutive groups of equal size. most_batches: limit on the batches of
-    one kind that `batches` yields, for a run that measures memory; None for all.
+    the call's first key. Heads share a table in consecutive groups of equal size. only_kind: see
+    `of_largest_batch`; None for all batches.
     """
 
     bound: Bound
@@ -83,7 +83,7 @@ class TableProblems:
     full: Bool[Tensor, "T R W"]
     low: Int64[Tensor, "T R W"]
     high: Int64[Tensor, "T R W"]
-    most_batches: int | None = None
+    only_kind: int | None = None
 
     @classmethod
     def of(
@@ -194,12 +194,32 @@ class TableProblems:
         The gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single problem takes more.
         width, element_bytes: channels of keys and values, and bytes of each.
         """
-        for found in self._gathered() if self.gathers else self._grouped(sets, queries):
-            numbers = found.block.shape[1] * self.block[1] * (2 * width + found.query.shape[1] * self.groups)
-            at_once = max(1, GATHERED_BYTES // (numbers * element_bytes))
-            begins = range(0, len(found.query), at_once)
-            for begin in begins if self.most_batches is None else begins[: self.most_batches]:
-                yield found.part(slice(begin, begin + at_once))
+        for place, kind in enumerate(self._kinds(sets, queries)):
+            if self.only_kind in (None, place):
+                begins = range(0, len(kind.query), step := self._at_once(kind, width, element_bytes))
+                for begin in begins if self.only_kind is None else begins[:1]:
+                    yield kind.part(slice(begin, begin + step))
+            if place == self.only_kind:
+                return
+
+    def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
+        """Return the same of which `batches` yields only one batch of each portion, that which takes most memory."""
+
+        def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice
+            (number, queries), keys = kind.query.shape, kind.block.shape[1] * self.block[1]
+            mask = 0 if kind.seen is None else queries * (1 + self.groups * element_bytes)
+            number = min(number, self._at_once(kind, width, element_bytes))
+            return number * keys * (2 * width * element_bytes + mask) + 2 * kind.block.nbytes
+
+        sizes = [taken(kind) for kind in self._kinds(*next(self.portions(width)))]
+        return replace(self, only_kind=sizes.index(max(sizes)) if sizes else None)
+
+    def _kinds(self, sets: range, queries: range) -> Iterator[Batch]:
+        return self._gathered() if self.gathers else self._grouped(sets, queries)
+
+    def _at_once(self, kind: Batch, width: int, element_bytes: int) -> int:
+        numbers = kind.block.shape[1] * self.block[1] * (2 * width + kind.query.shape[1] * self.groups)
+        return max(1, GATHERED_BYTES // (numbers * element_bytes))
 
     def work(self, width: int, element_bytes: int) -> TableWork:
         """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes."""
