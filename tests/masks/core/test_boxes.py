@@ -128,6 +128,16 @@ def blocks(data) -> tuple[Twin, Box]:
     return twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block), data.draw(boxes_of_one_step(step))
 
 
+@settings(max_examples=20)
+@given(data=st.data(), block=st.integers(2, 7))
+def test_blocks_that_steps_cut_anywhere_are_bounded(data, block):
+    """Steps that neither divide the block nor are multiples of it."""
+    step = data.draw(st.sampled_from([step for step in range(2, 13) if block % step and step % block]))
+    twin = twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block)
+    box = data.draw(boxes_of_one_step(step))
+    assert_sound(twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1), box.area)
+
+
 EXACT: dict[str, Draw] = {
     "dilated": dilated_segments,
     "order": lambda data: (twins.causal(), data.draw(boxes_of_one_step())),
