@@ -60,6 +60,19 @@ def test_any_pattern_is_the_oracle(case, value):
     assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
 
 
+@pytest.mark.usefixtures("always_apart")
+def test_some_queries_of_a_block_are_without_keys():
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    visible = torch.ones(40, dtype=torch.bool)
+    visible[[5, 6, 7, 20, 21]] = False  # queries 6, 7 and 21 see none of their two keys
+    pattern = masks.local_window(left=1, right=0) & masks.visible_keys(visible)
+    for side in (4, 8, 16):
+        found = fd.attend(q, k, v, pattern, engine="aten", block_size=side, return_lse=True)
+        exact = fd.attend(q, k, v, pattern, engine="reference", return_lse=True)
+        for one, true in zip(found, exact, strict=True):
+            torch.testing.assert_close(one, true, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("rule", [masks.causal(), masks.local_window(left=300, right=300)], ids=str)
 def test_keys_that_are_hidden_have_no_gradient(rule):
     """Whatever the queries hold."""
