@@ -212,14 +212,3 @@ def test_tensors_that_a_score_mod_captures_need_no_grad() -> None:
         found = cache.attend(*tensors, score_mod=learned)
     exact = fd.attend(*tensors, masks.causal(), score_mod=fd.biases.alibi(slopes), enable_gqa=True, engine="reference")
     assert_close(found, exact, **TIGHT)
-
-
-def test_an_entry_beyond_a_grid_is_named() -> None:
-    x = torch.zeros(2, 4, 20, 8)
-    cache = fd.KVCache(masks.neighborhood((4, 4), 1) & WINDOW, num_heads=4)
-    cache.append(x, x, lengths=torch.tensor([10, 16]))
-    said = r"batch entry 1: .*within the 16 tokens of a 4x4 grid; got queries up to position 1"
-    with pytest.raises(ValueError, match=said):
-        cache.append(x, x, lengths=torch.tensor([6, 1]))
-    cache.append(x, x, lengths=torch.tensor([6, 0]))
-    assert cache.num_tokens == 16
