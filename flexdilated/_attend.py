@@ -195,15 +195,15 @@ def attend(
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
     q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
     score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
-    seed = Dropout.drawn(dropout_p, q.device).seed if dropout_p > 0 else None
-    features = Features(factor, score_mod, sinks, dropout_p, seed, return_lse or pattern.pads)
+    features = Features(factor, score_mod, sinks, dropout_p, return_lse=return_lse or pattern.pads)
     chosen = choose_engine(engine, q, k, v, pattern, features, call.block_size)
     if tensors and chosen != "reference" and is_transformed():
         check_transforms(tensors)  # torch does not look for vmapped tensors in optional lists
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
-    features = features._replace(kernel_options=options_text(given))
+    seed = Dropout.drawn(dropout_p, q.device).seed if features.drops else None
+    features = features._replace(seed=seed, kernel_options=options_text(given))
     out, lse = run(chosen, q, k, v, tensors, call, features)
     if pattern.pads and 0 not in q.shape:
         assert lse is not None

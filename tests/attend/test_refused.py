@@ -35,7 +35,7 @@ def refused(error: type[Exception], says: str, call: dict[str, Any]) -> None:
     """The call raises, and leaves the cache and the inputs as they were."""
     call = {"q": Q, "k": K, "v": V, "pattern": LONGNET} | call
     inputs = [x for x in call.values() if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_sparse]
-    before, copies = masks.cache().stats(), [x.clone() for x in inputs]
+    before, copies, drawn = masks.cache().stats(), [x.clone() for x in inputs]
     given = [call.pop(name) for name in ("q", "k", "v", "pattern")]
     with pytest.raises(error, match=says):
         fd.attend(*given, **call)
@@ -213,6 +213,12 @@ def test_flex_says_that_it_needs_a_compiler(monkeypatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     refused(ValueError, "no C.. compiler.*engine='aten' serves it", FLEX)
     assert fd.attend(Q, K, V, CAUSAL).isfinite().all()
+
+
+def test_a_refused_call_draws_no_seed() -> None:
+    before = torch.get_rng_state()
+    refused(ValueError, "without attention dropout", {"engine": "aten", "dropout_p": 0.1})
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_on_other_devices(monkeypatch) -> None:
