@@ -35,7 +35,7 @@ def refused(error: type[Exception], says: str, call: dict[str, Any]) -> None:
     """The call raises, and leaves the cache and the inputs as they were."""
     call = {"q": Q, "k": K, "v": V, "pattern": LONGNET} | call
     inputs = [x for x in call.values() if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_sparse]
-    before, copies, drawn = masks.cache().stats(), [x.clone() for x in inputs]
+    before, copies = masks.cache().stats(), [x.clone() for x in inputs]
     given = [call.pop(name) for name in ("q", "k", "v", "pattern")]
     with pytest.raises(error, match=says):
         fd.attend(*given, **call)
