@@ -20,7 +20,7 @@ _MOST_LAYERS = 64
 # Searches for the keys of one range of queries in one group of heads, over all sampled tokens: about a second.
 _MOST_SEARCHES = 1 << 9
 _MOST_LISTED = 1 << 23  # tokens up to which a bool for each of them is held
-_MOST_ROWS = 1 << 18  # rows of tables that are read, over all sampled tokens
+_MOST_ROWS = 1 << 16  # rows of tables that are read, over all sampled tokens: milliseconds
 
 
 @dataclass(frozen=True)
