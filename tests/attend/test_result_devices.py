@@ -47,7 +47,7 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_tiles(name: str, with_sinks: bool):
+def test_aten(name: str, with_sinks: bool):
     M = 40 if name == "keys after the queries" else 32
     q, k, v = on_meta(1, 2, 32, 8), on_meta(1, 2, M, 8), on_meta(1, 2, M, 8)
     sinks = on_meta(2) if with_sinks else None

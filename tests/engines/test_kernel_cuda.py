@@ -21,7 +21,7 @@ from flexdilated.engines.kernels._kernel_cuda import KERNELS, CudaKernel, choose
 from flexdilated.masks import Layout
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._pattern import Expression
-from tests.engines.test_tiles import RunPlan
+from tests.engines.test_aten import RunPlan
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.cuda_kernels import StandIns

@@ -17,7 +17,7 @@ from flexdilated.masks import Bound, Layout
 from flexdilated.masks.planning import Allowed, CountedPairs, _candidates
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering._layouts import masked_term
-from tests.engines.test_tiles import RunPlan, assert_plan_agrees
+from tests.engines.test_aten import RunPlan, assert_plan_agrees
 from tests.support.oracle import useful_pairs
 from tests.support.strategies import cases, tensors
 

@@ -83,7 +83,7 @@ class Problems:
 
     @cached_property
     def blind(self) -> Bool[Tensor, "n Q"] | None:
-        """True for padding and for queries that see no key; None if there are none."""
+        """True for padding and for queries that see no key; None without either."""
         if self.shown is None:
             return self.place < 0 if self.padded else None
         sightless = ~self.shown.any(2)
@@ -91,7 +91,7 @@ class Problems:
 
     @cached_property
     def unseen(self) -> Bool[Tensor, "n 1 LK 1"] | None:
-        """True for keys that none of a problem's queries sees; None if there are none."""
+        """True for keys that none of a problem's queries sees; None if every pair is seen."""
         return None if self.shown is None else ~self.shown.any(1)[:, None, :, None]
 
     def rows(self, x: Shaped[Tensor, "X N g ..."]) -> Shaped[Tensor, "n 1 Qg ..."]:
@@ -116,7 +116,7 @@ class Problems:
         return (mask if groups == 1 else mask.repeat_interleave(groups, 1)).unsqueeze(1)
 
     def clear_rows_(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """Write `value` to the rows of x that are padding and of queries that see no key.
+        """Write `value`, in place, to the rows of x of padding and of queries that see no key; return x.
 
         groups: g, the number of heads, and so of rows of x, for each query.
         """

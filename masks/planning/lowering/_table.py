@@ -203,7 +203,7 @@ class TableProblems:
                 return
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
-        """Return the same of which `batches` yields only one batch of each portion, that which takes most memory."""
+        """Return these problems with `batches` cut to one of each portion: the batch that takes most memory."""
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice
             (number, queries), keys = kind.query.shape, kind.block.shape[1] * self.block[1]

@@ -14,7 +14,7 @@ from flexdilated import masks
 from flexdilated.masks.planning._candidates import ANYTHING, Allowed
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering import _nested
-from tests.engines.test_tiles import Layout, assert_plan_agrees
+from tests.engines.test_aten import Layout, assert_plan_agrees
 from tests.masks.planning.test_planner import weight_of_all
 from tests.support import twins
 from tests.support.strategies import Case, tensors
