@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -109,9 +109,9 @@ class PlanReport(PlanSize):
     useful_pairs: (query, key) pairs that the pattern allows; computed_pairs: pairs in the blocks that are computed;
     all_pairs: pairs of dense attention. Pairs and FLOPs are over all heads and batch entries. block_list_bytes: bytes
     of the block lists, which stay in the cache. terms: parts of the chosen plan; options: all ways that were compared;
-    measured: timings, empty unless requested. attention_memory: one call of `attend`. model_memory,
-    checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training without and
-    with gradient checkpointing; None without `layers`. Memory is computed on first use.
+    measured: timings, empty unless requested. planned: the plan itself. attention_memory: one call of `attend`.
+    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training
+    without and with gradient checkpointing; None without `layers`. Memory is computed on first use.
     """
 
     useful_pairs: int
@@ -123,11 +123,12 @@ class PlanReport(PlanSize):
     terms: tuple[PlannedTerm, ...]
     options: tuple[WeighedOption, ...]
     measured: tuple[MeasuredOption, ...]
+    planned: Plan = field(repr=False, compare=False)
 
     @cached_property
     @outside_torch_modes
     def attention_memory(self) -> AttentionMemory:
-        return self.memory_of(self.attention(self.num_tokens))
+        return self.memory_of(self.attention(self.num_tokens), self.planned)
 
     @cached_property
     def model_memory(self) -> ModelMemory | None:
@@ -355,6 +356,7 @@ def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
         terms=tuple(_terms(best)),
         options=tuple(_options(best)),
         measured=tuple(MeasuredOption(*each) for each in timed),
+        planned=best,
     )
 
 

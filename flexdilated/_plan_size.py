@@ -10,6 +10,7 @@ from ._engine_choice import planned_engine
 from ._validate import check_score_mod, check_zero_keys
 from .engines import ScoreMod
 from .masks.core import Expression, require_choice, require_int, require_probability
+from .masks.planning import Plan
 from .memory import AttentionMemory, AttentionSize, attention_memory
 from .nn import ModelSize
 
@@ -100,12 +101,23 @@ class PlanSize:
         kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
-    def memory_of(self, call: AttentionSize) -> AttentionMemory:
-        """Predict the memory of a call of this pattern: its training with dropout, its inference without."""
+    def memory_of(self, call: AttentionSize, planned: Plan | None = None) -> AttentionMemory:
+        """Predict the memory of a call of this pattern: its training with dropout, its inference without.
+
+        planned: the plan of the call by `engine`, if there is one already.
+        """
 
         def predicted(drops: bool) -> AttentionMemory:
-            how = {"engine": self._engine(drops=drops), "drops": drops, "score_mod": self.score_mod}
-            return attention_memory(self.pattern, call, device=self.device, **how)
+            engine = self._engine(drops=drops)
+            return attention_memory(
+                self.pattern,
+                call,
+                device=self.device,
+                engine=engine,
+                drops=drops,
+                score_mod=self.score_mod,
+                planned=planned if engine == self.engine else None,
+            )
 
         if self.dropout_p == 0:
             return predicted(False)

@@ -65,6 +65,9 @@ class KernelBytes:
     kept: int = 0
 
 
+_NO_BYTES = KernelBytes(0)
+
+
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts the bytes of the tensors that operations return, until they are freed.
 
@@ -83,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
             self._hold(x)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        hidden, kwargs = self._hidden.get(func, KernelBytes(0)), kwargs or {}
+        hidden, kwargs = self._hidden.get(func, _NO_BYTES), kwargs or {}
         self.peak = max(self.peak, self.live + hidden.work)
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()))}) > 1:
             args, kwargs = _nowhere(args), {name: _nowhere(x) for name, x in kwargs.items()}
@@ -227,6 +230,7 @@ def attention_memory(
     engine: str | None = None,
     drops: bool = False,
     score_mod: ScoreMod | None = None,
+    planned: Plan | None = None,
 ) -> AttentionMemory:
     """Predict the memory of `attend` on a kind of device, by engine "aten" on "cpu", "flex" elsewhere, or "portable".
 
@@ -237,8 +241,8 @@ def attention_memory(
 
     engine: None takes the device's default, aten or flex. drops: True with attention dropout, which aten lacks.
     score_mod: as in `attend`; aten takes none. It is called on meta tensors, and gradients of tensors that it captures
-    are not counted. Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the
-    heads or tokens.
+    are not counted. planned: the plan of this call, for a caller that has it already. Raises ValueError for a pattern
+    that lacks the values of run-time tensors, or does not fit the heads or tokens.
     """
     missing = names(pattern)
     if missing:
@@ -246,7 +250,7 @@ def attention_memory(
             f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
         )
     require_int("num_tokens", size.num_tokens, minimum=1)
-    way = _Way(device, engine or device_kind(device).engine, drops, score_mod)
+    way = _Way(device, engine or device_kind(device).engine, drops, score_mod, planned)
     if size.num_tokens <= LARGEST_RUN:
         return _planned_memory(way, pattern, size)
     ending = size.num_tokens % _SAME_ENDING
@@ -254,22 +258,26 @@ def attention_memory(
     # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
     best = way.plan(pattern, size)
     together = len(best.options) < len(set(pattern.branches()))
-    way = replace(way, choice=Choice(together, tuple(way_of(options[0]) for options in best.options)))
+    choice = Choice(together, tuple(way_of(options[0]) for options in best.options))
+    way = replace(way, planned=None, choice=choice)
     smaller, larger = (_planned_memory(way, pattern, replace(size, num_tokens=n)) for n in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How a call is computed: kind of device, engine, True with dropout, score_mod, and options of the planner."""
+    """How a call is computed: kind of device, engine, True with dropout, score_mod, plan or its options."""
 
     device: str
     engine: str
     drops: bool
     score_mod: ScoreMod | None
+    planned: Plan | None = None
     choice: Choice | None = None
 
     def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
+        if self.planned is not None:
+            return self.planned
         allowed, bound = allowed_by(self.engine, self.device), _key(pattern, size).bound(pattern)
         how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
         if self.engine == "aten" and reads_table(bound):

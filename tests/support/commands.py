@@ -119,7 +119,7 @@ def make_memory_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of_call(
-    pattern: Any, size: AttentionSize, *, device: str, engine: str, drops: bool, score_mod: Any
+    pattern: Any, size: AttentionSize, *, device: str, engine: str, drops: bool, score_mod: Any, planned: Any
 ) -> AttentionMemory:
     """Numbers that depend on all that is asked, and rise with the tokens."""
     engines = ["aten", "flex", "portable"]

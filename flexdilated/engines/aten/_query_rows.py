@@ -94,20 +94,20 @@ class Problems:
         """True for keys that none of a problem's queries sees; None if every pair is seen."""
         return None if self.shown is None else ~self.shown.any(1)[:, None, :, None]
 
-    def rows(self, x: Shaped[Tensor, "X N g ..."]) -> Shaped[Tensor, "n 1 Qg ..."]:
-        return picked(x, self.set[:, None] * x.shape[1] + self.query)
+    def rows(self, num_queries: int) -> Int64[Tensor, "n Q"]:
+        """Index of each query among the num_queries queries of each head set, flattened."""
+        return self.set[:, None] * num_queries + self.query
 
-    def places(self, begin: Int64[Tensor, " n"], index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """Return (places, selector), to scatter the results of all queries except padding.
+    def kept(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
+        """Return (index, selector), to scatter the results of all queries except padding.
 
         The selector has the indices of queries that are not padding among the n * Q flattened queries; it is
-        slice(None) if none is padding. places: begin[:, None] + index, flattened, for the chosen queries.
+        slice(None) if none is padding. index: the given one, flattened, for the chosen queries.
         """
-        place = (begin[:, None] + index).flatten()
         if not self.padded:
-            return place, slice(None)
+            return index.flatten(), slice(None)
         there = (self.place >= 0).flatten().nonzero().squeeze(1)
-        return place[there], there
+        return index.flatten()[there], there
 
     def mask(self, groups: int, dtype: torch.dtype) -> Float[Tensor, "n 1 Qg LK"] | None:
         if self.shown is None:
@@ -142,7 +142,7 @@ class QueryRows:
         """(out, natural lse) of b batch entries, in float32 or wider; a query without keys has output 0, lse -inf."""
         found = [self._forward(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
         out, lse = zip(*found, strict=True)
-        return torch.stack(out), torch.stack(lse)
+        return _stacked(out), _stacked(lse)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         rows, wide = self._by_set(q), sum_dtype(q)
@@ -171,12 +171,13 @@ class QueryRows:
         self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
     ) -> None:
         """Write the results of a batch of problems; begin: index of each problem's first result in parts and lses."""
-        groups, read = rows.shape[2], self._few_keys if self.of.reads_few else self._keys
-        keys, values = (each.clear_keys_(read(each, x)) for x in blocks)
-        own = each.clear_rows_(each.rows(rows), groups, 0.0)
+        groups = rows.shape[2]
+        found = (self._few_keys(each, x) for x in blocks) if self.of.reads_few else self._keys(each, blocks)
+        keys, values = (each.clear_keys_(x) for x in found)
+        own = each.clear_rows_(picked(rows, each.rows(rows.shape[1])), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
         lse = each.clear_rows_(lse, groups, -torch.inf)
-        place, there = each.places(begin, each.place)
+        place, there = each.kept(begin[:, None] + each.place)
         parts[place] = out.view(-1, groups, out.shape[-1])[there].to(parts.dtype)
         lses[place] = lse.view(-1, groups)[there].to(parts.dtype)
 
@@ -194,7 +195,7 @@ class QueryRows:
             self._backward(q[entry], k[entry], v[entry], grad_out[entry], out[entry], lse[entry], scale)
             for entry in range(len(q))
         ]
-        dq, dk, dv = (torch.stack(each)[..., : whole.out.shape[-1]] for each in zip(*found, strict=True))
+        dq, dk, dv = (_stacked(each)[..., : whole.out.shape[-1]] for each in zip(*found, strict=True))
         return dq, dk, dv
 
     def _backward(
@@ -215,21 +216,27 @@ class QueryRows:
     ) -> None:
         """Add the gradients of a batch of problems to totals (dq, dk, dv); whole: (q, gradient of out, out, lse)."""
         groups, dtype = whole[0].shape[2], totals[0].dtype
-        keys, values = (each.clear_keys_(self._keys(each, x)) for x in blocks)
-        own, grad, result, lse = (each.rows(x) for x in whole)
+        keys, values = (each.clear_keys_(x) for x in self._keys(each, blocks))
+        at = each.rows(whole[0].shape[1])
+        own, grad, result, lse = (picked(x, at) for x in whole)
         own, grad, result = (each.clear_rows_(x, groups, 0.0) for x in (own, grad, result))
         lse, mask = each.clear_rows_(lse, groups, torch.inf), each.mask(groups, own.dtype)
         found = flash_backward(grad, own, keys, values, result, lse, scale=scale, mask=mask)
-        place, there = each.places(each.set * whole[0].shape[1], each.query)
+        place, there = each.kept(at)
         of_rows = found[0].view(each.query.numel(), groups, -1)
         totals[0].flatten(0, 1).index_add_(0, place, of_rows[there].to(dtype))
-        at = (self.of.key_head(each.set)[:, None] * blocks[0].shape[1] + each.block).flatten()
+        at = self._at(each, blocks[0].shape[1]).flatten()
         for total, part in zip(totals[1:], found[1:], strict=True):
             part = each.clear_keys_(part).reshape(len(at), *blocks[0].shape[2:])
             total.flatten(0, 1).index_add_(0, at, part.to(dtype))
 
-    def _keys(self, each: Problems, x: Float[Tensor, "G C K D"]) -> Float[Tensor, "n 1 LK D"]:
-        return picked(x, self.of.key_head(each.set)[:, None] * x.shape[1] + each.block)
+    def _keys(self, each: Problems, blocks: _Blocks) -> list[Float[Tensor, "n 1 LK D"]]:
+        at = self._at(each, blocks[0].shape[1])
+        return [picked(x, at) for x in blocks]
+
+    def _at(self, each: Problems, num_blocks: int) -> Int64[Tensor, "n L"]:
+        """Index of each key block among the num_blocks key blocks of each key/value head, flattened."""
+        return self.of.key_head(each.set)[:, None] * num_blocks + each.block
 
     def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
         """Gather the key blocks of each problem from x (keys or values); its last token fills an incomplete block."""
@@ -275,6 +282,10 @@ class QueryRows:
             allowed = allowed_pairs(bound.pattern, bound.num_heads_global, heads[problem][:, None], *at)
             shown[problem, row, entry] = allowed & (keys < bound.num_keys)
         return shown.flatten(2)
+
+
+def _stacked(entries: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack(entries) if len(entries) > 1 else entries[0].unsqueeze(0)  # without a copy
 
 
 def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:

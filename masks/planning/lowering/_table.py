@@ -169,7 +169,7 @@ class TableProblems:
     @cached_property
     def whole(self) -> Bool[Tensor, "T R W"]:
         """True for table entries whose key block has all its tokens and allows every pair with the query block."""
-        return self.full & ((self.column + 1) * self.block[1] <= self.bound.num_keys)
+        return self.full & (self.column < self.bound.num_keys // self.block[1])
 
     def portions(self, width: int) -> Iterator[tuple[range, range]]:
         """Yield (range of head sets, range of queries): parts of the call that are computed in turn.
@@ -261,13 +261,16 @@ class TableProblems:
         row = self._row_of_query[:: self.unit]
         query = torch.arange(len(row))[:, None] * self.unit + torch.arange(self.unit)
         place = torch.where(query < self.bound.num_queries, query, -1)
-        plain = self.whole.all(2)[tables][:, row]
+        plain = self.whole.all(2)[tables[:, None], row]
         for which in (plain, ~plain):
             owner, at = which.nonzero().unbind(1)
             if not len(owner):
                 continue
-            column, whole = (x[tables[owner], row[at]] for x in (self.column, self.whole))
-            seen = None if which is plain else ((column >= 0).byte() + whole.byte())[:, None].expand(-1, self.unit, -1)
+            listed = tables[owner], row[at]
+            column = self.column[listed]
+            seen = None
+            if which is not plain:
+                seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(-1, self.unit, -1)
             yield Batch([owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen)
 
     def _grouped(self, sets: range, queries: range) -> Iterator[Batch]:
