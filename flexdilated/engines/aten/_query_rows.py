@@ -284,8 +284,8 @@ class QueryRows:
         return shown.flatten(2)
 
 
-def _stacked(entries: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack(entries) if len(entries) > 1 else entries[0].unsqueeze(0)  # without a copy
+def _stacked(entries: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(entries)) if len(entries) > 1 else entries[0].unsqueeze(0)  # without a copy
 
 
 def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
