@@ -270,8 +270,8 @@ def plan(
     the engine and for memory; inference is planned without dropout, and gradients of tensors that score_mod captures
     are not counted. engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in
     `attend`; predicted seconds are those of the device's default. A table of selected blocks is counted as "aten"
-    reads it, and for other engines as block lists. measure: True to time the alternatives on this machine's CPU;
-    otherwise no attention is computed.
+    reads it, one of single keys also as "portable" does, and for other engines as block lists. measure: True to time
+    the alternatives on this machine's CPU; otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
@@ -332,7 +332,7 @@ def plan(
             "measure=True times engine 'aten': leave out dropout_p, score_mod and engine='portable'; "
             f"got a call by engine {size.engine!r}"
         )
-    if measure and reads_table(bound):
+    if measure and reads_table(bound, size.engine):
         raise ValueError(
             "measure=True compares the planner's ways, and a table of selected blocks is computed in one way: leave "
             f"measure out, and time attend; got {pattern!r:.80}"
@@ -342,7 +342,7 @@ def plan(
 
 def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
     allowed, operands = allowed_by(size.engine, size.device), size.attention(size.num_tokens).operands(size.engine)
-    planned = plan_with_table if size.engine == "aten" else plan_terms
+    planned = plan_with_table if reads_table(bound, size.engine) else plan_terms
     best = planned(bound, device=size.device, allowed=allowed, operands=operands)
     described = describe_plan(best, head_dim=size.head_dim, value_dim=size.value_dim)
     timed = ()

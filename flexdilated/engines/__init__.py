@@ -43,6 +43,7 @@ from .flex import (
     FlexProgram,
     FlexSide,
     FlexStep,
+    ListedKeys,
     Portable,
     allowed_on,
     flash_cannot,

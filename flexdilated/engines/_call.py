@@ -1,9 +1,8 @@
-"""Call: the pattern and sizes of an attention call, as plain data; and the split of a table of selected blocks."""
+"""Call: the pattern and sizes of an attention call, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..masks import Layout, cache
 from ..masks.core import Bound, Expression, Extent, content_digest, device_kind, outside_torch_modes
 from ..masks.orders import Placement
-from ..masks.patterns import TableSplit, blank, names, table_split, tables
+from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, OperandSizes, Plan, plan, plan_at
 from ..masks.text import read_text
 from ._ops import read_written, written
@@ -194,42 +193,3 @@ def check_heads(constants: str) -> None:
 def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
     """Return (dtype, shape, digest of the values), equal for tensors of equal contents."""
     return x.dtype, x.shape, content_digest(x.detach().contiguous())
-
-
-def table_split_of(call: Call) -> TableSplit | None:
-    """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
-
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
-    """
-    found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
-    return None if found is None or call.k_offset % found.leaf.block[1] else found
-
-
-@lru_cache(maxsize=256)
-def table_split_in_text(text: str) -> TableSplit | None:
-    """Split a pattern, given as JSON, into a table of selected blocks, a mask on their pairs, and other pairs.
-
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated from the rest.
-    """
-    return table_split(read_text(text)) if '"kind":"selected_blocks"' in text else None
-
-
-def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """Return (call, run-time tensors) for `selection.others`, the summand of the pattern without selected blocks.
-
-    selection: split of the call's pattern, in which `others` is not None. bindings: run-time tensors (mask data that
-    are passed with the call) of the whole pattern, sorted by name.
-    """
-    assert selection.others is not None
-    return call._replace(pattern=selection.others.text), tensors_of(call, selection.others, bindings)
-
-
-def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Return the run-time tensors (mask data that are passed with the call) of `part`, sorted by name.
-
-    part: part of the call's pattern. bindings: all run-time tensors of the pattern, sorted by name.
-    """
-    tensors = dict(zip(names(read_text(call.pattern)), bindings, strict=True))
-    return [tensors[name] for name in names(part)]

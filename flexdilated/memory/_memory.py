@@ -22,6 +22,7 @@ from ..engines import (
     Features,
     FlexProgram,
     FlexStep,
+    ListedKeys,
     Portable,
     Program,
     QueryRows,
@@ -40,7 +41,19 @@ from ..engines import (
 )
 from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Allowed, Choice, OperandSizes, Plan, plan, plan_with_table, reads_table, way_of
+from ..masks.planning import (
+    ANYTHING,
+    Allowed,
+    Choice,
+    KeyLists,
+    OperandSizes,
+    Plan,
+    TableTerm,
+    plan,
+    plan_with_table,
+    reads_table,
+    way_of,
+)
 
 # B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
@@ -280,7 +293,7 @@ class _Way:
             return self.planned
         allowed, bound = allowed_by(self.engine, self.device), _key(pattern, size).bound(pattern)
         how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
-        if self.engine == "aten" and reads_table(bound):
+        if reads_table(bound, self.engine):
             return plan_with_table(bound, **how)
         return plan(bound, choice=self.choice, **how)
 
@@ -299,13 +312,14 @@ def _key(pattern: Expression, size: AttentionSize) -> Call:
 def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
     key, (q, k, v, out) = _key(pattern, size), size.nbytes
     if way.engine == "aten":
-        if reads_table(key.bound(pattern)):
+        if reads_table(key.bound(pattern), "aten"):
             return AttentionMemory(q, k + v, out, *_table_memory(way.plan(pattern, size), size), 0)
         program = program_of(key, pattern, way.device, way.choice, size.operands("aten"), written=key.pattern)
         return AttentionMemory(q, k + v, out, *_aten_memory(program, size), program.nbytes)
     best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
-    program = make_flex_program(best, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
-    found = _portable_memory(program, size, way) if way.engine == "portable" else _flex_memory(program, size)
+    rest, table = best.beside_table, best.table
+    program = make_flex_program(rest, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
+    found = _portable_memory(program, table, size, way) if way.engine == "portable" else _flex_memory(program, size)
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
@@ -363,7 +377,7 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
     def rows() -> QueryRows:  # one for each run: real calls keep nothing between forward and backward
         return QueryRows(replace(problems))
 
-    rest = Plan.of(best.bound, best.layout, best.options[1:])
+    rest = best.beside_table
     others = None
     if rest.terms:
         others = _few_of_each_kind(make_program(rest, best.layout, num_kv_heads=size.kv_heads), size.key_bytes)
@@ -384,8 +398,13 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
     return _dry_run(size, forward, backward, pads=True)
 
 
-def _portable_memory(program: FlexProgram, size: AttentionSize, way: _Way) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes."""
+def _portable_memory(
+    program: FlexProgram, table: TableTerm | None, size: AttentionSize, way: _Way
+) -> tuple[int, int, int, int, int]:
+    """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
+
+    table: the pairs beside those of the program, whose keys are listed; None for none.
+    """
     features = Features(1.0)
     if way.drops:
         features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
@@ -393,7 +412,20 @@ def _portable_memory(program: FlexProgram, size: AttentionSize, way: _Way) -> tu
     score_mod = fixed(way.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
-    return _dry_run(size, run.forward, run.backward, pads=False)
+
+    def with_table() -> Portable:  # one for each run: a call without a score_mod keeps no lists for the backward
+        if table is None:
+            return run
+        lists = KeyLists.of([replace(table.problems)])
+        return replace(run, of_table=ListedKeys(lists, (0, 0, 0), 0, tuple(range(len(program.steps)))))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return with_table().forward(q, k, v)
+
+    def backward(q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
+        return with_table().backward(q, k, v, whole)
+
+    return _dry_run(size, forward, backward, pads=False)
 
 
 def _without_values(step: FlexStep) -> FlexStep:

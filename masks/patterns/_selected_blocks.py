@@ -298,12 +298,15 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 class TableSplit:
     """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
 
-    others: pattern or mixture; None if there is nothing to add.
+    others: pattern or mixture; None if there is nothing to add. place, places: indices of the pattern's branches that
+    contain `leaf`, and each branch of `others`.
     """
 
     leaf: Any
     rest: Pattern
     others: Expression | None
+    place: int = 0
+    places: tuple[int, ...] = ()
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
@@ -312,15 +315,16 @@ def table_split(pattern: Expression) -> TableSplit | None:
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:
         return None
-    own = _parted(branches[chosen[0]])
+    (place,) = chosen
+    own = _parted(branches[place])
     if own is None:
         return None
-    beside = [
-        *branches[: chosen[0]],
-        *([] if own.others is None else own.others.branches()),
-        *branches[chosen[0] + 1 :],
-    ]
-    return TableSplit(own.leaf, own.rest, Mixture.of(*beside) if beside else None)
+    beside = [(index, branch) for index, branch in enumerate(branches) if index != place]
+    if own.others is not None:
+        assert isinstance(own.others, Pattern)
+        beside.insert(place, (place, own.others))
+    places, others = tuple(index for index, _ in beside), [branch for _, branch in beside]
+    return TableSplit(own.leaf, own.rest, Mixture.of(*others) if others else None, place, places)
 
 
 def _uses(pattern: Pattern) -> int:

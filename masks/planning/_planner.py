@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..._torch_private import graph_constant
-from ..core import And, Bound, Every, Expression, advises, outside_torch_modes, within
+from ..core import And, Bound, Every, Expression, Mixture, advises, outside_torch_modes, within
 from ..orders import Compact, Folded, Layout, ListedOrder, Part, Placement, residue_rate
 from ..patterns import TableSplit, table_split
 from ..plan_cache import cache, debug_wanted, in_line, log
@@ -18,7 +18,7 @@ from ._cost import Cost, OperandSizes
 from ._machine import Machine, machine_of
 from .lowering._layouts import MAX_RESIDUE_RATE, shared_terms
 from .lowering._shared_lists import PaddedTerm, interval_terms
-from .lowering._table import TableProblems, TableTerm
+from .lowering._table import TableProblems, TableTerm, lists_keys
 from .lowering._term import Term
 
 _MOST_BRANCHES = 8  # logged one by one
@@ -77,6 +77,16 @@ class Plan:
         first = self.terms[0] if self.terms else None
         return first if isinstance(first, TableTerm) else None
 
+    @property
+    def beside_table(self) -> Plan:
+        """The plan of the other pairs: without `table`, or unchanged if there is none."""
+        if self.table is None:
+            return self
+        options = self.options[1:]
+        branches = [branch for first, *_ in options for branch in first.branch.branches() * first.multiplicity]
+        bound = replace(self.bound, pattern=Mixture.of(*branches)) if branches else self.bound
+        return Plan.of(bound, self.layout, options)
+
     def __repr__(self) -> str:
         return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
 
@@ -112,9 +122,10 @@ def _table_split(bound: Bound) -> TableSplit | None:
     return None if split is None or bound.k_offset % split.leaf.block[1] else split
 
 
-def reads_table(bound: Bound) -> bool:
-    """True if engine "aten" reads a table of selected blocks in this pattern, without block lists of its pairs."""
-    return _table_split(bound) is not None
+def reads_table(bound: Bound, engine: str) -> bool:
+    """True if the engine reads a table of selected blocks in this pattern, without block lists of its pairs."""
+    split = _table_split(bound)
+    return split is not None and (engine == "aten" or (engine == "portable" and lists_keys(split.leaf.block)))
 
 
 @outside_torch_modes
@@ -125,7 +136,7 @@ def plan_with_table(
     allowed: Allowed = ANYTHING,
     operands: OperandSizes | None = None,
 ) -> Plan:
-    """Return the plan of `plan`, except for pairs in a table of selected blocks: engine "aten" reads the table itself.
+    """Return the plan of `plan`, except for pairs in a table of selected blocks: engines read the table itself.
 
     Such pairs are one `TableTerm`; the pattern's other pairs are planned. Raises ValueError for tables that differ by
     batch entry. Cached.

@@ -176,10 +176,9 @@ def test_consecutive_heads_share_the_counts_of_a_table():
 def test_engines_without_the_table_path_plan_their_blocks():
     chosen = torch.randint(256, (1, 256, 4), generator=torch.Generator().manual_seed(0))
     pattern = masks.selected_blocks(chosen, block=1, most=4)
-    for how in ({"engine": "portable"}, {"device": "cuda"}):
-        report = fd.plan(pattern, 256, **how)
-        assert report.computed_pairs > 50 * report.useful_pairs
-        assert not any(each.shape.startswith("table") for each in report.terms)
+    report = fd.plan(pattern, 256, device="cuda")
+    assert report.computed_pairs > 50 * report.useful_pairs
+    assert not any(each.shape.startswith("table") for each in report.terms)
     twice = pattern + pattern  # no split: each table counts once more
     assert fd.plan(twice, 256).computed_pairs > 25 * fd.plan(twice, 256).useful_pairs
 

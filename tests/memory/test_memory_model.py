@@ -245,15 +245,15 @@ def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, ba
 
 def test_a_dry_run_of_portable_takes_few_chunks_and_computes_no_pair() -> None:
     """The peaks of all chunks, found by two of each kind."""
-    pattern, chunks, of = masks.local_window(left=500, right=500), [], _portable._Problems.chunks
+    pattern, chunks, of = masks.local_window(left=500, right=500), [], _portable.BlockProblems.chunks
     size = AttentionSize(5000, 4, 32, torch.float32, value_dim=64)
 
-    def watched(problems: _portable._Problems) -> Iterator[_portable._ProblemChunk]:
+    def watched(problems: _portable.BlockProblems) -> Iterator[_portable._BlockChunk]:
         for chunk in of(problems):
             chunks.append(chunk.hidden is not None and chunk.hidden.is_meta)
             yield chunk
 
-    with patch.object(_portable._Problems, "chunks", watched), patch.object(_portable, "_SCORES_AT_ONCE", 1 << 18):
+    with patch.object(_portable.BlockProblems, "chunks", watched), patch.object(_portable, "_SCORES_AT_ONCE", 1 << 18):
         found = attention_memory(pattern, size, engine="portable")
         few = len(chunks)
         assert all(chunks)

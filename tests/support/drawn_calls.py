@@ -19,10 +19,11 @@ from flexdilated import masks
 from flexdilated.engines import Dropout, _operands, _rows, multiplicity
 from flexdilated.engines.aten import _tile_blocks, _tile_calls
 from flexdilated.engines.flex import _program
-from flexdilated.engines.kernels import _portable
+from flexdilated.engines.kernels import _key_lists, _portable
 from flexdilated.masks.attended import _row
 from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.planning import _candidates
+from flexdilated.masks.planning.lowering import _table
 from tests.support.agreement import Attention, assert_agrees
 from tests.support.dense_flex import flex_on_cpu
 from tests.support.padded import everything_padded, padded_cases
@@ -166,6 +167,8 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
     "portable": {
         (_portable, "_SCORES_AT_ONCE"): [1, 100, 2000],
         (_portable, "_SCORES_AT_ONCE_IN_GRAPHS"): [300],
+        (_key_lists, "GATHERED_BYTES"): [1, 300, 5000],
+        (_table, "_FEW_KEYS"): [0, 99],  # tables as block lists, tables of any blocks as single keys
     },
     "flex": {(_program, "_MOST_NUMBERS"): [16, 100, 400], (_program, "TILE"): [1, 2, 4]},
     "reference": {},

@@ -26,14 +26,15 @@ from ...masks.planning import (
     takes_mask,
     without_scattered_keys,
 )
-from .._call import Call, check_heads, table_split_of, without_table
+from .._call import Call, check_heads
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import own_op, set_gradient
 from .._rows import RowProgram, program_of_rows, takes_rows
+from .._tables import table_problems, table_split_of, without_table
 from .._tuned import chosen
 from ._program import Entries, EntryRange, Packed, Program, as_given, make_program
-from ._query_rows import QueryRows, selected_rows
+from ._query_rows import QueryRows
 
 _Executable = Program | QueryRows | RowProgram
 
@@ -237,7 +238,7 @@ def _programs_for(
     """
     selection = table_split_of(call)
     if selection is not None:
-        rows = selected_rows(call, selection, bindings, len(q))
+        rows = [QueryRows(each) for each in table_problems(call, selection, bindings, len(q))]
         entries = [slice(None)] if len(rows) == 1 else [slice(entry, entry + 1) for entry in range(len(rows))]
         others = None if selection.others is None else without_table(call, selection, bindings)
         return [(EntryRange(some), each) for some, each in zip(entries, rows, strict=True)], others

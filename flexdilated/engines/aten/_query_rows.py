@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks.blocks import allowed_pairs
-from ...masks.core import Pattern, outside_torch_modes
-from ...masks.patterns import TableSplit, names
+from ...masks.core import Pattern
 from ...masks.planning import TableProblems
-from .._call import Call, tensors_of
 from .._merge import WholeRows, shares_of, sum_dtype
 from .._operands import added
 from ..kernels._kernel import flash_backward, flash_forward
@@ -32,33 +30,6 @@ from ..kernels._kernel import flash_backward, flash_forward
 _CELLS = 1 << 18  # pairs evaluated at once
 
 _Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
-
-
-@outside_torch_modes
-def selected_rows(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
-    """Prepare a call with a table of selected key blocks: return one QueryRows for each batch entry.
-
-    A QueryRows computes attention over such a table. A single one is returned, for all entries, if neither tables nor
-    rules differ between entries. call: sizes of the call. selection: the call's pattern, split into the table and the
-    rule that further restricts its pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of
-    batch entries. Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
-    """
-    leaf, rest = selection.leaf, selection.rest
-    (table,) = tensors_of(call, leaf, bindings)
-    rows, first = leaf.rows(table, call.extent)
-    rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
-    rule.require_entries(batch)
-    if len(rows) not in (1, batch):
-        raise ValueError(
-            f"selected blocks must have one table, or one for each of {batch} batch entries; got {len(rows)}"
-        )
-    entries = range(max(len(rows), rule.num_entries()))
-    return [
-        QueryRows(
-            TableProblems.of(call.bound(rule.entry(each)), call.num_kv_heads, rows[each % len(rows)], leaf.block, first)
-        )
-        for each in entries
-    ]
 
 
 @dataclass(frozen=True, eq=False)

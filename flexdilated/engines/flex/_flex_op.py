@@ -131,7 +131,10 @@ def run_time_tables(
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
-    return [x.clone() if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x, width in _widths(program)]
+    return [  # contiguous, as the fake implementation declares
+        x.clone(memory_format=torch.contiguous_format) if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+        for x, width in _widths(program)
+    ]
 
 
 @run_time_tables.register_fake

@@ -7,26 +7,30 @@ tensors that they read; torch.compile traces the score_mod into its graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ...masks.core import Recorded
+from ...masks.planning import KeyLists, lists_keys
 from .._call import Call, check_heads
 from .._dropout import with_seed, without_seed
 from .._features import Features
 from .._gather import merge_
-from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
+from .._merge import OutAndLse, WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
-from ..kernels._portable import ListLengths, Scores, Span, attention, gradients, spans_of
+from .._score_mod import ScoreMod
+from .._tables import table_problems, table_split_of, without_table
+from ..kernels._key_lists import ListProblems
+from ..kernels._portable import BlockProblems, ListLengths, Scores, Span, attention, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
-from ._program import FlexProgram, FlexStep, longest_lists, tables_of
+from ._program import NO_STEPS, FlexProgram, FlexStep, longest_lists, tables_of
 from ._traced import MAKERS, traced
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -55,7 +59,7 @@ def portable(
         program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
         with torch.autocast(q.device.type, enabled=False):
             return Portable(program, features, spans).forward(q, k, v, recorded=True)
-    return run_with_score_mod(Portable(_program(call, q, bindings), features), q, k, v)
+    return run_with_score_mod(_run_of(call, q, bindings, features), q, k, v)
 
 
 def _to_trace(call: Call, q: Tensor, bindings: list[Tensor]) -> tuple[FlexProgram, tuple[tuple[Span, ...], ...]]:
@@ -83,22 +87,50 @@ def run_with_score_mod(
     return out, lse
 
 
-def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
+def _run_of(call: Call, q: Tensor, bindings: list[Tensor], features: Features) -> Portable:
+    selection = table_split_of(call)
+    if selection is None or not lists_keys(selection.leaf.block):
+        return Portable(_program(call, bindings, q), features)
+    lists = KeyLists.of(table_problems(call, selection, bindings, len(q))).on(q.device)
+    program = NO_STEPS if selection.others is None else _program(*without_table(call, selection, bindings), q)
+    return Portable(program, features, of_table=ListedKeys(lists, call.first, selection.place, selection.places))
+
+
+def _program(call: Call, bindings: list[Tensor], q: Tensor) -> FlexProgram:
     if bindings:
         return run_time_program(call, q.device, bindings, len(q), call.operands(q))
     return static_program(call, q.device, None, call.operands(q))
+
+
+class ListedKeys(NamedTuple):
+    """The pairs of a table of single keys, which are computed without a step of the program.
+
+    first: (head, position of a query, position of a key) of the call's first. place, places: indices, among the
+    branches of the pattern, of the one with the table and of each branch of the program.
+    """
+
+    lists: KeyLists
+    first: tuple[int, int, int]
+    place: int
+    places: tuple[int, ...]
+
+    def problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems:
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        row_bytes = (k.shape[3] + v.shape[3]) * k.element_size()
+        return ListProblems(self.lists, sizes, self.first, row_bytes, is_meta=q.is_meta)
 
 
 @dataclass(frozen=True, eq=False)
 class Portable:
     """A program with the features of one call; spans: of each step, in a graph; None for those of the steps' tables.
 
-    features.score_mod is a `Recorded`, or in a graph a function.
+    features.score_mod is a `Recorded`, or in a graph a function. of_table: pairs beside those of the program, or None.
     """
 
     program: FlexProgram
     features: Features
     spans: tuple[tuple[Span, ...], ...] | None = None
+    of_table: ListedKeys | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -126,32 +158,39 @@ class Portable:
 
         recorded: True where autograd or a graph records the operations, of which otherwise some work in place.
         """
-        steps, wide, sinks = self.program.steps, sum_dtype(q), self.features.sinks
-        if not steps:
+        wide, sinks = sum_dtype(q), self.features.sinks
+        x, found = (q.to(wide), k.to(wide), v.to(wide)), []
+        if self.program.steps:
+            found.append(self._of_steps(*x, recorded=recorded))
+        if self.of_table is not None:
+            found.append(attention(self.of_table.problems(*x), self._scores_of_table(), *x, recorded=recorded))
+        if not found:
             out, lse = nothing(q, k, v, sinks)
             return out.contiguous(), lse
-        operands, total = entered(self.program.enter, q.to(wide), k.to(wide), v.to(wide)), None
-        for index, step in enumerate(steps):
+        out, lse = found[0] if len(found) == 1 else _merged(*found, recorded=recorded)
+        if sinks is not None:
+            out, lse = (with_sinks if recorded else add_sinks)(out, lse, sinks)
+        return out.to(q.dtype).contiguous(), lse.contiguous()
+
+    def _of_steps(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool) -> tuple[Tensor, Tensor]:
+        operands, total = entered(self.program.enter, q, k, v), None
+        for index, step in enumerate(self.program.steps):
             hidden, (slots, rows, start) = step.hidden, step.queries
             own = operands_of(step, tables_of(step), *operands)
             spans = _spans(step, own[0]) if self.spans is None else self.spans[index]
-            out, lse = attention(step.mask, spans, self._scores(step), *own, recorded=recorded)
+            out, lse = attention(
+                BlockProblems.of(step.mask, spans, *own[:2]), self._scores(step), *own, recorded=recorded
+            )
             out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
             lse = lse + log(step.structure.multiplicity)
             part = slots.put(out, rows, start, q.shape[2], 0.0), slots.put(lse, rows, start, q.shape[2], -torch.inf)
-            if total is None:
-                total = part
-            elif recorded:
-                total = merge([total, part])
-            else:
-                merge_(*total, *part)
+            total = part if total is None else _merged(total, part, recorded=recorded)
         assert total is not None
-        add = with_sinks if recorded else add_sinks
-        out, lse = total if sinks is None else add(*total, sinks)
-        if self.program.enter is not None:
-            slots, rows, start = self.program.enter[0]
-            out, lse = (slots.put(x, rows, start, q.shape[2], 0.0) for x in (out, lse))
-        return out.to(q.dtype).contiguous(), lse.contiguous()
+        if self.program.enter is None:
+            return total
+        slots, rows, start = self.program.enter[0]
+        out, lse = (slots.put(x, rows, start, q.shape[2], 0.0) for x in total)
+        return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
         """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype; these are leaves.
@@ -159,34 +198,49 @@ class Portable:
         whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
         """
         wide = sum_dtype(q)
-        lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
-        grad_out, delta = whole.grad_out.to(wide), whole.delta()
-        if self.program.enter is not None:
-            slots, rows, start = self.program.enter[0]
-            lse, grad_out, delta = (slots.take(x, rows, start, q.shape[2]) for x in (lse, grad_out, delta))
-        with autograd_on():  # gradients pass the gathers by autograd
-            leaves = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
-            ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
-        inner = [x.detach().requires_grad_() for x in ordered]
+        rows = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf), whole.grad_out.to(wide), whole.delta()
         of_learned = [torch.zeros_like(x) for x in self.learned]
+        x, grads = [x.detach().to(wide) for x in (q, k, v)], None
+        if self.of_table is not None:
+            table = self.of_table.problems(x[0], x[1], x[2])
+            found = gradients(table, self._scores_of_table(), x[0], x[1], x[2], *rows)
+            grads, of_learned = found[:3], [*found[3:]]
+        if grads is None or self.program.steps:
+            beside = self._gradients_of_steps(x, rows, of_learned)
+            grads = beside if grads is None else [total.add_(part) for total, part in zip(grads, beside, strict=True)]
+        return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_learned
+
+    def _gradients_of_steps(
+        self, x: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor], of_learned: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of x (q, k, v) in the program's pairs; those of `learned` are added to of_learned.
+
+        rows: (lse, gradient of out, delta) of the whole rows.
+        """
+        if self.program.enter is not None:
+            slots, at, start = self.program.enter[0]
+            lse, grad_out, delta = (slots.take(each, at, start, x[0].shape[2]) for each in rows)
+            rows = lse, grad_out, delta
+        with autograd_on():  # gradients pass the gathers by autograd
+            leaves = [each.requires_grad_() for each in x]
+            ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
+        inner = [each.detach().requires_grad_() for each in ordered]
         for step in self.program.steps:
-            hidden, (slots, rows, start) = step.hidden, step.queries
+            hidden, (slots, at, start) = step.hidden, step.queries
             with autograd_on():
                 operands = [*operands_of(step, tables_of(step), inner[0], inner[1], inner[2])]
-            taken = (slots.take(x, rows, start, operands[0].shape[2]) for x in (lse, grad_out, delta))
+            taken = (slots.take(each, at, start, operands[0].shape[2]) for each in rows)
             whole_rows = (
-                hidden.clear_queries(x, dim=2, value=value)
-                for x, value in zip(taken, (torch.inf, 0.0, 0.0), strict=True)
+                hidden.clear_queries(each, dim=2, value=value)
+                for each, value in zip(taken, (torch.inf, 0.0, 0.0), strict=True)
             )
             found = self._gradients(step, operands, *whole_rows)
             for total in reversed(of_learned):
                 total += found.pop()
             while operands:  # one at a time, each freed before the next gather
                 torch.autograd.backward([operands.pop()], [found.pop()])
-        grads: Sequence[Tensor] = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
-        if self.program.enter is not None:
-            grads = torch.autograd.grad(ordered, leaves, grads)
-        return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_learned
+        grads: Sequence[Tensor] = [torch.zeros_like(each) if each.grad is None else each.grad for each in inner]
+        return grads if self.program.enter is None else torch.autograd.grad(ordered, leaves, grads)
 
     def _gradients(
         self,
@@ -199,16 +253,35 @@ class Portable:
         """Gradients of a step's operands and of `learned`; the other arguments: as in `gradients`."""
         q, k, v = (x.detach() for x in operands)
         lse = lse - log(step.structure.multiplicity)
-        return [*gradients(step.mask, _spans(step, q), self._scores(step), q, k, v, lse, grad_out, delta)]
+        problems = BlockProblems.of(step.mask, _spans(step, q), q, k)
+        return [*gradients(problems, self._scores(step), q, k, v, lse, grad_out, delta)]
 
     def _scores(self, step: FlexStep) -> Scores:
-        at, shares, factor = step.indices.at_positions, None, 1.0
+        places = step.structure.places
+        if self.of_table is not None:
+            places = tuple(self.of_table.places[place] for place in places)
+        return self._scores_at(places, step.indices.at_positions)
+
+    def _scores_of_table(self) -> Scores:
+        assert self.of_table is not None
+        return self._scores_at((self.of_table.place,), lambda function: function)
+
+    def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Scores:
+        """places: the branches that are computed. at: gives a function the kernel's indices as heads and positions."""
+        shares, factor = None, 1.0
         dropout, score_mod = self.features.dropout, self.features.score_mod
         if dropout is not None:
-            places = step.structure.places
             shares, factor = at(dropout.shares(places)), 1 / (1 - dropout.p) / len(places)
         score_mod = None if score_mod is None else at(score_mod)
         return Scores(self.features.scale, score_mod, self.learned, shares, factor)
+
+
+def _merged(first: OutAndLse, second: OutAndLse, *, recorded: bool) -> OutAndLse:
+    """Merge two parts by lse, unless `recorded` in place of the first."""
+    if recorded:
+        return merge([first, second])
+    merge_(*first, *second)
+    return first
 
 
 def _spans(step: FlexStep, q: Float[Tensor, "B H N D"]) -> tuple[Span, ...]:
@@ -329,7 +402,7 @@ def portable_gradients(
     over more keys than those of the call, and with sinks.
     """
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = Portable(_program(call, q, bindings), features).backward(q, k, v, whole)
+        dq, dk, dv = _run_of(call, q, bindings, features).backward(q, k, v, whole)
     return dq, dk, dv
 
 
@@ -355,7 +428,7 @@ def portable_op(
     bindings, dropout = without_seed(bindings, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
         features = Features(scale, sinks=sinks).with_dropout(dropout)
-        return Portable(_program(call, q, bindings), features).forward(q, k, v)
+        return _run_of(call, q, bindings, features).forward(q, k, v)
 
 
 @portable_op.register_fake
@@ -402,7 +475,7 @@ def _second(ctx: Any, *incoming: Tensor) -> Any:
     constants, q_offset, k_offset, scale, p = ctx.options
     call = Call.of(q, k, constants, q_offset, k_offset)
     values, dropout = without_seed(bindings, p)
-    run = Portable(_program(call, q, values), Features(scale).with_dropout(dropout))
+    run = _run_of(call, q, values, Features(scale).with_dropout(dropout))
     given = grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, q, k, v, out, lse
     of_out, of_lse, *others = _second_gradients(run, given, incoming)
     return of_out, None if grad_lse is None else of_lse, *others, *no_gradients(bindings, ctx.options)

@@ -140,6 +140,9 @@ class FlexProgram:
         return self.enter is None, *steps
 
 
+NO_STEPS = FlexProgram((), False, None, None, ())
+
+
 def make_flex_program(
     plan: Plan,
     given: Layout,

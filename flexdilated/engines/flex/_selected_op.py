@@ -16,10 +16,11 @@ from ...masks import cache
 from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, suspended_torch_modes
 from ...masks.patterns import HeldRows, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
-from .._call import Call, table_split_in_text, table_split_of, tensors_of
+from .._call import Call
 from .._features import Features
 from .._ops import own_op
 from .._score_mod import plain_values
+from .._tables import table_split_in_text, table_split_of, tensors_of
 from ._flex import compiled_flex, flat, flex_in_graph, kind_of, read_flat, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from ._traced import MAKERS, traced

@@ -7,7 +7,6 @@ scores that exist at one time; the backward computes them again, so memory is li
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import e, log2, prod
@@ -21,6 +20,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from .._score_mod import ScoreMod, modified
+from ._key_lists import ENOUGH, ListChunk, ListProblems, few_of_each_kind
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # T lists, one for each block row of a mask's heads and batch entries, W entries of the longest; Q, K sides of a block
@@ -28,7 +28,6 @@ from .._score_mod import ScoreMod, modified
 
 _SCORES_AT_ONCE = 1 << 20
 _SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk, which take long to compile
-_ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
 
 
 class Scores(NamedTuple):
@@ -103,7 +102,7 @@ def _lengths(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]
 
 
 @dataclass(frozen=True, eq=False)
-class _ProblemChunk:
+class _BlockChunk:
     """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
 
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
@@ -118,9 +117,17 @@ class _ProblemChunk:
     hidden: Bool[Tensor, "y t _ LK"] | None
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
 
+    def modified(self, score_mod: ScoreMod, scores: Float[Tensor, "x t Q LK"]) -> Float[Tensor, "x t Q LK"]:
+        return modified(score_mod, scores, *self.places, self.hidden)
+
+    def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
+        """Call `shares`, as in `Scores`, with the indices of every pair of the chunk, and return the results."""
+        b, h, q, k = self.places
+        return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
+
 
 @dataclass(frozen=True, eq=False)
-class _Problems:
+class BlockProblems:
     """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
 
     columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. order:
@@ -138,14 +145,8 @@ class _Problems:
     is_meta: bool
 
     @classmethod
-    def of(cls, mask: BlockMask, spans: Sequence[Span], q: Tensor, k: Tensor) -> _Problems:
+    def of(cls, mask: BlockMask, spans: Sequence[Span], q: Tensor, k: Tensor) -> BlockProblems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        return cls.of_sizes(mask, spans, sizes, is_meta=q.is_meta)
-
-    @classmethod
-    def of_sizes(
-        cls, mask: BlockMask, spans: Sequence[Span], sizes: tuple[int, int, int, int, int], *, is_meta: bool = False
-    ) -> _Problems:
         partial, count = _lengths(mask)
         place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
@@ -156,7 +157,7 @@ class _Problems:
         # A shorter list of a chunk reads its first block again: other blocks may hold NaN that no query sees.
         columns = torch.where(place < count[:, None], columns, columns[:, :1])
         order = count.argsort(descending=True, stable=True)
-        return _Problems(mask, columns, partial, count, order, spans, sizes, is_meta)
+        return cls(mask, columns, partial, count, order, spans, sizes, q.is_meta)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -168,13 +169,22 @@ class _Problems:
     def by_key_block(self, x: Float[Tensor, "B G M ..."]) -> Float[Tensor, "BGC K ..."]:
         return _blocks(x, self.sides[1])
 
-    def chunks(self) -> Iterator[_ProblemChunk]:
+    def queries(self, x: Float[Tensor, "BHR Q ..."]) -> Float[Tensor, "B H N ..."]:
+        batch, heads, _, number, _ = self.sizes
+        return x.unflatten(0, (batch, heads, -1)).flatten(2, 3)[:, :, :number]
+
+    def keys(self, x: Float[Tensor, "BGC K ..."]) -> Float[Tensor, "B G M ..."]:
+        batch, _, groups, _, number = self.sizes
+        return x.unflatten(0, (batch, groups, -1)).flatten(2, 3)[:, :, :number]
+
+    def chunks(self) -> Iterator[_BlockChunk]:
         """Yield chunks that together have every query block with a non-empty list, the longest lists first."""
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
         shared, blocks = (batch // own_batch) * (heads // own_heads), -(-keys // k_side)
-        for span in _few_of_each_kind(self.spans) if self.is_meta else self.spans:
+        spans = few_of_each_kind(self.spans, _kind) if self.is_meta else self.spans
+        for span in spans:
             at, length = self.order[span.begin : span.stop], span.length
             row, head, entry = at % rows, at // rows % own_heads, at // (rows * own_heads)
             slots = torch.arange(side, device=device) + row[:, None] * side
@@ -190,10 +200,10 @@ class _Problems:
             beyond = (key_slots >= keys) | (
                 self.count[at][:, None] <= torch.arange(length, device=device)
             ).repeat_interleave(k_side, 1)
-            for first in range(0, shared, span.problems)[: _ENOUGH if self.is_meta else None]:
+            for first in range(0, shared, span.problems)[: ENOUGH if self.is_meta else None]:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
-                yield _ProblemChunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
+                yield _BlockChunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
 
     def _hidden(
         self,
@@ -208,7 +218,7 @@ class _Problems:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
         None if every pair is allowed. partial: number of blocks with a mask, which come first in each list. beyond:
-        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_ProblemChunk`. y is 1 if
+        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_BlockChunk`. y is 1 if
         all problems that share a list agree.
         """
         masked = span.masked * self.sides[1]
@@ -222,19 +232,15 @@ class _Problems:
         return torch.cat([hidden, rest], 3) if rest.shape[3] else hidden
 
 
-def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
-    alike: Counter[tuple[int, int]] = Counter()
-    found = []
-    for span in spans:
-        alike[kind := (span.stop - span.begin, span.length.bit_length())] += 1
-        if alike[kind] <= _ENOUGH:
-            found.append(span)
-    return found
+Problems = BlockProblems | ListProblems
+
+
+def _kind(span: Span) -> tuple[int, int]:
+    return span.stop - span.begin, span.length.bit_length()
 
 
 def attention(
-    mask: BlockMask,
-    spans: Sequence[Span],
+    problems: Problems,
     scores: Scores,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
@@ -242,13 +248,11 @@ def attention(
     *,
     recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of attention under a BlockMask; q, k and v are in float32 or wider.
+    """Return (out, natural lse) of attention over these problems; q, k and v are in float32 or wider.
 
-    G divides H. A query without keys has output 0 and lse -inf. spans: of the mask's lists, as from `spans_of`.
-    recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
-    backward.
+    G divides H. A query without keys has output 0 and lse -inf. recorded: True where autograd or a graph records the
+    operations; in a graph, chunks are computed again in the backward.
     """
-    problems = _Problems.of(mask, spans, q, k)
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
     out = q.new_zeros(*queries.shape[:2], v.shape[3])
     lse = q.new_full(queries.shape[:2], -torch.inf)
@@ -266,11 +270,11 @@ def attention(
     if found:  # at once: autograd copies a tensor for each of several writes
         problem, rows, some = (torch.cat(each) for each in zip(*found, strict=True))
         out, lse = out.index_put((problem,), rows), lse.index_put((problem,), some)
-    return _tokens(out, q), _tokens(lse, q)
+    return problems.queries(out), problems.queries(lse)
 
 
 def _rows(
-    chunk: _ProblemChunk,
+    chunk: _BlockChunk | ListChunk,
     scores: Scores,
     queries: Float[Tensor, "BHR Q D"],
     keys: Float[Tensor, "BGC K D"],
@@ -279,7 +283,7 @@ def _rows(
     """Return (out, natural lse) of a chunk's problems; queries, keys and values are all blocks."""
     found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
     if scores.score_mod is not None:  # its result is not written to: autograd may keep it
-        found = modified(scores.score_mod, found, *chunk.places, chunk.hidden)
+        found = chunk.modified(scores.score_mod, found)
         found = found.clone() if chunk.hidden is None else found.masked_fill(chunk.hidden, -torch.inf)
     elif chunk.hidden is not None:
         found = found.masked_fill_(chunk.hidden, -torch.inf)
@@ -287,7 +291,7 @@ def _rows(
     weights = _exp_(found.sub_(top))
     total = weights.sum(-1, keepdim=True)
     if scores.shares is not None:
-        weights = weights * _shares(chunk, scores.shares)
+        weights = weights * chunk.shares(scores.shares)
     empty = total == 0
     some = total.masked_fill(empty, 1.0)
     rows = (weights @ _gathered(values, chunk.block)) * (scores.factor / some)
@@ -295,8 +299,7 @@ def _rows(
 
 
 def gradients(
-    mask: BlockMask,
-    spans: Sequence[Span],
+    problems: Problems,
     scores: Scores,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
@@ -305,12 +308,11 @@ def gradients(
     grad_out: Float[Tensor, "B H N E"],
     delta: Float[Tensor, "B H N"],
 ) -> tuple[Tensor, ...]:
-    """Return (dq, dk, dv, gradient of each learned tensor) of attention under a BlockMask.
+    """Return (dq, dk, dv, gradient of each learned tensor) of attention over these problems.
 
-    The mask may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
+    They may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
     lse is inf for queries without keys.
     """
-    problems = _Problems.of(mask, spans, q, k)
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
     lses = problems.by_query_block(lse, torch.inf)
     keys, values = problems.by_key_block(k), problems.by_key_block(v)
@@ -324,11 +326,11 @@ def gradients(
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
         for total, part in zip(of_learned, found, strict=True):
             total += 0 if part is None else part
-    return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_learned
+    return problems.queries(dq), problems.keys(dk), problems.keys(dv), *of_learned
 
 
 def _chunk_gradients(
-    chunk: _ProblemChunk,
+    chunk: _BlockChunk | ListChunk,
     scores: Scores,
     queries: Float[Tensor, "x t Q D"],
     lse: Float[Tensor, "x t Q"],
@@ -344,12 +346,12 @@ def _chunk_gradients(
     learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
     with torch.set_grad_enabled(learns):
         plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
-        new = plain if scores.score_mod is None else modified(scores.score_mod, plain, *chunk.places, chunk.hidden)
+        new = plain if scores.score_mod is None else chunk.modified(scores.score_mod, plain)
     weights = new.detach() - lse[..., None]
     weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
     of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
     if scores.shares is not None:
-        shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
+        shares = chunk.shares(scores.shares).to(weights.dtype).mul_(scores.factor)
         of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
     of_values = kept.mT @ grad_out
     of_scores, of_learned = of_scores.sub_(delta[..., None]).mul_(weights), ()
@@ -367,12 +369,6 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return x.mul_(log2(e)).exp2_()
 
 
-def _shares(chunk: _ProblemChunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
-    """Call `shares`, as in `Scores`, with the indices of every pair of the chunk, and return the results."""
-    b, h, q, k = chunk.places
-    return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
-
-
 def _gathered(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
     return x.index_select(0, block.flatten()).view(*block.shape[:2], -1, x.shape[2])
 
@@ -382,8 +378,3 @@ def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Flo
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
-
-
-def _tokens(x: Float[Tensor, "n side ..."], like: Tensor) -> Float[Tensor, "B H N ..."]:
-    """Join blocks of tokens (n is batch * heads * blocks) to the sizes B, H, N of `like`, without the padding."""
-    return x.unflatten(0, (like.shape[0], like.shape[1], -1)).flatten(2, 3)[:, :, : like.shape[2]]

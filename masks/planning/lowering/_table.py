@@ -34,6 +34,11 @@ _PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are 
 _CELLS = 1 << 18  # pairs evaluated at once
 
 
+def lists_keys(block: tuple[int, int]) -> bool:
+    """True if a table of these blocks, (queries, keys), is read as a list of single keys for each query."""
+    return block[0] < _MANY_QUERIES and block[1] <= _FEW_KEYS
+
+
 class Batch(NamedTuple):
     """n attention problems of equal shape, for one kernel call for each tensor in `sets`, which share the rest.
 
@@ -162,7 +167,7 @@ class TableProblems:
         return tables * (self.bound.num_heads // self.num_tables) + self.bound.head_offset
 
     @cached_property
-    def _row_of_query(self) -> Int64[Tensor, " N"]:
+    def row_of_query(self) -> Int64[Tensor, " N"]:
         bound, side = self.bound, self.block[0]
         return (bound.q_offset % side + torch.arange(bound.num_queries)) // side
 
@@ -258,7 +263,7 @@ class TableProblems:
         First come problems of which every pair is allowed, then all others.
         """
         tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
-        row = self._row_of_query[:: self.unit]
+        row = self.row_of_query[:: self.unit]
         query = torch.arange(len(row))[:, None] * self.unit + torch.arange(self.unit)
         place = torch.where(query < self.bound.num_queries, query, -1)
         plain = self.whole.all(2)[tables[:, None], row]
@@ -279,7 +284,7 @@ class TableProblems:
         sets, queries: the head sets, which share a table, and the queries to compute. First come blocks of which every
         pair is allowed, then partly allowed ones.
         """
-        table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
+        table, row = sets.start // len(sets), self.row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self.whole[table, row]
         there = column >= 0
         for which in (there & whole, there & ~whole):

@@ -1,0 +1,159 @@
+"""Problems of lists of single keys for the portable kernel: the keys of each query are gathered.
+
+Query heads that share lists and a key/value head share a gather. Lists are computed in descending order of length, so
+that lists of a chunk have nearly equal lengths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Tensor
+
+from ...masks.core import device_kind
+from ...masks.planning import GATHERED_BYTES, KeyLists
+from .._score_mod import ScoreMod, modified
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# X head sets of g query heads that share lists and a key/value head; x pairs of a batch entry and a head set
+# t lists with L keys in a chunk
+
+_BYTES_ON_DEVICE = 128 << 20  # of the keys and values that are gathered at once on an accelerator
+_MOST_PADDING = 2  # longest over shortest list of a chunk
+ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
+
+Span = TypeVar("Span")
+
+
+@dataclass(frozen=True, eq=False)
+class ListChunk:
+    """Attention problems that are computed at once: g query heads of a query over the L keys of its list.
+
+    t lists are each used by x problems. problem: index of the query in the flattened (batch, head sets, queries).
+    block: indices of keys in the flattened (batch, key/value heads, keys). hidden: True for places after the end of a
+    list; None if there are none. entry, head: batch entry, and global index of each query head, of each problem. query,
+    key: positions.
+    """
+
+    problem: Int64[Tensor, "x t"]
+    block: Int64[Tensor, "x t L"]
+    hidden: Bool[Tensor, "1 t 1 L"] | None
+    entry: Int64[Tensor, "x t"]
+    head: Int64[Tensor, "x t g"]
+    query: Int64[Tensor, " t"]
+    key: Int64[Tensor, "t L"]
+
+    def modified(self, score_mod: ScoreMod, scores: Float[Tensor, "x t g L"]) -> Float[Tensor, "x t g L"]:
+        x, _, g = self.head.shape
+        heads = self.head.transpose(1, 2).flatten(0, 1)
+        of_heads = scores.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+        entry = self.entry.repeat_interleave(g, 0)
+        found = modified(score_mod, of_heads, entry, heads, self.query[:, None], self.key, self.hidden)
+        return found.squeeze(2).unflatten(0, (x, g)).transpose(1, 2)
+
+    def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t g L"]:
+        query = self.query[:, None, None]
+        return shares(query, self.entry[..., None, None], self.head[..., None], query, self.key[:, None])
+
+
+@dataclass(frozen=True, eq=False)
+class ListProblems:
+    """Attention over lists of single keys, of q (B, H, N, D) and k (B, G, M, D).
+
+    sizes: (B, H, G, N, M). first: (head, position of a query, position of a key) of the call's first. row_bytes: of a
+    key and its value. is_meta: True for meta tensors, for which a few chunks have the memory of all.
+    """
+
+    lists: KeyLists
+    sizes: tuple[int, int, int, int, int]
+    first: tuple[int, int, int]
+    row_bytes: int
+    is_meta: bool = False
+
+    @cached_property
+    def _sets(self) -> int:
+        return lcm(self.lists.shape[1], self.sizes[2])
+
+    @cached_property
+    def _order(self) -> Int64[Tensor, " n"] | None:
+        """Lists in descending order of length; None for lists of equal length."""
+        counts = self.lists.counts
+        return None if bool((counts == counts[:1]).all()) else counts.argsort(descending=True, stable=True)
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """(begin, end, longest length) of the lists, in descending order of length, of each chunk."""
+        counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
+        total, found, begin = int((counts > 0).sum()), [], 0
+        while begin < total:
+            length = int(counts[begin])
+            alike = int(torch.searchsorted(-counts, -(length // _MOST_PADDING), right=True))
+            end = min(total, max(alike, begin + 1), begin + max(1, self._keys_at_once // (length * self._users)))
+            found.append((begin, end, length))
+            begin = end
+        return few_of_each_kind(found, lambda span: span[2].bit_length()) if self.is_meta else found
+
+    @property
+    def _users(self) -> int:
+        """Number of problems that share a list."""
+        entries, tables, _ = self.lists.shape
+        return self.sizes[0] // entries * (self._sets // tables)
+
+    @property
+    def _keys_at_once(self) -> int:
+        on_host = device_kind(self.lists.keys.device).on_host
+        return max(1, (GATHERED_BYTES if on_host else _BYTES_ON_DEVICE) // self.row_bytes)
+
+    def by_query_block(self, x: Float[Tensor, "B H N ..."], value: float = 0.0) -> Float[Tensor, "BXN g ..."]:
+        return x.unflatten(1, (self._sets, -1)).transpose(2, 3).flatten(0, 2)
+
+    def by_key_block(self, x: Float[Tensor, "B G M ..."]) -> Float[Tensor, "BGM 1 ..."]:
+        return x.flatten(0, 2).unsqueeze(1)
+
+    def queries(self, x: Float[Tensor, "BXN g ..."]) -> Float[Tensor, "B H N ..."]:
+        return x.unflatten(0, (self.sizes[0], self._sets, -1)).transpose(2, 3).flatten(1, 2)
+
+    def keys(self, x: Float[Tensor, "BGM 1 ..."]) -> Float[Tensor, "B G M ..."]:
+        return x.unflatten(0, (self.sizes[0], self.sizes[2], -1)).squeeze(3)
+
+    def chunks(self) -> Iterator[ListChunk]:
+        """Yield chunks that together have every query with a key, the longest lists first."""
+        batch, heads, groups, queries, keys = self.sizes
+        entries, tables, _ = self.lists.shape
+        device, sets, (head, q_first, k_first) = self.lists.keys.device, self._sets, self.first
+        own_sets = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
+        own_entry = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
+        of_set = torch.arange(heads // sets, device=device)
+        for begin, end, length in self._spans:
+            at = torch.arange(begin, end, device=device) if self._order is None else self._order[begin:end]
+            count, place = self.lists.counts[at, None], torch.arange(length, device=device)
+            query, table, entry = at % queries, at // queries % tables, at // (queries * tables)
+            # A shorter list reads its last key again: other keys may hold NaN that no query sees.
+            key = self.lists.keys[self.lists.ends[at, None] - count + torch.minimum(place, count - 1)]
+            hidden = None if self._order is None else (place >= count)[None, :, None]
+            together = max(1, self._keys_at_once // (length * (end - begin)))
+            for some in range(0, self._users, together)[: ENOUGH if self.is_meta else None]:
+                b = own_entry[some : some + together] + entry * (batch // entries)
+                x = own_sets[some : some + together] + table * (sets // tables)
+                problem = (b * sets + x) * queries + query
+                block = ((b * groups + x * groups // sets) * keys)[..., None] + key
+                h = (x * (heads // sets))[..., None] + of_set + head
+                yield ListChunk(problem, block, hidden, b, h, query + q_first, key + k_first)
+
+
+def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:
+    """Return the first `ENOUGH` spans of each kind, whose chunks have the memory of all."""
+    alike: Counter[Hashable] = Counter()
+    found = []
+    for span in spans:
+        alike[kind(span)] += 1
+        if alike[kind(span)] <= ENOUGH:
+            found.append(span)
+    return found
