@@ -132,10 +132,10 @@ def attend(
 
     dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
         branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
-        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash"
-        have no dropout.
-    scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all,
-        may be learned.
+        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
+        no dropout.
+    scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all, may
+        be learned.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in FlexAttention. h is
         a global head; q_idx and k_idx are positions, with any offsets and layout. It is called once, here; later

@@ -31,10 +31,12 @@ SCHEDULES = ("auto", "exchange", "ring", "heads")
 class OverRanks:
     """Immutable settings for the attention of a module whose tokens are sharded over the ranks of a mesh.
 
-    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank attends over the
-    whole sequence for some of the heads. sharding: assignment of tokens to ranks, for calls of one sequence length;
-    None: contiguous shards of equal length, for any length. codec, error_bound, pool: as in `distributed.attend`; with
-    "heads", codec and pool must be None. ranks: this process's group and rank, derived from the mesh.
+    mesh: a DeviceMesh of one dimension.
+    schedule: as in `distributed.attend`, or "heads": each rank attends over the whole sequence for some of the heads.
+    sharding: assignment of tokens to ranks, for calls of one sequence length; None: contiguous shards of equal length,
+        for any length.
+    codec, error_bound, pool: as in `distributed.attend`; with "heads", codec and pool must be None.
+    ranks: this process's group and rank, derived from the mesh.
 
     When it is unpickled, the mesh must be equal, and `ranks` is that of the unpickling process. Raises ValueError or
     TypeError for settings that do not fit together.
@@ -135,8 +137,9 @@ class OverRanks:
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
     """Return the `OverRanks` of these arguments, or None if mesh is None.
 
-    rest: the other fields of `OverRanks`, by name. Raises ValueError without a mesh if schedule is not "auto" or a
-    field is not None.
+    rest: the other fields of `OverRanks`, by name.
+
+    Raises ValueError without a mesh if schedule is not "auto" or a field is not None.
     """
     if mesh is not None:
         return OverRanks(mesh, schedule, **rest)

@@ -24,8 +24,10 @@ class Schedule:
     monotone in between, along the curve. It has no state, so a resumed run gets equal values at equal steps. Made by
     `linear`, `cosine` and `cubic`.
 
-    curve: "linear", "cosine" or "cubic". widths: maximum number of distinct values, including start and end, at least
-    2. Raises TypeError or ValueError for other values.
+    curve: "linear", "cosine" or "cubic".
+    widths: maximum number of distinct values, including start and end, at least 2.
+
+    Raises TypeError or ValueError for other values.
 
     >>> schedule = fd.schedules.linear(64, 8, 1000, widths=8)
     >>> schedule(0), schedule(500), schedule(10_000), schedule.values
@@ -70,10 +72,14 @@ class Schedule:
 def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """Make a `Schedule`: `start` up to training step `begin`, `end` from step begin + steps on, linear in between.
 
-    The `Schedule` is a function from a step, counted from 0, to an integer. start, end: integers, at least 0; either
-    may be the larger. steps: number of steps of the change, at least 1. begin: step at which the change starts.
-    widths: maximum number of distinct values, including start and end, at least 2; it bounds the number of
-    compilations if each value needs one.
+    The `Schedule` is a function from a step, counted from 0, to an integer.
+
+    start, end: integers, at least 0; either may be the larger.
+    steps: number of steps of the change, at least 1.
+    begin: step at which the change starts.
+    widths: maximum number of distinct values, including start and end, at least 2; it bounds the number of compilations
+        if each value needs one.
+
     Raises TypeError or ValueError for other values.
 
     >>> [fd.schedules.linear(0, 4, 8)(step) for step in range(10)]

@@ -40,9 +40,12 @@ class HeldKeys:
     A slot is an index along the buffer's token dim, a run a range of consecutive positions in consecutive slots. A full
     buffer is packed: keys that no later query can see are dropped, and the other runs are moved together. On average
     over many tokens, each token is moved about once.
+
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
-    stored. sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
-    capacity: fixed number of slots; None to grow. undo: keys that one of the last `undo` queries can see are kept, too.
+        stored.
+    sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
+    capacity: fixed number of slots; None to grow.
+    undo: keys that one of the last `undo` queries can see are kept, too.
     """
 
     def __init__(

@@ -183,11 +183,16 @@ class KVCache:
     ) -> Float[Tensor, "B H N E"]:
         """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
-        N may be 0. G must divide H. lengths: number of new tokens of each batch entry, from 0 to N, read on the host.
-        They are the first of its N tokens; the others are padding, which is neither read nor stored, and has output 0.
-        None: all N tokens of each entry are new. score_mod: as in `flexdilated.attend`. sinks: a logit for each head,
-        which adds a term exp(sink) to the softmax denominators; None adds no term. Raises ValueError if a new token
-        sees a key after the last new token of its batch entry: see `chunk`. A call that raises changes nothing.
+        N may be 0. G must divide H.
+
+        lengths: number of new tokens of each batch entry, from 0 to N, read on the host. They are the first of its N
+            tokens; the others are padding, which is neither read nor stored, and has output 0. None: all N tokens of
+            each entry are new.
+        score_mod: as in `flexdilated.attend`.
+        sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None adds no term.
+
+        Raises ValueError if a new token sees a key after the last new token of its batch entry: see `chunk`. A call
+        that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
         numbers = self._check(q, k, v, lengths)
@@ -247,9 +252,11 @@ class KVCache:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
         num_tokens: one number for all batch entries, or a tensor with a number for each, such as drafts that were
-        accepted in part. Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token
-        sees the key of a removed one, and if queries from position num_tokens may see evicted keys. Going back
-        at most `undo` tokens from the furthest one seen always works at the end of a chunk.
+            accepted in part.
+
+        Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token sees the key of a
+        removed one, and if queries from position num_tokens may see evicted keys. Going back at most `undo` tokens from
+        the furthest one seen always works at the end of a chunk.
         """
         seen = self._seen()
         if isinstance(num_tokens, Tensor):
@@ -267,8 +274,9 @@ class KVCache:
     def select(self, entries: Int64[Tensor, " C"]) -> None:
         """Keep only these batch entries (indices), in this order; indices may repeat, as after a step of beam search.
 
-        entries: at least one integer in [0, batch), shape (C,). Raises TypeError or ValueError for other values. Does
-        nothing before the first token.
+        entries: at least one integer in [0, batch), shape (C,).
+
+        Raises TypeError or ValueError for other values. Does nothing before the first token.
         """
         if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64) or entries.dim() != 1:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
@@ -344,9 +352,11 @@ class KVCache:
     def _split(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
         """Return copies of the cohorts, split such that all entries of one get equally many new tokens of k and v.
 
-        numbers: as from `_check`. Each cohort comes with its number of new tokens. A call changes these copies, and
-        stores them at its end, so a call that raises changes nothing. They share the buffers: appending writes only to
-        slots after the held keys, or to new buffers.
+        numbers: as from `_check`.
+
+        Each cohort comes with its number of new tokens. A call changes these copies, and stores them at its end, so a
+        call that raises changes nothing. They share the buffers: appending writes only to slots after the held keys, or
+        to new buffers.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]
@@ -427,7 +437,9 @@ class KVCache:
 def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
     """Return the numbers in a tensor of integers, one for each batch entry, from 0 to the entry's number in `most`.
 
-    name: that of the argument, for errors. Raises TypeError or ValueError for another value.
+    name: that of the argument, for errors.
+
+    Raises TypeError or ValueError for another value.
     """
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be a tensor of int32 or int64, one for each batch entry; got {value!r:.80}")

@@ -37,8 +37,10 @@ from ._held_keys import HeldKeys
 class Reader:
     """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern fit for a `KVCache`.
 
-    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the
-    distinct rules of the heads, by which `HeldKeys` decides which keys to keep; `ends` has the ends of chunks.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`.
+
+    The attribute `sources` contains the distinct rules of the heads, by which `HeldKeys` decides which keys to keep;
+    `ends` has the ends of chunks.
 
     Raises ValueError or TypeError for a pattern whose look-ahead is not limited to chunks, and for run-time tensors.
     """
@@ -122,9 +124,11 @@ class Reader:
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
-        first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
-        their S slots (indices along the token dim). score_mod: as in `attend`. No query may see a key after the last
-        query: see `check_end`.
+        first: position of the first query; the next ones follow.
+        k, v: the buffers of `held`, which maps positions to their S slots (indices along the token dim).
+        score_mod: as in `attend`.
+
+        No query may see a key after the last query: see `check_end`.
         """
         scale = resolve_scale(self.scale, q.shape[-1])
         features = Features(scale, fixed(score_mod, sum_dtype(q), q.device))

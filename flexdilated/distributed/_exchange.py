@@ -43,7 +43,8 @@ KeysAndValues = tuple[Tensor, Tensor]
 def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
     """Return this rank's plan: the rows (each one token of one key/value head) that it sends and receives.
 
-    num_heads, num_kv_heads: on this device. bindings: the pattern's run-time tensors, ordered by name.
+    num_heads, num_kv_heads: on this device.
+    bindings: the pattern's run-time tensors, ordered by name.
     """
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
     return ExchangePlan.of(
@@ -121,9 +122,11 @@ class Exchange:
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
         """Context manager that starts one all-to-all of `rows`; yields a function that returns the received rows.
 
-        rows: one tensor for k and one for v. role: "keys", or "gradients" for the way back to the owners. The function
-        waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with` block raises:
-        until the other ranks have sent their rows, or until the process group's timeout.
+        rows: one tensor for k and one for v.
+        role: "keys", or "gradients" for the way back to the owners.
+
+        The function waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with`
+        block raises: until the other ranks have sent their rows, or until the process group's timeout.
         """
         batch, _, head_dim = rows[0].shape
         dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec
@@ -207,7 +210,8 @@ def exchange_backward_op(
     """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
     k_others, v_others: the received keys and values, which the forward returned. The transfer of their gradients
-    overlaps with the computation of the gradients of this rank's keys. grad_lse: None if lse has no gradient.
+        overlaps with the computation of the gradients of this rank's keys.
+    grad_lse: None if lse has no gradient.
     bindings, constants: as in `exchange_op`.
     """
     call = PlainCall.of(constants)
@@ -356,6 +360,7 @@ def _refuse_run_time_tensors() -> None:
 def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
     """Return the positions of this rank's queries, and of its keys followed by the received keys, as JSON text.
 
-    values: the fields of the call's `PlainCall` (pattern, sharding and so on). num_heads, num_kv_heads: on this device.
+    values: the fields of the call's `PlainCall` (pattern, sharding and so on).
+    num_heads, num_kv_heads: on this device.
     """
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

@@ -24,8 +24,9 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 class MessageRows(NamedTuple):
     """Rows (each one token of one KV head) sent or received by a rank, in message order: by (rank, KV head, token).
 
-    heads: KV head of each row. place: of a sent row, its local token index on this rank; of a received row, its index
-    among the tokens received in its head.
+    heads: KV head of each row.
+    place: of a sent row, its local token index on this rank; of a received row, its index among the tokens received in
+        its head.
     """
 
     heads: Int64[Tensor, " R"]
@@ -65,9 +66,11 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Return the plan of one rank, from the cache of plans if it is there.
 
-        num_heads, num_kv_heads: on this device. head_offset: index of the first of these query heads among those of all
-        devices. num_heads_global: number of query heads on all devices; None: head_offset + num_heads. Raises
-        ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+        num_heads, num_kv_heads: on this device.
+        head_offset: index of the first of these query heads among those of all devices.
+        num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
+
+        Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 

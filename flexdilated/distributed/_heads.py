@@ -86,9 +86,13 @@ def attend_heads(
     be used. A second sends the output back to the ranks that hold the queries, and a third the lse, if it is needed.
     The load is balanced if the rules of the heads have equal work.
 
-    bindings: values of the pattern's run-time tensors, for the whole sequence. sinks: for all heads of q; their
-    gradients must be summed over the ranks. dropout_p: as in `distributed.attend`. Other arguments: as in
-    `flexdilated.attend`. Raises ValueError unless W divides H.
+    bindings: values of the pattern's run-time tensors, for the whole sequence.
+    sinks: for all heads of q; their gradients must be summed over the ranks.
+    dropout_p: as in `distributed.attend`.
+
+    Other arguments: as in `flexdilated.attend`.
+
+    Raises ValueError unless W divides H.
     """
     padded, dropout_p = require_expression(pattern), constant_probability("dropout_p", dropout_p)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -148,10 +152,13 @@ def tokens_to_heads(
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
     The shards, such as q, k and v, have one dtype and are sent in one all-to-all; a head is sent to each rank that
-    needs it if num_heads query heads are split evenly. sharding: `Sharding.numbers()`. group: a process group's name.
+    needs it if num_heads query heads are split evenly.
+
+    sharding: `Sharding.numbers()`.
+    group: a process group's name.
     pattern: in JSON; ranks first check that pattern, dropout_p and sizes are equal on all ranks. "" skips the check.
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
-    gradients are sent and summed in that dtype.
+        gradients are sent and summed in that dtype.
     """
     rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
@@ -173,8 +180,10 @@ def heads_to_tokens(
 ) -> list[Tensor]:
     """Convert (B, Y, N, D), this rank's heads of all tokens, to (B, X, L, D), all heads of this rank's tokens.
 
-    heads: number X of heads of each returned tensor. Other arguments: as in `tokens_to_heads`. If several ranks have
-    the same head, their values for it are summed, in float32 or wider and in the order of the ranks.
+    heads: number X of heads of each returned tensor.
+
+    Other arguments: as in `tokens_to_heads`. If several ranks have the same head, their values for it are summed, in
+    float32 or wider and in the order of the ranks.
     """
     rank, split, tensors = _read(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
@@ -222,7 +231,8 @@ def _read(
 ) -> tuple[int, Sharding, tuple[Takers, ...]]:
     """Return (this rank, the sharding, for each tensor the heads that each rank needs).
 
-    num_heads: number of query heads. heads: number of heads of each tensor.
+    num_heads: number of query heads.
+    heads: number of heads of each tensor.
     """
     split = Sharding.of(sharding)
     return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
@@ -284,8 +294,8 @@ def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
 def _swap(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: str, add: bool) -> None:
     """Send sources[r] to each rank r in one all-to-all; copy the data from rank r into targets[r].
 
-    add: True to add the data to the targets, in the order of the ranks. like: any tensor with the dtype and device of
-    the data.
+    add: True to add the data to the targets, in the order of the ranks.
+    like: any tensor with the dtype and device of the data.
     """
     ranks = Ranks.named(group, like.device.type)
     sizes, expected = (

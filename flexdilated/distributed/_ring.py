@@ -44,8 +44,11 @@ class ShardPart:
 class Turn:
     """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends some to rank `target`.
 
-    received: part of the shard of `source`. sent: part of this rank's shard. The backward reverses both: gradients of
-    received keys go back to `source`, gradients of sent keys come from `target`.
+    received: part of the shard of `source`.
+    sent: part of this rank's shard.
+
+    The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
+    `target`.
     """
 
     source: int
@@ -181,6 +184,7 @@ class Ring:
         """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
 
         W: bytes of an encoded row, in uint8; if the codec leaves rows unchanged, the head dim, in the dtype of `like`.
+
         like: a tensor (B, G, L, D) on the device of the buffer.
         """
         width, dtype = (like.shape[3], like.dtype)
@@ -247,7 +251,9 @@ class Gradients:
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
     """Views of x (B, G, S, ...) for messages: x itself if it is a whole shard, else one per batch entry and head.
 
-    length: number of tokens of the whole shard. If x is part of a contiguous shard, each view is contiguous.
+    length: number of tokens of the whole shard.
+
+    If x is part of a contiguous shard, each view is contiguous.
     """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 

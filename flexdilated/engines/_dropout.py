@@ -36,8 +36,9 @@ class Dropout(NamedTuple):
     def kept(self, place: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Bool[Tensor, "..."]:
         """Return True for each pair that dropout keeps in one branch (summand) of the pattern.
 
-        place: index of the branch. b, h, q, k: batch entry, global head, and positions of query and key, of any shapes
-        that broadcast; the result has the broadcast shape.
+        place: index of the branch.
+        b, h, q, k: batch entry, global head, and positions of query and key, of any shapes that broadcast; the result
+            has the broadcast shape.
         """
         # The numbers of a row and of a key are hashed well; of a pair, of which there are many more, in few operations.
         row = _hashed(self.seed[0] + _wrapped(place * _STEP))
@@ -50,7 +51,9 @@ class Dropout(NamedTuple):
     def shares(self, places: tuple[int, ...]) -> ScoreMod:
         """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
 
-        places: indices of branches (summands of the pattern). The number is int32, or bool for a single branch.
+        places: indices of branches (summands of the pattern).
+
+        The number is int32, or bool for a single branch.
         """
 
         def share(score, b, h, q, k):

@@ -81,7 +81,8 @@ class Strands:
     def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
         """Return the slots as a tensor (B, heads, tokens, ...) if they are all tokens of all heads in order; else None.
 
-        heads, tokens: sizes of the full tensor. A slot is a term's place for a token, in one of F folds (segments).
+        heads, tokens: sizes of the full tensor.
+
         """
         return slots.flatten(2, 3) if self.every(heads, tokens) else None
 
@@ -132,7 +133,7 @@ class Strands:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
         part, part_lse: output and natural log-sum-exp of the term, for its H heads, F folds (segments) and S slots
-        (places for tokens).
+            (places for tokens).
         """
         for run in self.runs:
             chosen = slice(run.begin, run.end)
@@ -143,8 +144,9 @@ class Strands:
 class Whole:
     """Reader and writer of one side (queries or keys) of a term that has all tokens, in any order.
 
-    layout: the term's order of tokens. given: order of the tokens in the tensor. heads: head of the tensor that each
-    head of the term reads.
+    layout: the term's order of tokens.
+    given: order of the tokens in the tensor.
+    heads: head of the tensor that each head of the term reads.
     """
 
     layout: Permutation
@@ -238,7 +240,8 @@ class Picked:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
         part, part_lse: output and natural log-sum-exp of the term, of shapes (B, H, F, S, D) and (B, H, F, S), for F
-        folds (segments) of S slots (places for tokens). out, lse: (B, heads, tokens, D) and (B, heads, tokens).
+            folds (segments) of S slots (places for tokens).
+        out, lse: (B, heads, tokens, D) and (B, heads, tokens).
         """
         sums = self.take(out), self.take(lse)
         merge_(*sums, part, part_lse)
@@ -264,8 +267,10 @@ TokenGather = Strands | Whole | Picked
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
     """Return the reader and writer of one side (queries or keys) of a term, for tensors in the token order `given`.
 
-    layout: token in each slot of the term. heads[h]: head of the tensor that head h of the term reads. The result is
-    Whole for an order of all tokens, Strands if the slots are strided views, else Picked.
+    layout: token in each slot of the term.
+    heads: head of the tensor that each head of the term reads.
+
+    The result is Whole for an order of all tokens, Strands if the slots are strided views, else Picked.
     """
     if isinstance(layout, Permutation):
         return Whole(layout, given, heads)
@@ -309,9 +314,11 @@ def merge_(
 ) -> None:
     """Merge the attention result (part, part_lse) into (out, lse) in place: one softmax over the keys of both.
 
-    lse, part_lse: natural log-sum-exp of the scores. A key that is in both counts twice. The part's share is
-    sigmoid(part_lse - lse), which neither overflows nor divides. Rows with part_lse -inf do not change; rows without
-    keys keep output 0 and lse -inf.
+    lse, part_lse: natural log-sum-exp of the scores.
+
+    A key that is in both counts twice. The part's share is sigmoid(part_lse - lse), which neither overflows nor
+    divides. Rows with part_lse -inf do not change; rows without keys keep output 0 and lse -inf.
+
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
@@ -354,7 +361,9 @@ Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, t
 def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[TokenGather, TokenGather]:
     """Return (query side, key side) of a term: readers and writers of its tokens in q and in k and v.
 
-    A term is the part of a plan that one kernel computes. groups: number of query heads for each key/value head.
+    A term is the part of a plan that one kernel computes.
+
+    groups: number of query heads for each key/value head.
     placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
     """
     if placement is not None:
@@ -370,8 +379,10 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
 def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Picked:
     """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
-    placement: positions of the tokens in k and v. groups: number of query heads for each key/value head. If all query
-    heads of a group attend to equal positions, each key/value head is gathered once.
+    placement: positions of the tokens in k and v.
+    groups: number of query heads for each key/value head.
+
+    If all query heads of a group attend to equal positions, each key/value head is gathered once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)

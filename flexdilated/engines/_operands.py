@@ -191,9 +191,16 @@ def _unseen(
 ) -> Bool[Tensor, "1 X S"] | None:
     """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
 
-    Heads with equal block lists share a table of them. seen: above 0 at slots in an allowed pair; it has one row for
-    each row (or column) of blocks of the first table, then of the next. places: row in `seen` of each listed block.
-    heads: index of each head's table. slots: number of slots of a head. Blocks that another table lists are included.
+    Heads with equal block lists share a table of them.
+
+    seen: above 0 at slots in an allowed pair; it has one row for each row (or column) of blocks of the first table,
+        then of the next.
+    places: row in `seen` of each listed block.
+    heads: index of each head's table.
+    slots: number of slots of a head.
+
+    Blocks that another table lists are included.
+
     Returns None if no table lists a block with such a slot.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
@@ -208,8 +215,7 @@ def _unseen(
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
     """Find the queries of a term that attend to no key and the keys that no query attends to.
 
-    blocks: the term's block list for each batch entry, or one for all. A term is the part of a plan that one kernel
-    computes.
+    blocks: the term's block list for each batch entry, or one for all.
     """
     if isinstance(term, SharedListTerm):
         return HiddenSlots(*term.hidden())

@@ -57,8 +57,8 @@ _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32
 class KernelBytes:
     """Bytes that an operator allocates where a TorchDispatchMode, which sees only its results, cannot count them.
 
-    work: peak while it runs, including its results but not its inputs. kept: bytes that stay allocated until the last
-    of its results is freed.
+    work: peak while it runs, including its results but not its inputs.
+    kept: bytes that stay allocated until the last of its results is freed.
     """
 
     work: int
@@ -68,10 +68,15 @@ class KernelBytes:
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts the bytes of the tensors that operations return, until they are freed.
 
-    Each storage counts once, so views cost nothing. live: bytes alive now. peak: most bytes alive at once since the
-    start or `restart`. held: tensors that are counted from the start. hidden: for an operator, the bytes that it
-    allocates inside its kernel, which are not counted otherwise. On tensors of device "meta", which have sizes and no
-    memory, the counts equal a run on CPU; tensors with values may be mixed in.
+    Each storage counts once, so views cost nothing.
+
+    live: bytes alive now.
+    peak: most bytes alive at once since the start or `restart`.
+    held: tensors that are counted from the start.
+    hidden: for an operator, the bytes that it allocates inside its kernel, which are not counted otherwise.
+
+    On tensors of device "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may
+    be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
@@ -130,9 +135,10 @@ def nbytes(*tensors: Tensor) -> int:
 class AttentionSize:
     """Sizes of a self-attention call.
 
-    num_kv_heads: number of key/value heads; None: num_heads. tokens_outermost: True if q, k and v are (B, N, H, D) in
-    memory, as a projection returns them; otherwise they are (B, H, N, D). value_dim: head dim of v and of the output;
-    None: head_dim.
+    num_kv_heads: number of key/value heads; None: num_heads.
+    tokens_outermost: True if q, k and v are (B, N, H, D) in memory, as a projection returns them; otherwise they are
+        (B, H, N, D).
+    value_dim: head dim of v and of the output; None: head_dim.
     """
 
     num_tokens: int
@@ -182,10 +188,15 @@ class AttentionSize:
 class AttentionMemory:
     """Bytes of one call; each peak counts everything alive, including the call's inputs.
 
-    queries: q. keys: k and v together. outputs: out, and equally its gradient. lse: of all rows. kept: what training
-    keeps from the forward for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps
-    nothing. forward_peak: of a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables:
-    the plan's block and index tables, which stay in the cache and are not in the peaks.
+    queries: q.
+    keys: k and v together.
+    outputs: out, and equally its gradient.
+    lse: of all rows.
+    kept: what training keeps from the forward for the backward, including q, k, v, out and lse.
+    inference_peak: of a forward that keeps nothing.
+    forward_peak: of a forward in training.
+    backward_peak: from the gradient of out to dq, dk and dv.
+    tables: the plan's block and index tables, which stay in the cache and are not in the peaks.
     """
 
     queries: int
@@ -235,10 +246,12 @@ def attention_memory(
     inside kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is
     needed.
 
-    engine: None takes the device's default, aten or flex. drops: True with attention dropout, which aten lacks.
+    engine: None takes the device's default, aten or flex.
+    drops: True with attention dropout, which aten lacks.
     score_mod: as in `attend`; aten takes none. It is called on meta tensors, and gradients of tensors that it captures
-    are not counted. Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the
-    heads or tokens.
+        are not counted.
+
+    Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens.
     """
     missing = names(pattern)
     if missing:

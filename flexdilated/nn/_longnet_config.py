@@ -36,7 +36,7 @@ class SelectedLayers:
         causal order in a causal model; a block of queries then chooses by its first query.
     most: number of blocks that each block of queries chooses, as in `TopK`.
     always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
-    keys in the block of the query.
+        keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
     layers: numbers of the layers, from 0; None for all layers.
 
@@ -76,8 +76,9 @@ class SelectedLayers:
     ) -> SelectedAttention:
         """Make the attention module of one of these layers.
 
-        causal: True if the model is causal. engine: as in `attend`. over_ranks: the model's mesh and sharding; None for
-        one device.
+        causal: True if the model is causal.
+        engine: as in `attend`.
+        over_ranks: the model's mesh and sharding; None for one device.
         """
         always = masks.chunked(self.block) if self.always is None else masks.parse(self.always)
         if not isinstance(always, Pattern):
@@ -132,8 +133,9 @@ class LongNetConfig:
     """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
     vocab_size: number of token ids, for token ids in and logits out; None for embedded inputs in and features out.
-    depth: number of blocks. causal: True intersects the branches or the pattern with `masks.causal()`, so that no token
-        attends to later ones; False for an encoder.
+    depth: number of blocks.
+    causal: True intersects the branches or the pattern with `masks.causal()`, so that no token attends to later ones;
+        False for an encoder.
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
     pattern: a pattern or mixture that replaces the branches, or its text: an expression for `masks.parse`, or JSON from
         `masks.to_json`. The field stores JSON, so custom functions are not possible, and run-time tensors must be given
@@ -146,8 +148,8 @@ class LongNetConfig:
     rotary_base: base of the rotary wavelengths; raise it for longer contexts.
     xpos_scale: distance in tokens over which each channel pair of xpos decays by its factor, 2/7 or more; 512 in the
         paper.
-    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block (attention,
-        feed-forward).
+    bias: True gives projections and norms biases.
+    norm: "layer" or "rms", before each half of a block (attention, feed-forward).
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
     dropout: probability of zeroing an element of the embeddings and of each half's output, in training.

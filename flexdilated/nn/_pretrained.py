@@ -72,10 +72,12 @@ class Pretrained(nn.Module):
     ) -> Self:
         """Load the model that `save_pretrained` wrote into a folder, in evaluation mode.
 
-        device, dtype: of its weights; dtype None keeps the saved dtype. options: further constructor arguments, such as
-        a mesh. Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model
-        class, for a configuration that this version does not know, and for weights that are missing, unknown or of
-        another shape, all of which the error names; ImportError without safetensors.
+        device, dtype: of its weights; dtype None keeps the saved dtype.
+        options: further constructor arguments, such as a mesh.
+
+        Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model class, for
+        a configuration that this version does not know, and for weights that are missing, unknown or of another shape,
+        all of which the error names; ImportError without safetensors.
         """
         store, place = _safetensors(), Path(folder)
         for name in (_CONFIG, _WEIGHTS):

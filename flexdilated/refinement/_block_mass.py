@@ -52,10 +52,10 @@ def block_mass(
     as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch entries, call it once
     per entry.
 
-    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, offsets and heads: as
-    in that call. If k has only some of the keys in the lse, shares are still relative to all of them.
-    block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
-        `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
+    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, q_offset, k_offset,
+    head_offset, num_heads_global: as in that call. If k has only some of the keys in the lse, shares are still relative
+    to all of them. block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
+    `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
 
     Computes only blocks in which the pattern has pairs, in chunks, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
@@ -110,11 +110,11 @@ def pooled_scores(
     as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
 
     lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
-    makes rows comparable: if all queries have keys, exp(score) times the number of keys in the block is a lower bound
-    of the mass that the block would add. Rows whose queries all have no keys are then -inf.
+        makes rows comparable: if all queries have keys, exp(score) times the number of keys in the block is a lower
+        bound of the mass that the block would add. Rows whose queries all have no keys are then -inf.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
-    `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
+        `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
 
     Raises ValueError or TypeError for inputs that do not fit together.
 
@@ -185,7 +185,8 @@ class _Side:
 class _Operands:
     """Tensors of some batch entries, split into blocks.
 
-    shifts: lse, but inf for padding and for queries without keys. rows, columns: blocks of queries and of keys.
+    shifts: lse, but inf for padding and for queries without keys.
+    rows, columns: blocks of queries and of keys.
     factor: scale of the scores.
     """
 
@@ -227,7 +228,8 @@ def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
     """Add the mass of one branch (a summand of the mixture), multiplied by `times`, to `mass` in place.
 
-    blocks: those in which the branch has pairs. given: the tensors of some batch entries.
+    blocks: those in which the branch has pairs.
+    given: the tensors of some batch entries.
     """
     mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
     none = torch.zeros((), dtype=torch.int64, device=mass.device)
@@ -249,7 +251,8 @@ def _shares(
 ) -> Float[Tensor, "h n"]:
     """Attention shares of n blocks (row, column) in h heads, summed over the blocks' queries and the batch entries.
 
-    heads: indices on this device. rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
+    heads: indices on this device.
+    rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
     """
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype

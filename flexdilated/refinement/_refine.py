@@ -45,8 +45,8 @@ def refine(
     lower row, then lower column. The result depends on the arguments alone, so ranks with equal arguments get equal
     patterns.
 
-    pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect
-        the result with them, such as `causal()`, for attention.
+    pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
+        them, such as `causal()`, for attention.
     importance: mass of each block, such as `ImportanceTracker.importance()`; read for listed blocks.
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
     moves: number of blocks to replace in each head, at least 0; fewer if fewer blocks can be dropped or added.

@@ -32,8 +32,9 @@ _KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds
 class QueryBlocks(NamedTuple):
     """Rows (blocks of `query_block` query positions) and key blocks of a call; the first and last row may be partial.
 
-    q_offset: position of the first query; keys begin at position 0, and rows at multiples of query_block. block: tokens
-    of a key block. whole: True if a row is scored by all its queries, False if by its first query.
+    q_offset: position of the first query; keys begin at position 0, and rows at multiples of query_block.
+    block: tokens of a key block.
+    whole: True if a row is scored by all its queries, False if by its first query.
     """
 
     num_queries: int
@@ -80,12 +81,14 @@ class QueryBlocks(NamedTuple):
 class SelectionCall(NamedTuple):
     """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
-    block, query_block: tokens of a block of keys and of a row of queries. whole: True if a row is scored by all its
-    queries, False if by its first. scorer: name of the scorer, or "module". stride: side of the tiles of
-    "antidiagonal", else 1. kind, amount, most: rule of the choice, as in `choose`. share: which heads share one table
-    of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
-
-    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one. scale: factor on scores.
+    block, query_block: tokens of a block of keys and of a row of queries.
+    whole: True if a row is scored by all its queries, False if by its first.
+    scorer: name of the scorer, or "module".
+    stride: side of the tiles of "antidiagonal", else 1.
+    kind, amount, most: rule of the choice, as in `choose`.
+    share: which heads share one table of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
+    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
+    scale: factor on scores.
     q_offset: position of the first query.
     """
 
@@ -125,8 +128,8 @@ class SelectionCall(NamedTuple):
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
         """Mixture of `within` and `always`, or `within` alone without `always`, with values for the run-time tensors.
 
-        bindings: the run-time tensors that the patterns name, in sorted order of their names. extent: one past the last
-        query position, and one past the last key position.
+        bindings: the run-time tensors that the patterns name, in sorted order of their names.
+        extent: one past the last query position, and one past the last key position.
         """
         patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
         both = Mixture.of(*patterns)
@@ -136,8 +139,8 @@ class SelectionCall(NamedTuple):
 class SelectionRule(NamedTuple):
     """Patterns of one batch entry and head: pairs that may be attended to, and pairs that need no choice.
 
-    within: pairs that may be attended to. always: pairs that are attended to, if `within` allows them, without being
-    chosen; None for none.
+    within: pairs that may be attended to.
+    always: pairs that are attended to, if `within` allows them, without being chosen; None for none.
     """
 
     within: Pattern
@@ -174,9 +177,13 @@ class OwnPools(NamedTuple):
     """Candidate boxes whose row does not see all keys of the block, so that visible keys are pooled for each box.
 
     A box is a row (block of queries) and one of C key blocks. The boxes of a key block are in groups of w boxes; a
-    group with fewer boxes is padded. place: row * C + block of each box, ascending. at: index of each box, in the order
-    of `place`, in the flattened groups. block: key block of each group. row: row of each box in the groups; 0 for
-    padding. mask: for each box in the groups, the keys of the block that the row sees; False for padding.
+    group with fewer boxes is padded.
+
+    place: row * C + block of each box, ascending.
+    at: index of each box, in the order of `place`, in the flattened groups.
+    block: key block of each group.
+    row: row of each box in the groups; 0 for padding.
+    mask: for each box in the groups, the keys of the block that the row sees; False for padding.
     """
 
     place: Int64[Tensor, " o"]
@@ -190,13 +197,15 @@ class Boxes(NamedTuple):
     """Boxes (row of queries, block of keys) of a chunk of rows under one rule; row 0 is the first of the chunk.
 
     state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
-    candidate that adds some pairs, whose keys are all visible to the row; PARTIAL_VIEW: a candidate with keys that are
-    hidden from the row; UNCHOSEN: not a candidate, although it would add pairs.
-    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending. gain: number
-    of pairs that choosing each listed box adds. own: the candidates with hidden keys; None if there are none. sees:
-    mask of the queries that see a key; None if all do. seen: mask of the keys that some row sees; None if all are seen.
-    pairs: number of pairs that `within` allows. open: number of these pairs that are attended to only if their box is
-    chosen.
+        candidate that adds some pairs, whose keys are all visible to the row; PARTIAL_VIEW: a candidate with keys that
+        are hidden from the row; UNCHOSEN: not a candidate, although it would add pairs.
+    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending.
+    gain: number of pairs that choosing each listed box adds.
+    own: the candidates with hidden keys; None if there are none.
+    sees: mask of the queries that see a key; None if all do.
+    seen: mask of the keys that some row sees; None if all are seen.
+    pairs: number of pairs that `within` allows.
+    open: number of these pairs that are attended to only if their box is chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -218,7 +227,8 @@ class Boxes(NamedTuple):
     def gains(self, rows: QueryBlocks, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
         """Number of pairs that each chosen block adds for one head; 0 for block -1.
 
-        part: the rows of this chunk. blocks: chosen blocks of each of these rows, padded with -1.
+        part: the rows of this chunk.
+        blocks: chosen blocks of each of these rows, padded with -1.
         """
         row = torch.arange(len(part), device=blocks.device)[:, None]
         queries, keys = rows.queries_of(part)[1].to(blocks.device), rows.keys_of()[1].to(blocks.device)
@@ -263,9 +273,11 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
 class _Evaluated(NamedTuple):
     """Boxes (row of queries, block of keys) that bounds do not decide, evaluated pair by pair.
 
-    row, block: indices of each box. pairs: number of its pairs that `within` allows; gain: number of these that
-    `always` does not allow. candidate: True if the box may be chosen. view: mask of the keys of the block that the row
-    sees. queries: mask of the queries of the row that see a key of the block.
+    row, block: indices of each box.
+    pairs: number of its pairs that `within` allows; gain: number of these that `always` does not allow.
+    candidate: True if the box may be chosen.
+    view: mask of the keys of the block that the row sees.
+    queries: mask of the queries of the row that see a key of the block.
     """
 
     row: Int64[Tensor, " x"]
@@ -353,7 +365,7 @@ def _sides(
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
     """Group the boxes whose row does not see all keys of the block by key block, at most 64 boxes per group.
 
-    partial: indices of these boxes in `some`. C: number of key blocks.
+    partial: indices of these boxes in `some`.
     """
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()

@@ -19,8 +19,9 @@ from ..masks.core import advises, require_choice, require_finite, require_int
 class TopK:
     """Choose, for each row (block of queries), the k candidate blocks with the highest scores, or all if fewer than k.
 
-    k: integer of at least 1; also `most`, the width of the table of chosen blocks. Raises TypeError or ValueError for
-    other values.
+    k: integer of at least 1; also `most`, the width of the table of chosen blocks.
+
+    Raises TypeError or ValueError for other values.
 
     >>> fd.TopK(8).most
     8
@@ -45,11 +46,13 @@ class TopK:
 class TopP:
     """Choose, for each row (block of queries), the fewest candidate blocks whose shares of a softmax sum to at least p.
 
-    p: above 0, at most 1; with 1 every candidate is chosen. most: maximum number of chosen blocks per row; a longer
-    choice is cut to the largest shares, and the row counts in `Selection.cut`.
+    p: above 0, at most 1; with 1 every candidate is chosen.
+    most: maximum number of chosen blocks per row; a longer choice is cut to the largest shares, and the row counts in
+        `Selection.cut`.
     of: "candidates", the softmax is over the scores of the row's candidates; or "row", shares are of the row's whole
-    attention, and the share outside the candidates counts towards p, as in XAttention. "row" needs a `BlockSelector`
-    with the scorer "mass" or "antidiagonal", whose scores are logarithms of such shares, and without `coarse`.
+        attention, and the share outside the candidates counts towards p, as in XAttention. "row" needs a
+        `BlockSelector` with the scorer "mass" or "antidiagonal", whose scores are logarithms of such shares, and
+        without `coarse`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, and FlexPrefill, arXiv 2502.20766.
@@ -131,11 +134,12 @@ def choose(
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
     """Choose among each row's candidates: (indices into dim L, padded with -1; number of rows cut to `most`).
 
-    candidates: entries that may be chosen. ids: number of the block in each entry, which decides between equal scores.
+    candidates: entries that may be chosen.
+    ids: number of the block in each entry, which decides between equal scores.
     kind: "top_k", the `most` highest scores, of which no row counts as cut; "top_p", the fewest entries whose softmax
-    shares over the candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares
-    of the row, and the share outside the candidates counts towards `amount`; or "threshold", the entries with a softmax
-    share of at least `amount`.
+        shares over the candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of
+        shares of the row, and the share outside the candidates counts towards `amount`; or "threshold", the entries
+        with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.

@@ -120,8 +120,11 @@ def scores_of(
 ) -> Float[Tensor, "b h n L"]:
     """Score of each key block for each row (block of queries) in `part`, by the scorer that `call` names.
 
-    pools: result of `pools_for`. boxes: the boxes of these rows under `rule`. lists: the L blocks of each row to score;
-    None scores all C blocks. Scores of blocks that may not be chosen are arbitrary.
+    pools: result of `pools_for`.
+    boxes: the boxes of these rows under `rule`.
+    lists: the L blocks of each row to score; None scores all C blocks.
+
+    Scores of blocks that may not be chosen are arbitrary.
     """
     if call.scorer in LOGS:
         found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
@@ -142,7 +145,8 @@ def _own(
 ) -> Float[Tensor, "b h o"]:
     """Score of each box (row of queries, block of keys) in `own`, by pools over only the keys that the row sees.
 
-    queries: one for each row, with the scale applied. block: tokens of a key block.
+    queries: one for each row, with the scale applied.
+    block: tokens of a key block.
     """
     p, w = own.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
@@ -288,8 +292,10 @@ def _shares(
 ) -> Float[Tensor, "b h n C"]:
     """log of each block's share of a softmax over dim t, averaged over the `group` lines (along dim m) of each row.
 
-    shown: entries in the softmax. per: number of entries of dim t in a block. The average is of shares, before the log;
-    lines without shown entries are excluded.
+    shown: entries in the softmax.
+    per: number of entries of dim t in a block.
+
+    The average is of shares, before the log; lines without shown entries are excluded.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

@@ -29,9 +29,12 @@ from ._selector import BlockSelector, is_causal
 class TableAttention(NamedTuple):
     """Attention of one call to the blocks in a table: builds patterns that read the table, and calls `attend`.
 
-    rule: pairs that the call allows. own: the selector that made the table. beyond: complement of the selector's
-    `always`; None without `always`. table: name of the table among the run-time tensors. bindings: the other run-time
-    tensors, by name. options: keyword arguments of `attend`.
+    rule: pairs that the call allows.
+    own: the selector that made the table.
+    beyond: complement of the selector's `always`; None without `always`.
+    table: name of the table among the run-time tensors.
+    bindings: the other run-time tensors, by name.
+    options: keyword arguments of `attend`.
     """
 
     rule: Pattern
@@ -52,9 +55,12 @@ class TableAttention(NamedTuple):
     ) -> TableAttention:
         """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        own: the selector. beyond: complement of the selector's `always`; None without `always`. rule: pairs that the
-        call allows. bindings: run-time tensors of the call by name, of which those that only a coarse selector needs
-        are dropped; None for none. options: scale, q_offset and engine of `attend`.
+        own: the selector.
+        beyond: complement of the selector's `always`; None without `always`.
+        rule: pairs that the call allows.
+        bindings: run-time tensors of the call by name, of which those that only a coarse selector needs are dropped;
+            None for none.
+        options: scale, q_offset and engine of `attend`.
         """
         table = "chosen"
         needed = names(own.with_always(rule))
@@ -117,8 +123,8 @@ class TableAttention(NamedTuple):
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
         """Attention to pairs that are attended to only because the table has their block: (output, log-sum-exp).
 
-        blocks: the table. scores: score of each block in it, added to the logits of the block's keys; None adds
-        nothing.
+        blocks: the table.
+        scores: score of each block in it, added to the logits of the block's keys; None adds nothing.
         """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
@@ -139,9 +145,10 @@ class TableAttention(NamedTuple):
 class Running(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs. row: index of
-    the last row (block of queries) with a choice; blocks, scores: its chosen blocks and their scores. coarse: state of
-    the coarse selector; None without one.
+    pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs.
+    row: index of the last row (block of queries) with a choice.
+    blocks, scores: chosen blocks of the last row and their scores.
+    coarse: state of the coarse selector; None without one.
     """
 
     tokens: int
@@ -192,8 +199,8 @@ def advance(
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], Running]:
     """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
 
-    known: state before these queries; None for the first. k: keys of all tokens so far, those of these queries
-    included.
+    known: state before these queries; None for the first.
+    k: keys of all tokens so far, those of these queries included.
     """
     first = k.shape[2] - q.shape[2]
     coarse = inner = None

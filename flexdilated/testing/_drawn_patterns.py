@@ -100,8 +100,8 @@ def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
     """Draw one pattern of this kind, made by the constructors of `words`.
 
     kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood on a grid of
-    1 to 3 axes with at least `largest` tokens. largest: upper bound of segments, strides, rates and counts in the other
-    kinds.
+        1 to 3 axes with at least `largest` tokens.
+    largest: upper bound of segments, strides, rates and counts in the other kinds.
     """
 
     def number(most: int = largest, least: int = 1) -> int:
@@ -209,8 +209,9 @@ class Grammar:
     """Limits of drawn patterns, and methods that return strategies within these limits.
 
     num_heads, max_positions: patterns can be bound to this number of heads and up to this number of positions.
-    max_number: largest segment, stride, count and so on. closures: also draw `custom` patterns. words: object with the
-    constructors of patterns; see `Words`.
+    max_number: largest segment, stride, count and so on.
+    closures: also draw `custom` patterns.
+    words: object with the constructors of patterns; see `Words`.
     """
 
     num_heads: int = 1
@@ -315,8 +316,9 @@ def run_time_compositions(
 ) -> Any:
     """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
 
-    words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys,
-    mask, per_sample and selected_blocks. kinds: the compositions to choose from.
+    words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
+        per_sample and selected_blocks.
+    kinds: the compositions to choose from.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys

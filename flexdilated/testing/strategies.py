@@ -63,9 +63,12 @@ def patterns(
     compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
     range, which is an error (`attention_sizes(pattern)` avoids it).
 
-    max_number: largest segment, stride, count and so on. depth: maximum number of nested `&`, `|`, `~`, `per_head`,
-    `head_groups`, `blockwise` and `after` in a set. max_positions: grids have at least this number of tokens.
-    closures: also draw functions for `masks.custom`, which have no JSON. Patterns shrink towards `masks.causal()`.
+    max_number: largest segment, stride, count and so on.
+    depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.
+    max_positions: grids have at least this number of tokens.
+    closures: also draw functions for `masks.custom`, which have no JSON.
+
+    Patterns shrink towards `masks.causal()`.
     """
     return _Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
 

@@ -66,7 +66,8 @@ _SUPPORTED = (
 class TracedProgram:
     """Traced operations (nodes) of all rules of a page, and the constant tensors (tables) that they index.
 
-    sizes: number of heads, queries and keys. nodes: [operation, operand node indices ...].
+    sizes: number of heads, queries and keys.
+    nodes: [operation, operand node indices ...].
     """
 
     sizes: tuple[int, int, int]  # heads, queries, keys
@@ -233,9 +234,10 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
 class _TracedRule:
     """A rule to be traced, with the traced parts that its reason names.
 
-    written, bound: the rule with names and with values of run-time tensors. nodes: indices of the nodes of head, query
-    and key. asked: a pair with the rule's number of heads and unit of positions. node: index of the node that is true
-    if the rule allows the pair.
+    written, bound: the rule with names and with values of run-time tensors.
+    nodes: indices of the nodes of head, query and key.
+    asked: a pair with the rule's number of heads and unit of positions.
+    node: index of the node that is true if the rule allows the pair.
     """
 
     def __init__(

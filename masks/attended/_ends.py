@@ -172,7 +172,8 @@ def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tup
 def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: int) -> Iterator[int]:
     """Yield, in order, each end >= position such that no query in [first, end) sees a key at or after the end.
 
-    ends: the ends of chunks of these rules. first: below position.
+    ends: the ends of chunks of these rules.
+    first: below position.
     """
     while True:
         while pair := seen_ahead(sources, range(first, position), range(position, ends.next(position))):

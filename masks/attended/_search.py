@@ -213,7 +213,8 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
 def _turns(number: Tensor, runs: int) -> Tensor:
     """Return, for each box, the number of earlier boxes that have its run of keys.
 
-    number: index of the run of each box. runs: number of distinct runs.
+    number: index of the run of each box.
+    runs: number of distinct runs.
     """
     order = number.argsort(stable=True)
     counts = torch.bincount(number, minlength=runs)

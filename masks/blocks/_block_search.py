@@ -37,8 +37,11 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 class Leaves(NamedTuple):
     """Parts of blocks, with bounds low <= allowed pairs <= high of each part; int64 tensors of equal length.
 
-    table: index of the mask, which equal heads share. row, column: query block and key block. A run is a set
-    of slots whose positions are an arithmetic progression; a block has at most one leaf for each (query run, key run).
+    table: index of the mask, which equal heads share.
+    row, column: query block and key block.
+
+    A run is a set of slots whose positions are an arithmetic progression; a block has at most one leaf for each (query
+    run, key run).
     """
 
     table: Tensor
@@ -58,7 +61,8 @@ class SlotIntervals(NamedTuple):
     def of_rows(cls, rows: range | Tensor, q_block: int) -> SlotIntervals:
         """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor.
 
-        rows: indices of query blocks. q_block: slots per query block.
+        rows: indices of query blocks.
+        q_block: slots per query block.
         """
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
@@ -68,9 +72,12 @@ class SlotIntervals(NamedTuple):
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    tables: indices of the masks to search. rows: query blocks to search. sides: (query side, key side) of a block. If
-    the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In a
-    union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
+    tables: indices of the masks to search.
+    rows: query blocks to search.
+    sides: (query side, key side) of a block.
+
+    If the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In
+    a union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
     found, unless these are too many.
     """
     slots = SlotIntervals.of_rows(rows, sides[0])
@@ -86,7 +93,10 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    tables: indices of the masks to search. slots: query slots to search. sides: (query side, key side) of a block.
+    tables: indices of the masks to search.
+    slots: query slots to search.
+    sides: (query side, key side) of a block.
+
     Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
     part, as each part rules out different classes.
     """

@@ -32,9 +32,11 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 class Blocks:
     """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
 
-    A table is the mask that equal heads share; `heads`: index of the table of each head. Row r covers the query slots
-    (places in the order of a layout) from r * q_block on, column c the key slots from c * k_block on. `full`: True if
-    all q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of each block, or UNKNOWN (-1).
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on.
+
+    heads: index of the table of each head; heads with equal masks share one.
+    full: True if all q_block * k_block pairs exist and are allowed.
+    pairs: number of allowed pairs of each block, or UNKNOWN (-1).
     """
 
     num_q_slots: int
@@ -210,8 +212,11 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 class ListedBlocks(NamedTuple):
     """Mean numbers of listed blocks of a mask, by kind of row (query block).
 
-    The speed of kernels depends on the kind. runs: number of blocks in rows whose blocks are all adjacent. plain:
-    number of blocks in other rows without a partial block. masked: number of blocks in other rows with a partial block.
+    The speed of kernels depends on the kind.
+
+    runs: number of blocks in rows whose blocks are all adjacent.
+    plain: number of blocks in other rows without a partial block.
+    masked: number of blocks in other rows with a partial block.
     """
 
     runs: float
@@ -269,8 +274,9 @@ def _evenly(size: int, number: int) -> Tensor:
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     """Return the block list of a sequence `times` as long, with `times` copies of this list along the mask's diagonal.
 
-    classes: number of residue classes of the order of tokens, 1 for the order of positions. In residue-major order,
-    which lists class after class, the copies are placed within each class.
+    classes: number of residue classes of the order of tokens, 1 for the order of positions.
+
+    In residue-major order, which lists class after class, the copies are placed within each class.
     """
 
     def spread(index: Tensor, total: int) -> Tensor:

@@ -18,8 +18,8 @@ from ..orders import Pieces
 class SlotRun:
     """n runs of slots (places in the order of a layout): `count` slots from slot `start` on; tensors of shape (n,).
 
-    `piece`: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
-    `stride`: distance of consecutive slots of each run; None if all are 1.
+    piece: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
+    stride: distance of consecutive slots of each run; None if all are 1.
     """
 
     piece: Tensor
@@ -44,7 +44,9 @@ class SlotRun:
     def num_blocks(self, block: int) -> Tensor:
         """Return the number of blocks that each run spans, from the block of its first slot to that of its last.
 
-        block: slots per block. Blocks between that the run's stride skips are counted.
+        block: slots per block.
+
+        Blocks between that the run's stride skips are counted.
         """
         return self.last // block - self.start // block + 1
 
@@ -80,9 +82,11 @@ class Nodes:
 class Rule:
     """A pattern over slots, which are the places of queries and keys in a computation order.
 
-    `heads`: one global head for each table (the mask that equal heads share). `q`, `k`: orders of queries and keys, as
-    pieces whose positions are progressions; their `firsts` have a row for each table. `rows`: an equal rule with slots
-    cut into runs of neighbouring tokens instead of residue classes; None unless the classes are many and short.
+    heads: one global head for each table (the mask that equal heads share).
+    q, k: orders of queries and keys, as pieces whose positions are progressions; their `firsts` have a row for each
+        table.
+    rows: an equal rule with slots cut into runs of neighbouring tokens instead of residue classes; None unless the
+        classes are many and short.
     """
 
     pattern: Pattern
@@ -167,7 +171,9 @@ def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> 
 def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> SlotRun | None:
     """Return the slots of each block as a run, of piece -1 if they extend over several pieces; None for strided pieces.
 
-    start: first slot of each block. slots: number of existing slots. side: slots per block.
+    start: first slot of each block.
+    slots: number of existing slots.
+    side: slots per block.
     """
     if pieces.strides is not None:
         return None

@@ -151,9 +151,10 @@ def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L
 class PackedBlocks:
     """`Blocks` compressed by zlib; `unpack` restores them exactly.
 
-    shape, heads: as in `Blocks`. The list is cut into parts; lengths: number of blocks in each part; data: compressed
-    bytes of each part. Blocks are stored as distances from the previous block of the part, as distances repeat for
-    regular patterns.
+    shape, heads: as in `Blocks`.
+
+    The list is cut into parts; lengths: number of blocks in each part; data: compressed bytes of each part. Blocks are
+    stored as distances from the previous block of the part, as distances repeat for regular patterns.
     """
 
     shape: tuple[int, int, int, int]

@@ -52,8 +52,10 @@ class OnePart(Pattern):
     """Base of patterns derived from one pattern, `part`.
 
     recounts: True if the part is evaluated at numbers other than token positions, such as block numbers or positions
-    within a document. Construction raises TypeError if `part` is not a pattern, or is a mixture, and ValueError if
-    `recounts` is True and `part` has run-time tensors.
+        within a document.
+
+    Construction raises TypeError if `part` is not a pattern, or is a mixture, and ValueError if `recounts` is True and
+    `part` has run-time tensors.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_transposition")
     ... class Transposed(masks.extend.OnePart):
@@ -451,7 +453,8 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Return the pattern in which head h follows patterns[h].
 
     patterns: one set pattern (not a mixture) for each head, counted over all devices; binding to another number of
-    heads raises ValueError.
+        heads raises ValueError.
+
     Raises TypeError for a value that is not a sequence of set patterns.
 
     >>> masks.per_head([masks.causal(), masks.every()])
@@ -465,8 +468,11 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     """Return the pattern in which the i-th group of consecutive heads follows patterns[i].
 
-    patterns: one set pattern (not a mixture) for each group. If the heads do not divide evenly, the first groups have
-    one head more; binding to fewer heads than groups raises ValueError.
+    patterns: one set pattern (not a mixture) for each group.
+
+    If the heads do not divide evenly, the first groups have one head more; binding to fewer heads than groups raises
+    ValueError.
+
     Raises TypeError for a value that is not a sequence of set patterns.
 
     >>> masks.head_groups([masks.causal(), masks.every()])

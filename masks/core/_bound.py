@@ -124,8 +124,9 @@ class Bound:
     def count(self, box: Box) -> Bounds:
         """Return lower and upper bounds on the number of allowed (query, key) pairs in each of n boxes.
 
-        box: boxes of global heads and of positions, not of indices on this device. Boxes have no batch index: if
-        run-time tensors differ by batch entry, use the bound of one `entry`.
+        box: boxes of global heads and of positions, not of indices on this device.
+
+        Boxes have no batch index: if run-time tensors differ by batch entry, use the bound of one `entry`.
         """
         return self.union.count(box, num_heads=self.num_heads_global)
 

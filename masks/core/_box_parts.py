@@ -104,7 +104,9 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 def halves(owned: Owned, period: int = 1) -> Owned:
     """Cut each box in two across its longer side, if possible at a multiple of `period` near its middle.
 
-    period: in positions. From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
+    period: in positions.
+
+    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -146,8 +148,10 @@ def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
     """Number the distinct rows of a table: return (number of each row, index of one row for each number).
 
-    columns: the table's columns, integer tensors of shape (n,). Numbers count from 0 in the lexicographic order of the
-    rows. Much faster than `unique(dim=0)`, as it sorts single numbers.
+    columns: the table's columns, integer tensors of shape (n,).
+
+    Numbers count from 0 in the lexicographic order of the rows. Much faster than `unique(dim=0)`, as it sorts single
+    numbers.
     """
     number = torch.zeros_like(columns[0])
     if not len(number):

@@ -81,7 +81,9 @@ class Pair:
     def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
         """Return the clause that names the runs of positions of the query and key: "both are in segment 1 (4 to 7)".
 
-        kind: noun for a run. of_query, of_key: indices of their runs. edges(i): (start, stop) of run i.
+        kind: noun for a run.
+        of_query, of_key: indices of their runs.
+        edges: function (i) -> (start, stop) of run i.
         """
         query, key = (f"{kind} {index} ({span(*edges(index))})" for index in (of_query, of_key))
         if of_query == of_key:

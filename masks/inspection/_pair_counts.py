@@ -24,9 +24,11 @@ COUNTED = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "t
 class PlannedCounts:
     """Number of pairs and blocks over all heads, in the layouts and block sides that the planner chose.
 
-    useful_pairs: allowed pairs, once for each branch that allows them. computed_pairs: pairs in computed blocks.
-    full_blocks: whole blocks that allow every pair; partial_blocks: other computed blocks. table_bytes: bytes of the
-    block lists.
+    useful_pairs: allowed pairs, once for each branch that allows them.
+    computed_pairs: pairs in computed blocks.
+    full_blocks: whole blocks that allow every pair.
+    partial_blocks: other computed blocks.
+    table_bytes: bytes of the block lists.
     """
 
     useful_pairs: int

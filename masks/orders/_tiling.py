@@ -104,8 +104,9 @@ class Tiling(Permutation):
 class _Runs:
     """Non-empty parts of runs of slots, each within one rectangle of the grid.
 
-    run: index of the original run. start, stop: the part has slots start to stop - 1, counted from the rectangle's
-    first slot. box: the rectangles.
+    run: index of the original run.
+    start, stop: the part has slots start to stop - 1, counted from the rectangle's first slot.
+    box: the rectangles.
     """
 
     run: Tensor

@@ -83,8 +83,9 @@ class BlockTable:
     def count(self, table: Tensor, box: Box) -> Bounds:
         """Return bounds on the allowed (query, key) pairs of each of n boxes of queries and keys.
 
-        table: index of the table for each box, shape (n,); the heads in `box` are ignored. Bounds are exact for boxes
-        that span at most 8 query blocks, and coarser for larger ones.
+        table: index of the table for each box, shape (n,); the heads in `box` are ignored.
+
+        Bounds are exact for boxes that span at most 8 query blocks, and coarser for larger ones.
         """
         box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
         rows = torch.where(box.q.count > 0, box.q.last // self.q_block - box.q.first // self.q_block + 1, 0)
@@ -354,9 +355,11 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     """Pattern in which the queries of block i see the key blocks whose numbers are in rows[i].
 
     block: tokens of a query block and of a key block; block 0 begins at position 0.
-    rows: a table, which has a row of key block numbers for each query block; or a sequence of tables, one for each
-    head over all devices. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans
-    of these shapes, True where the row sees the key block of that column. Queries beyond the last row see no key.
+    rows: a table, which has a row of key block numbers for each query block; or a sequence of tables, one for each head
+        over all devices. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans of
+        these shapes, True where the row sees the key block of that column.
+
+    Queries beyond the last row see no key.
 
     Raises ValueError for negative numbers, for a number that a row names twice, and for a table without rows; TypeError
     for entries that are not integers and for uneven nesting. `bind` raises ValueError if the row of a query names a

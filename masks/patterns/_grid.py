@@ -34,8 +34,9 @@ Rectangle = tuple[Progression, ...]
 def fits(step: int, grid: tuple[int, ...]) -> bool:
     """True if `rectangles` can split arithmetic progressions of row-major positions with this step.
 
-    grid: lengths of the axes, the outermost first. The step must divide grid[-1], or be a multiple of grid[-1] such
-    that step // grid[-1] fits grid[:-1].
+    grid: lengths of the axes, the outermost first.
+
+    The step must divide grid[-1], or be a multiple of grid[-1] such that step // grid[-1] fits grid[:-1].
     """
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
@@ -51,6 +52,7 @@ def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rect
     """Split n progressions of row-major positions into rectangles: products of one progression for each axis.
 
     grid: lengths of the axes, the outermost first; `fits` must be True for the step of the progressions.
+
     Each yielded item is a batch of n rectangles, one for each progression; a rectangle may be empty. With two axes the
     items are the end of a row, the beginning of another row, and the whole rows between them.
     """
@@ -131,8 +133,10 @@ def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     """Return the coordinates of rows of a grid along its outer axes, as progressions of one term.
 
-    row: row-major numbers of the rows. grid: lengths of the outer axes. For rows beyond the grid the outermost
-    coordinate is at least the length of its axis.
+    row: row-major numbers of the rows.
+    grid: lengths of the outer axes.
+
+    For rows beyond the grid the outermost coordinate is at least the length of its axis.
     """
     one = torch.ones_like(row)
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]

@@ -135,8 +135,8 @@ class MaskTable(Table):
 class _CellRange(NamedTuple):
     """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
 
-    positions: number of positions in the outer cells. times: number of positions that share each value: 1, or the
-    number of the box's positions if one value serves all.
+    positions: number of positions in the outer cells.
+    times: number of positions that share each value: 1, or the number of the box's positions if one value serves all.
     """
 
     outer: tuple[Counts, Counts]
@@ -146,7 +146,7 @@ class _CellRange(NamedTuple):
 
     @classmethod
     def of(cls, progression: Progression, side: int, size: int) -> _CellRange:
-        """side: positions of a cell. size: positions of the axis; 1 if a single value serves all positions."""
+        """side: positions of a cell; size: positions of the axis, 1 if a single value serves all positions."""
         first, stop, count = progression.first, progression.last + 1, progression.count
         none = torch.zeros_like(first)
         if size == 1:
@@ -175,9 +175,9 @@ def mask(allowed: Any, *, name: str = "mask") -> Pattern:
     """Pattern that allows the pairs for which a boolean tensor is True, such as SDPA's `attn_mask`.
 
     allowed: booleans of shape (queries, keys) or (batch, heads, queries, keys), or floats with 0 for True and -inf for
-    False; or a string, the name under which `attend(bindings=)` passes the tensor. A dim of size 1 broadcasts:
-    (batch, 1, queries, 1) marks queries that see every key. With offsets in the call, rows and columns are positions,
-    from 0 to that of the last query and key.
+        False; or a string, the name under which `attend(bindings=)` passes the tensor. A dim of size 1 broadcasts:
+        (batch, 1, queries, 1) marks queries that see every key. With offsets in the call, rows and columns are
+        positions, from 0 to that of the last query and key.
     name: name of the tensor in texts and errors, unless `allowed` is a string. Names within a pattern must differ.
 
     New values do not recompile, but their block lists are built in time linear in the size of the tensor. A pattern

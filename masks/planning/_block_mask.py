@@ -53,12 +53,17 @@ def block_mask(
     Its block lists equal those of `create_block_mask`. A mixture (a sum of patterns, where a pair may count more than
     once) gives the mask of its union; use `attend` for the counts.
 
-    num_keys: num_queries by default. num_heads, head_offset, num_heads_global: the mask is for heads head_offset to
-    head_offset + num_heads - 1 of num_heads_global, by default head_offset + num_heads. The mask's batch axis has
-    length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads have equal masks.
-    q_offset, k_offset: positions of the first query and key. layout: order of the tokens in q, k and v, permuted by
-    `layout.apply`; permute the output back by `layout.invert`. block_size: one side or (query side, key side). Raises
-    ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask.
+    num_keys: num_queries by default.
+    num_heads, head_offset, num_heads_global: the mask is for heads head_offset to head_offset + num_heads - 1 of
+        num_heads_global, by default head_offset + num_heads.
+    q_offset, k_offset: positions of the first query and key.
+    layout: order of the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`.
+    block_size: one side or (query side, key side).
+
+    The mask's batch axis has length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads
+    have equal masks.
+
+    Raises ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask.
 
     >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
     (1, 1, 256, 256)
@@ -178,8 +183,9 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
     would allow fewer pairs.
 
     block: the side of the kernel's blocks, or (query side, key side); windows then use their greatest common divisor,
-        other patterns their least common multiple. Raises ValueError for sides outside 1 to 32,768 and for sizes that
-        would exceed 2^31 - 1.
+        other patterns their least common multiple.
+
+    Raises ValueError for sides outside 1 to 32,768 and for sizes that would exceed 2^31 - 1.
 
     >>> found = masks.snapped(masks.local_window(left=1000, right=0) & masks.causal(), 128)
     >>> found.pattern

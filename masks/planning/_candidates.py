@@ -32,13 +32,14 @@ _CLEARLY = 0.95
 class Allowed:
     """Kinds of terms that an engine can run; a term is a part of a plan that one kernel computes.
 
-    shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp. windows: terms inside
-    documents or similar windows, a separate one for each length. any_windows: such terms even if there are so many
-    lengths that one block list over all tokens would be cheaper. key_weights: terms with integer weights of (query,
-    key) pairs. masks: terms that compute all pairs of few tokens, under a dense mask. residues: terms over all tokens
-    in residue-major order. lists_only: the kernels take only block lists, so no terms are made for other kernels;
-    dilated segments then have one list for each branch (summand of the pattern), over the active tokens of all
-    segments.
+    shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp.
+    windows: terms inside documents or similar windows, a separate one for each length.
+    any_windows: such terms even if there are so many lengths that one block list over all tokens would be cheaper.
+    key_weights: terms with integer weights of (query, key) pairs.
+    masks: terms that compute all pairs of few tokens, under a dense mask.
+    residues: terms over all tokens in residue-major order.
+    lists_only: the kernels take only block lists, so no terms are made for other kernels; dilated segments then have
+        one list for each branch (summand of the pattern), over the active tokens of all segments.
     """
 
     shared_rows: bool = True
@@ -57,10 +58,12 @@ ANYTHING = Allowed()
 class Option:
     """One way to compute a branch (a summand of a mixture, which counts `multiplicity` times), or the whole mixture.
 
-    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows". terms: the parts, each
-    computed by one kernel. shares_rows: True if several terms contribute to one row of the output and must be merged by
-    log-sum-exp. For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands:
-    sizes of these tensors.
+    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
+    terms: the parts, each computed by one kernel.
+    shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp.
+
+    For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands: sizes of these
+    tensors.
     """
 
     branch: Expression
@@ -83,8 +86,10 @@ def options_of(
 ) -> tuple[Option, ...]:
     """Return the ways to compute a branch (a summand of the pattern, which counts `times` times), the cheapest first.
 
-    bound: the pattern's sizes. allowed: kinds of terms that the engine can run. Costs depend on machine, the constants
-    of the device, and operands, the sizes of q, k and v.
+    bound: the pattern's sizes.
+    allowed: kinds of terms that the engine can run.
+
+    Costs depend on machine, the constants of the device, and operands, the sizes of q, k and v.
     """
     given = Layout(bound.num_queries)
 
@@ -244,8 +249,10 @@ def _ruled_out(options: list[Option]) -> list[Option]:
 def _fullest(option: Option, plain: Option) -> float:
     """Upper bound on the fraction of pairs that the rule allows in a block of the option.
 
-    plain: an option without block lists for the same branch. If the option is in natural order, a query attends to only
-    every step-th key of a block, where `step` is the spacing of the keys in `plain`; in other orders the bound is 1.
+    plain: an option without block lists for the same branch.
+
+    If the option is in natural order, a query attends to only every step-th key of a block, where `step` is the spacing
+    of the keys in `plain`; in other orders the bound is 1.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0
@@ -274,8 +281,10 @@ class Choice:
     """Choice among the planner's ways to compute a pattern.
 
     ways: for each distinct branch (summand of the pattern), the `layout` name of the chosen option, such as "natural",
-    and the block side of each of its block lists. together: True if `ways` has a single item, for all branches
-    together. If an item is not among a pattern's options, the planner chooses by predicted cost.
+        and the block side of each of its block lists.
+    together: True if `ways` has a single item, for all branches together.
+
+    If an item is not among a pattern's options, the planner chooses by predicted cost.
     """
 
     together: bool
@@ -286,8 +295,8 @@ class Choice:
 class Candidates:
     """Ways to compute a pattern, cheapest first.
 
-    branches: options for each distinct branch (summand of the pattern). together: options that compute all branches
-    together; may be empty.
+    branches: options for each distinct branch (summand of the pattern).
+    together: options that compute all branches together; may be empty.
     """
 
     branches: tuple[tuple[Option, ...], ...]

@@ -29,10 +29,12 @@ _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 class Plan:
     """How a bound pattern (a pattern with its sizes) is computed: the terms, each computed by one kernel.
 
-    layout: order of the tokens in which the terms expect q, k and v. options: for each distinct branch (summand of the
-    pattern), the options compared, the chosen one first; a single tuple if all branches are computed together.
-    together: the options that compute all branches together, cheapest first. places: for each term, the indices of the
-    pattern's branches that it computes, several if these are equal; () if the term is for distinct branches together.
+    layout: order of the tokens in which the terms expect q, k and v.
+    options: for each distinct branch (summand of the pattern), the options compared, the chosen one first; a single
+        tuple if all branches are computed together.
+    together: the options that compute all branches together, cheapest first.
+    places: for each term, the indices of the pattern's branches that it computes, several if these are equal; () if the
+        term is for distinct branches together.
     """
 
     bound: Bound
@@ -93,9 +95,11 @@ def plan(
 ) -> Plan:
     """The cheapest plan of a bound pattern on this kind of device, by predicted cost; cached.
 
-    allowed: kinds of terms that the engine can run. operands: sizes of the tensors; None for the device's usual ones.
+    allowed: kinds of terms that the engine can run.
+    operands: sizes of the tensors; None for the device's usual ones.
     layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
-    the copies, in natural order: see `Plan.layout`. choice: options to take in natural order instead of the cheapest.
+        the copies, in natural order: see `Plan.layout`.
+    choice: options to take in natural order instead of the cheapest.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
@@ -272,8 +276,12 @@ def plan_at(
 ) -> Plan:
     """Plan of attention for tokens at given positions, such as one rank's part of a sequence.
 
-    rule: the pattern over positions of the whole sequence. placement: positions of the rank's queries and keys. The
-    rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global. allowed, operands: as in `plan`.
+    rule: the pattern over positions of the whole sequence.
+    placement: positions of the rank's queries and keys.
+    allowed, operands: as in `plan`.
+
+    The rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global.
+
     Terms number queries by their index in q, and keys by position. The plan's bound has the rank's sizes. The terms
     allow no pair with a key that the placement lacks.
     """

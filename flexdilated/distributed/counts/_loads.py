@@ -32,8 +32,8 @@ _SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
 class ScheduleChoice:
     """The chosen schedule ("exchange" or "ring"), the reason, and the costs of both on the most loaded rank, in bytes.
 
-    exchange_bytes, ring_bytes: received keys and values, as encoded. exchange_memory, ring_memory: peak memory of other
-    ranks' keys and values.
+    exchange_bytes, ring_bytes: received keys and values, as encoded.
+    exchange_memory, ring_memory: peak memory of other ranks' keys and values.
     """
 
     name: RankSchedule
@@ -79,6 +79,7 @@ def choose_schedule(
     needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
     more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
     holds more exceeds the factor by which the ring receives more.
+
     wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
@@ -140,11 +141,15 @@ _WIDEST = 70  # characters of a fact
 class RankLoads:
     """The load of each rank in a call of `distributed.attend` and its backward; `str` returns a table.
 
-    Entry i of a tuple is for rank i. received_forward: bytes of other ranks' keys and values. received_backward: bytes
-    of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and values, which are received
-    again. pairs: number of (query, key) pairs over all heads and batch entries, counted once for each branch of a
-    mixture that allows them. reason: why schedule "auto" chose this schedule; None if the caller named it. codec:
-    encoding of keys and values in messages; None: their dtype.
+    Entry i of a tuple is for rank i.
+
+    received_forward: bytes of other ranks' keys and values.
+    received_backward: bytes of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and
+        values, which are received again.
+    pairs: number of (query, key) pairs over all heads and batch entries, counted once for each branch of a mixture that
+        allows them.
+    reason: why schedule "auto" chose this schedule; None if the caller named it.
+    codec: encoding of keys and values in messages; None: their dtype.
     """
 
     pattern: Expression
@@ -212,9 +217,11 @@ def rank_loads(
 ) -> RankLoads:
     """Count the bytes that each rank receives, and the pairs that it computes, in a call of `distributed.attend`.
 
-    Nothing is run and no process group is needed. size: batch, heads, head dims and dtype of the call; its tokens are
-    those of the sharding. Keys and values travel padded to the wider head dim. codec: encoding of keys and values in
-    messages; None: their dtype.
+    Nothing is run and no process group is needed.
+
+    size: batch, heads, head dims and dtype of the call; its tokens are those of the sharding. Keys and values travel
+        padded to the wider head dim.
+    codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
     does not fit the heads or tokens.

@@ -45,11 +45,17 @@ _SHOWN = 8  # ranks, and calls, that an error names
 class PlainCall(NamedTuple):
     """Validated arguments of attention over ranks, as plain values; only `pool` may differ between ranks.
 
-    pattern: in JSON. scale: factor on the scores. head_offset: index of this device's first query head among all
-    num_heads_global. block_size: (queries, keys) of a block, or () for the default. sharding: `Sharding.numbers()`.
-    group: name of the process group. codec: encoding of keys and values in messages, or "auto". error_bound: of codec
-    "auto", otherwise 0. pool: name of a buffer pool, "auto", or "" for none. dropout_p: probability of dropping an
-    attention weight; if it is above 0, custom ops take the seed of dropout as the last item of their `bindings`.
+    pattern: in JSON.
+    scale: factor on the scores.
+    head_offset: index of this device's first query head among all num_heads_global.
+    block_size: (queries, keys) of a block, or () for the default.
+    sharding: `Sharding.numbers()`.
+    group: name of the process group.
+    codec: encoding of keys and values in messages, or "auto".
+    error_bound: of codec "auto", otherwise 0.
+    pool: name of a buffer pool, "auto", or "" for none.
+    dropout_p: probability of dropping an attention weight; if it is above 0, custom ops take the seed of dropout as the
+        last item of their `bindings`.
     """
 
     pattern: str
@@ -106,8 +112,8 @@ def as_promised(x: Tensor, like: Tensor) -> Tensor:
 class PartSums:
     """Accumulates attention of q over parts of the keys, merged by lse, in float32 or wider and in the order of calls.
 
-    dtype: of the computation on each part. whole: out, lse and their gradients over all keys, which `gradients` needs;
-    None in the forward.
+    dtype: of the computation on each part.
+    whole: out, lse and their gradients over all keys, which `gradients` needs; None in the forward.
     """
 
     def __init__(
@@ -167,7 +173,8 @@ def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Exp
     """Return the pattern, given in JSON, with its run-time tensors replaced by their values.
 
     bindings: the tensors, for a sequence of num_tokens tokens, ordered by name.
-    The values are read at each call, because a tensor may have changed in place.
+
+    These are read at each call, because a tensor may have changed in place.
     """
     if not bindings:
         return read_text(pattern)
@@ -196,9 +203,12 @@ def check_agreement(
 ) -> None:
     """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
-    facts: names and hashable values, compared by `repr`. once: returns further facts that are slow to compute or may
-    change later; they are compared only when these `facts` are checked for the first time. All ranks must make equal
-    checks in one order.
+    facts: names and hashable values, compared by `repr`.
+    once: returns further facts that are slow to compute or may change later; they are compared only when these `facts`
+        are checked for the first time.
+
+    All ranks must make equal checks in one order.
+
     Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
     not make the check within the group's timeout.
     """

@@ -34,13 +34,13 @@ class Sharding:
     A rank's tokens are in ascending order of position: its local token i is the i-th position of `ranges(rank)`.
 
     order: "contiguous" gives each rank one contiguous range, in the order of the ranks. "zigzag" cuts the sequence into
-    2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a causal
-    pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
+        2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a
+        causal pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
 
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
-    have one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd length the first half
-    has one token more. After construction the field always holds the lengths, so two shardings are equal if they have
-    one order and assign equal positions to all ranks.
+        have one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd length the first
+        half has one token more. After construction the field always holds the lengths, so two shardings are equal if
+        they have one order and assign equal positions to all ranks.
 
     >>> fd.distributed.Sharding(10, 4, 'zigzag')
     Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
@@ -136,7 +136,8 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 
     x must be equal on all ranks; that is not checked.
 
-    mesh: one dimension. sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
+    mesh: one dimension.
+    sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
     Gradients are of the sum of all ranks' losses, and each rank's x is a separate variable: x.grad is the gradient of
     this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
@@ -157,8 +158,10 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
     """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
-    mesh: one dimension. sharding: None means equal shards, `Sharding(W * L, W)`. All ranks must have one dtype, and one
-    shape except along dim; a rank may have no tokens.
+    mesh: one dimension.
+    sharding: None means equal shards, `Sharding(W * L, W)`.
+
+    All ranks must have one dtype, and one shape except along dim; a rank may have no tokens.
 
     Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum over ranks of the gradients of these
     tokens, in float32 or wider, in the order of the ranks. So every rank must run the backward. If all W ranks compute
@@ -195,7 +198,8 @@ def _checked_dim(x: object, dim: int) -> int:
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """All-gather: return all ranks' tokens along dim, in the order of their positions; x is this rank's shard.
 
-    sharding: `Sharding.numbers()`. group: name of the process group.
+    sharding: `Sharding.numbers()`.
+    group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
     _check(ranks, "unshard", x, dim, split)

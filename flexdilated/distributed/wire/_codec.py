@@ -37,9 +37,9 @@ class Codec:
     """Encoding of rows (vectors of head_dim numbers) in a fixed number of bytes per row. Not differentiable.
 
     name: the encoding. None: rows are unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite
-    above 3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per
-    row, its largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale
-    exceeds float32, decodes to NaN.
+        above 3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per
+        row, its largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale
+        exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None
@@ -82,7 +82,10 @@ class Codec:
     def decode(
         self, wire: UInt8[Tensor, "... R"], head_dim: int, dtype: torch.dtype, out: Float[Tensor, "... D"] | None = None
     ) -> Float[Tensor, "... D"]:
-        """Decoded rows; head_dim and dtype as before encoding. `out`: any strides, any floating dtype."""
+        """Decoded rows; head_dim and dtype as before encoding.
+
+        out: any strides, any floating dtype.
+        """
         assert wire.shape[-1] == self.row_bytes(head_dim, dtype), f"{head_dim} numbers of {dtype} are no {wire.shape}"
         if out is None:
             out = torch.empty((*wire.shape[:-1], head_dim), dtype=dtype, device=wire.device)
@@ -161,8 +164,11 @@ def codec_for(
 ) -> Codec:
     """Return the codec of this name; for "auto" the one with fewest bytes that keeps error_bound on all ranks.
 
-    All ranks must call it. error_bound: used by "auto" alone. For k in bfloat16 the name "bf16" gives Codec(None),
-    which leaves rows unchanged.
+    All ranks must call it.
+
+    error_bound: used by "auto" alone.
+
+    For k in bfloat16 the name "bf16" gives Codec(None), which leaves rows unchanged.
     """
     if name == "auto":
         return choose_codec(k, v, error_bound, ranks)

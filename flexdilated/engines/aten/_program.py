@@ -33,9 +33,10 @@ from ._tile_calls import KernelCalls, plan_calls
 class Step:
     """Executable form of one term of a plan (a part of the mask that one kernel computes).
 
-    queries, keys: gather and scatter of the term's tokens. calls: kernel calls of its block list; None for a term
-    without one, such as a causal term. hidden: queries without a key and keys without a query in the term. fresh: True
-    if no earlier step writes to the same rows of the output.
+    queries, keys: gather and scatter of the term's tokens.
+    calls: kernel calls of its block list; None for a term without one, such as a causal term.
+    hidden: queries without a key and keys without a query in the term.
+    fresh: True if no earlier step writes to the same rows of the output.
     """
 
     term: Term
@@ -89,9 +90,11 @@ class Step:
 class Program:
     """Executable form of an attention plan: the steps whose merged outputs are attention under the mask.
 
-    given: token order of q, k and v. layout: token order of the plan. steps: one for each term (a part of the mask that
-    one kernel computes). complete: True if the steps that are `fresh` (first to write their rows) write every row of
-    the output. visible: True for keys that may be attended to, in addition to the plan's mask; None: all keys.
+    given: token order of q, k and v.
+    layout: token order of the plan.
+    steps: one for each term (a part of the mask that one kernel computes).
+    complete: True if the steps that are `fresh` (first to write their rows) write every row of the output.
+    visible: True for keys that may be attended to, in addition to the plan's mask; None: all keys.
     """
 
     given: Layout
@@ -190,10 +193,12 @@ def make_program(
 ) -> Program:
     """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
-    given: token order of q, k and v. block_size: (query side, key side) of blocks in tokens; empty for the default of
-    each term (a part of the mask that one kernel computes). slots_at_once: maximum number of tokens, summed over heads,
-    in a term whose operands are copied; larger terms are split where possible. placement: positions of the tokens if
-    the plan is for tokens at arbitrary positions; None if they are consecutive.
+    given: token order of q, k and v.
+    block_size: (query side, key side) of blocks in tokens; empty for the default of each term (a part of the mask that
+        one kernel computes).
+    slots_at_once: maximum number of tokens, summed over heads, in a term whose operands are copied; larger terms are
+        split where possible.
+    placement: positions of the tokens if the plan is for tokens at arbitrary positions; None if they are consecutive.
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]

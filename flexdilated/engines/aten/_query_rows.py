@@ -39,9 +39,14 @@ def selected_rows(call: Call, selection: TableSplit, bindings: Sequence[Tensor],
     """Prepare a call with a table of selected key blocks: return one QueryRows for each batch entry.
 
     A QueryRows computes attention over such a table. A single one is returned, for all entries, if neither tables nor
-    rules differ between entries. call: sizes of the call. selection: the call's pattern, split into the table and the
-    rule that further restricts its pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of
-    batch entries. Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
+    rules differ between entries.
+
+    call: sizes of the call.
+    selection: the call's pattern, split into the table and the rule that further restricts its pairs.
+    bindings: run-time tensors of the pattern, sorted by name.
+    batch: number of batch entries.
+
+    Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
     """
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(call, leaf, bindings)
@@ -66,9 +71,11 @@ class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
     set: index of the head set of each problem; a head set is the g query heads that share a table and a key/value head.
-    query: index of each query in the call. block: index of each key block. place: index of each query's result among
-    the results of its head set before their merge, which has one for each query or one for each query and selected
-    block; -1 for padding. shown: True for visible (query, key) pairs; None if every query sees every key.
+    query: index of each query in the call.
+    block: index of each key block.
+    place: index of each query's result among the results of its head set before their merge, which has one for each
+        query or one for each query and selected block; -1 for padding.
+    shown: True for visible (query, key) pairs; None if every query sees every key.
     """
 
     set: Int64[Tensor, " n"]

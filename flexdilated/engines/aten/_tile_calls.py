@@ -117,9 +117,11 @@ _LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kern
 class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
-    table: index of the block-sparse mask that the problems are part of; equal heads share one. row: first block row of
-    each problem in that mask. columns: block columns of each problem in it. masks: for each block, index of its mask
-    in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks, else m = n; None if every pair is allowed.
+    table: index of the block-sparse mask that the problems are part of; equal heads share one.
+    row: first block row of each problem in that mask.
+    columns: block columns of each problem in it.
+    masks: for each block, index of its mask in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks,
+        else m = n; None if every pair is allowed.
     """
 
     table: int
@@ -150,11 +152,14 @@ class KernelCall:
 class KernelCalls:
     """Kernel calls that together compute attention under a block-sparse mask.
 
-    rule: the mask as a function of query and key slots (places in the reordered sequence). shape: (query slots, key
-    slots, query side, key side of a block). heads: for each table (mask shared by equal heads), its heads. complete:
-    True if every query is in a problem. key_slots: number of slots to which keys must be padded. masks: the U distinct
-    masks of blocks, an all-True one first; None if they are too large to keep and are evaluated for each call. hidden:
-    queries that attend to no key and keys that no query attends to, in the listed blocks.
+    rule: the mask as a function of query and key slots (places in the reordered sequence).
+    shape: (query slots, key slots, query side, key side of a block).
+    heads: for each table (mask shared by equal heads), its heads.
+    complete: True if every query is in a problem.
+    key_slots: number of slots to which keys must be padded.
+    masks: the U distinct masks of blocks, an all-True one first; None if they are too large to keep and are evaluated
+        for each call.
+    hidden: queries that attend to no key and keys that no query attends to, in the listed blocks.
     """
 
     rule: Rule
@@ -250,7 +255,8 @@ def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Li
 def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
     """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs.
 
-    ids: mask indices of all lists, concatenated. length: number of indices in each list.
+    ids: mask indices of all lists, concatenated.
+    length: number of indices in each list.
     """
     if not len(ids):
         return length
@@ -324,8 +330,9 @@ def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
     """Yield ascending indices of problems: runs with evenly spaced queries and keys, then all other problems at once.
 
-    row, columns: block row and key blocks of each problem. A run has at least `least` problems, each with consecutive
-    key blocks, so it can be read as strided views.
+    row, columns: block row and key blocks of each problem.
+
+    A run has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
     """
     first = columns[:, 0].long()
     unbroken = columns[:, -1].long() - first == columns.shape[1] - 1

@@ -47,7 +47,9 @@ def run_flex(
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
     structure; in a traced graph, they become part of the graph. The pairs that dropout drops are hidden, also from the
-    lse. kernel: a replacement for flex_attention, called without compilation.
+    lse.
+
+    kernel: a replacement for flex_attention, called without compilation.
     """
     returns_lse, sinks = features.return_lse, features.sinks
     if not program.steps:

@@ -62,8 +62,10 @@ def run_time_program(
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call for these values of its run-time tensors; cached.
 
-    bindings: the tensors (mask data that are passed with the call), sorted by name. batch: number of batch entries. The
-    program has the terms of `blank_program`, whatever the values.
+    bindings: the tensors (mask data that are passed with the call), sorted by name.
+    batch: number of batch entries.
+
+    The program has the terms of `blank_program`, whatever the values.
     """
     rule = call.rules(bindings)
     rule.require_entries(batch)
@@ -83,8 +85,10 @@ def blank_program(
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call for placeholder values of its run-time tensors; cached.
 
-    bindings: the tensors (mask data that are passed with the call), of which only the shapes matter. batch: number of
-    batch entries. Programs for values, from `run_time_program`, differ from this one only in their tables.
+    bindings: the tensors (mask data that are passed with the call), of which only the shapes matter.
+    batch: number of batch entries.
+
+    Programs for values, from `run_time_program`, differ from this one only in their tables.
     """
     blank = call.blank(bindings)
     blank.require_entries(batch)
@@ -106,8 +110,9 @@ def _cached(
 ) -> FlexProgram:
     """Return the FlexProgram of a call from the cache; if it is not there, it is built from the plan `planned()`.
 
-    rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors.
-    The program is evicted when the cache forgets the call's pattern. choice, operands: as in `static_program`.
+    rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors. The
+        program is evicted when the cache forgets the call's pattern.
+    choice, operands: as in `static_program`.
     """
 
     def build() -> FlexProgram:
@@ -127,6 +132,7 @@ def run_time_tables(
 
     A term is the part of a plan that one kernel computes. The tensors are its block tables (as in BlockMask), the rows
     of its mask's run-time tables and the masks of hidden queries and keys. Their shapes are equal for all values.
+
     constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
@@ -257,8 +263,10 @@ def flex(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
 
-    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. Raises ValueError for tensors and
-    block sides that FlexAttention's kernels do not support.
+    bindings: the pattern's run-time tensors, sorted by name.
+    call: pattern and sizes.
+
+    Raises ValueError for tensors and block sides that FlexAttention's kernels do not support.
     """
     if not features.drops:
         return _in_parts(q, k, v, bindings, call, features)
@@ -276,8 +284,10 @@ def with_dropout(
 ) -> Float[Tensor, "B H N D"]:
     """Return the output of attention with dropout of probability p: kept * exp(kept_lse - lse) / (1 - p).
 
-    kept, kept_lse: output and natural log-sum-exp over the kept pairs only. lse: over all pairs. A row without kept
-    pairs has output 0.
+    kept, kept_lse: output and natural log-sum-exp over the kept pairs only.
+    lse: over all pairs.
+
+    A row without kept pairs has output 0.
     """
     none = kept_lse == -torch.inf
     share = (kept_lse.masked_fill(none, 0.0) - lse.masked_fill(none, 0.0)).exp().masked_fill(none, 0.0)

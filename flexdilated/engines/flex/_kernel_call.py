@@ -39,9 +39,10 @@ def call_kernel(
     """Call `kernel`, which has the signature of flex_attention, with a BlockMask; returns (out, natural lse or None).
 
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
-    kernels do not check. sides: (queries, keys) of a block. features: of which scale, score_mod, by the kernel's
-    indices, return_lse and kernel_options count. is_complex: True if the mask has many operations, for which kernels
-    need more registers.
+        kernels do not check.
+    sides: (queries, keys) of a block.
+    features: of which scale, score_mod, by the kernel's indices, return_lse and kernel_options count.
+    is_complex: True if the mask has many operations, for which kernels need more registers.
     """
     own: dict[str, Any] = dict(_options_of(features.kernel_options))
     if is_flash(features.kernel_options):

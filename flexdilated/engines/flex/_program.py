@@ -47,10 +47,15 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 class Structure(torch.nn.Module):
     """Length-independent numbers of a term's kernel call; a term is a part of the plan that one kernel computes.
 
-    A module, because compiled graphs have the numbers of modules as constants. queries, keys: rules of the gathers.
-    sides: (queries, keys) of a block. places: indices of the term's branches (summands) in the pattern. multiplicity:
-    number of times that each pair counts. lead: (batch entries, heads) of the block tables. heads: (query, key/value)
-    heads of the tensors. is_complex: True if the mask has many operations.
+    A module, because compiled graphs have the numbers of modules as constants.
+
+    queries, keys: rules of the gathers.
+    sides: (queries, keys) of a block.
+    places: indices of the term's branches (summands) in the pattern.
+    multiplicity: number of times that each pair counts.
+    lead: (batch entries, heads) of the block tables.
+    heads: (query, key/value) heads of the tensors.
+    is_complex: True if the mask has many operations.
     """
 
     def __init__(
@@ -82,9 +87,10 @@ class Structure(torch.nn.Module):
 class FlexStep:
     """Executable term (a part of the plan that one kernel computes): its BlockMask and the gathers of its operands.
 
-    hidden: queries and keys that the kernel reads although they are in no allowed pair. held: holders of the run-time
-    tables that the mask reads. indices: map from kernel indices to heads and positions, for a score_mod. structure: the
-    numbers that do not depend on lengths.
+    hidden: queries and keys that the kernel reads although they are in no allowed pair.
+    held: holders of the run-time tables that the mask reads.
+    indices: map from kernel indices to heads and positions, for a score_mod.
+    structure: the numbers that do not depend on lengths.
     """
 
     mask: BlockMask
@@ -111,8 +117,9 @@ class FlexStep:
 class FlexProgram:
     """Executable plan on one device: one step, with one kernel call, for each term (part that one kernel computes).
 
-    shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order of
-    tokens; None if the tensors are in that order. packed: concatenated block tables of all steps, on accelerators.
+    shares_rows: some rows are computed by several steps.
+    enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
+    packed: concatenated block tables of all steps, on accelerators.
     sizes: (rows, columns, row list width, column list width) of the block tables of each step; empty without `packed`.
     """
 
@@ -151,8 +158,9 @@ def make_flex_program(
 ) -> FlexProgram:
     """Build the FlexProgram of a plan: the BlockMask and the gathers of each term, on a device.
 
-    given: order of the tokens in q, k and v. block_size: (queries, keys) of a block; None for the smallest that keep
-    block lists short. placement: the positions for which the plan was made, if it was made for a part of a sequence.
+    given: order of the tokens in q, k and v.
+    block_size: (queries, keys) of a block; None for the smallest that keep block lists short.
+    placement: the positions for which the plan was made, if it was made for a part of a sequence.
     """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
@@ -251,7 +259,8 @@ def _sizes(tables: Tables) -> tuple[int, int, int, int]:
 def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
     """Cut a program's `packed` tensor into views: the block tables of each step (the kernel call of one term), by name.
 
-    leads: (batch entries, heads) of each step's tables. sizes: four numbers for each step, as in FlexProgram.
+    leads: (batch entries, heads) of each step's tables.
+    sizes: four numbers for each step, as in FlexProgram.
     """
     found, begin = [], 0
     for index, lead in enumerate(leads):

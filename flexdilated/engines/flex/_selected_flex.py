@@ -28,9 +28,11 @@ from ._kernel_call import Kernel, call_kernel
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
     """Return how many consecutive queries are gathered as one unit, to attend to the key blocks selected for them.
 
-    block: (queries, keys) of a selected block. q_offset: position of the first query. The result is 0 if queries are
-    not gathered, as blocks are whole kernel tiles; None if the kernels do not support these blocks: neither the number
-    of keys of a block nor that of a tile is a multiple of the other.
+    block: (queries, keys) of a selected block.
+    q_offset: position of the first query.
+
+    The result is 0 if queries are not gathered, as blocks are whole kernel tiles; None if the kernels do not support
+    these blocks: neither the number of keys of a block nor that of a tile is a multiple of the other.
     """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
@@ -46,8 +48,9 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
     """Return (queries, keys) of the kernel's blocks, for selected blocks of these sides.
 
-    unit: queries that are gathered as one unit, 0 if none are. The kernel's blocks are at least a tile if queries are
-    gathered, else the selected blocks.
+    unit: queries that are gathered as one unit, 0 if none are.
+
+    The kernel's blocks are at least a tile if queries are gathered, else the selected blocks.
     """
     return (TILE, max(block[1], TILE)) if unit else block
 
@@ -55,8 +58,10 @@ def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
     """Return the number of gathered copies per query, with padding of tiles, rounded up; 1 if queries are not gathered.
 
-    block: (queries, keys) of a selected block. q_offset: position of the first query. most: key blocks in a row of the
-    table. sizes: (queries, keys) of the call.
+    block: (queries, keys) of a selected block.
+    q_offset: position of the first query.
+    most: key blocks in a row of the table.
+    sizes: (queries, keys) of the call.
     """
     unit = unit_of(block, q_offset)
     if not unit:
@@ -69,9 +74,12 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
 class SelectedBlocksOf(torch.nn.Module):
     """Length-independent sizes of attention over a table of selected blocks.
 
-    A module, because a compiled graph has a module's numbers as constants. block: (queries, keys) of a selected block.
-    unit: queries that are gathered as one unit, 0 if none are. most: key blocks in a row of the table. heads: numbers
-    of tables, query heads and key/value heads.
+    A module, because a compiled graph has a module's numbers as constants.
+
+    block: (queries, keys) of a selected block.
+    unit: queries that are gathered as one unit, 0 if none are.
+    most: key blocks in a row of the table.
+    heads: numbers of tables, query heads and key/value heads.
     """
 
     def __init__(self, block: tuple[int, int], unit: int, most: int, heads: tuple[int, int, int]) -> None:
@@ -94,8 +102,8 @@ class SelectedBlocksOf(torch.nn.Module):
 class Where(NamedTuple):
     """Offsets of a call as tensors: global index of the first head, positions of the first query and the first key.
 
-    row: index of the first query in its block of queries. tables: table of selected blocks of each head; empty if head
-    i has table i and there are no other tables.
+    row: index of the first query in its block of queries.
+    tables: table of selected blocks of each head; empty if head i has table i and there are no other tables.
     """
 
     head: Int64[Tensor, ""]
@@ -119,10 +127,12 @@ def attend_selected(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `rest` also allows.
 
-    of: sizes. rest: mask by global head and positions. where: offsets of the call. rows: for each row, a block of
-    queries, the key blocks that it selects; block 0 has the call's first key, row 0 its first query. Blocks outside the
-    keys are ignored, a block that a row names twice counts once. classes: for rows and blocks of whole tiles, 2 where
-    `rest` allows every pair, else 1; None if not known.
+    of: sizes.
+    rest: mask by global head and positions.
+    where: offsets of the call.
+    rows: for each row, a block of queries, the key blocks that it selects; block 0 has the call's first key, row 0 its
+        first query. Blocks outside the keys are ignored, a block that a row names twice counts once.
+    classes: for rows and blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
     """
     blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
@@ -168,7 +178,8 @@ def _tables_of_rows(
 ) -> dict[str, Tensor]:
     """Return the block tables of a BlockMask in which each row lists the key blocks `rows` where `named` is True.
 
-    classes: 2 for blocks that are full, else 1; None: no block is listed as full. columns: number of key blocks.
+    classes: 2 for blocks that are full, else 1; None: no block is listed as full.
+    columns: number of key blocks.
     """
     full = torch.zeros_like(named)
     if classes is not None:
@@ -190,9 +201,12 @@ def _tables_of_rows(
 class TilePlaces(NamedTuple):
     """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
 
-    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile. place: index of the
-    place of each pair, -1 for none. pair: index of the pair in each place, -1 for none. block: key block of each tile,
-    C (the number of blocks) for unused tiles. begin, number: first tile and number of tiles of each block.
+    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile.
+
+    place: index of the place of each pair, -1 for none.
+    pair: index of the pair in each place, -1 for none.
+    block: key block of each tile, C (the number of blocks) for unused tiles.
+    begin, number: first tile and number of tiles of each block.
     """
 
     place: Int32[Tensor, "B H RW"]

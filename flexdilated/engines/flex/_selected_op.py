@@ -33,9 +33,11 @@ _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advanc
 class SelectedParts(NamedTuple):
     """Split of a pattern with a run-time table of selected blocks, as plain values that are constants of a graph.
 
-    leaf: name under which the call passes the table. block: (queries, keys) of a block. most: key blocks in a row of
-    the table. others: JSON of the pattern of other pairs, which are allowed without the table; "" for none. needed,
-    names: names of the run-time tensors (mask data) of `others`, and of the whole pattern.
+    leaf: name under which the call passes the table.
+    block: (queries, keys) of a block.
+    most: key blocks in a row of the table.
+    others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
+    needed, names: names of the run-time tensors (mask data) of `others`, and of the whole pattern.
     """
 
     leaf: str
@@ -77,9 +79,12 @@ def takes_table(parts: SelectedParts, call: Call) -> bool:
 class Prepared:
     """SelectedParts of a call with a table of selected blocks that do not depend on the table's values.
 
-    of: sizes. rest: mask that also applies to pairs in selected blocks. held: holders of the run-time tables that
-    `rest` reads. where: offsets of the call. classes: 2 for each (row, key block) in which `rest` allows every pair,
-    else 1; None if not known. skipped: number of the table's rows before the first query's.
+    of: sizes.
+    rest: mask that also applies to pairs in selected blocks.
+    held: holders of the run-time tables that `rest` reads.
+    where: offsets of the call.
+    classes: 2 for each (row, key block) in which `rest` allows every pair, else 1; None if not known.
+    skipped: number of the table's rows before the first query's.
     """
 
     of: SelectedBlocksOf
@@ -98,8 +103,10 @@ def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, bl
     """Return the parts of a call that do not depend on its table of selected blocks.
 
     Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
-    blank_rest: use placeholders for the values of these tensors, for a trace. Raises TypeError or ValueError if the
-    table does not fit the call.
+
+    blank_rest: use placeholders for the values of these tensors, for a trace.
+
+    Raises TypeError or ValueError if the table does not fit the call.
     """
     selection = table_split_of(call)
     assert selection is not None

@@ -29,11 +29,13 @@ _Numbers = tuple[int, ...]
 class SlotIndex(NamedTuple):
     """Index tensors between one side (queries or keys) of a term and a tensor; None where not needed.
 
-    A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. heads: query
-    head of each head of the term. places: head of the term of each query head, -1 for none. Both are None if the term
-    has all query heads in order. offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
-    listed: token in each slot; inverse: slot of each token of every query head; both are for kind "index", with -1 for
-    none.
+    A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens.
+
+    heads: query head of each head of the term.
+    places: head of the term of each query head, -1 for none. Both are None if the term has all query heads in order.
+    offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
+    listed: token in each slot.
+    inverse: slot of each token of every query head; both are for kind "index", with -1 for none.
     """
 
     heads: Int32[Tensor, " H"] | None = None
@@ -65,7 +67,9 @@ class SlotRule(torch.nn.Module):
     ) -> Shaped[Tensor, "B H S ..."]:
         """Gather the tokens of x into the slots of a term: X heads, N tokens to H heads of S slots; empty slots are 0.
 
-        rows: index tensors. start: token at which segment 0 begins. slots: number of slots, for kind "segments".
+        rows: index tensors.
+        start: token at which segment 0 begins.
+        slots: number of slots, for kind "segments".
         """
         if self.kind == "index":
             assert rows.listed is not None
@@ -77,8 +81,11 @@ class SlotRule(torch.nn.Module):
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: SlotIndex, start: int, tokens: int, empty: float) -> Tensor:
         """Gather slots back into tokens, inverse to `take`: (B, query heads, tokens, ...).
 
-        rows: index tensors. start: token at which segment 0 begins. tokens: number of tokens. Tokens without a slot,
-        and heads that the term does not have, are filled with `empty`.
+        rows: index tensors.
+        start: token at which segment 0 begins.
+        tokens: number of tokens.
+
+        Tokens without a slot, and heads that the term does not have, are filled with `empty`.
         """
         return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
@@ -147,7 +154,7 @@ def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tenso
     """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)).
 
     begin: changes the expression, not the result. The forward passes 0 and the backward 1: equal expressions would be
-    merged in the joint graph, saved to memory and read again, where arithmetic in registers is cheaper.
+        merged in the joint graph, saved to memory and read again, where arithmetic in registers is cheaper.
     """
     dtype = index_dtype(x.device, 0, 0)
     head = torch.arange(begin, heads + begin, device=x.device, dtype=dtype) - begin
@@ -281,8 +288,10 @@ def _by_index(
 ) -> SideGather:
     """Return the gather of one side by index; index: token in each slot, -1 for none.
 
-    heads: query heads of the term, None for all. groups: number of query heads for each head of the tensor. Heads of a
-    group with equal rows of the index are gathered once.
+    heads: query heads of the term, None for all.
+    groups: number of query heads for each head of the tensor.
+
+    Heads of a group with equal rows of the index are gathered once.
     """
     alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
     if heads is None and groups > 1:

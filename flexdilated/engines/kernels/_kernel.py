@@ -28,6 +28,7 @@ class KernelTensors:
     """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
     A fold is one of several equally shaped segments of a sequence. G equals H or, for a single fold, is a divisor of H.
+
     visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
 
@@ -42,8 +43,10 @@ def forward(
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
 
-    is_causal: query i sees keys 0 to i. bias: added to the scores, on CPU only; None: nothing. A query whose keys are
-    all hidden by x.visible has output 0 and lse -inf.
+    is_causal: query i sees keys 0 to i.
+    bias: added to the scores, on CPU only; None: nothing.
+
+    A query whose keys are all hidden by x.visible has output 0 and lse -inf.
     """
     fold = _Folding.of(x)
     blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
@@ -264,7 +267,7 @@ def _positive(scale: float, needed: bool) -> tuple[float, float]:
     """Return (factor on q, scale of the kernel), which together give the scores of `scale`; (1, scale) if not `needed`.
 
     needed: True if the kernel's scale must be above 0, as it hides keys by -inf before it scales: a negative scale
-    would give +inf, and 0 NaN.
+        would give +inf, and 0 NaN.
     """
     if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale

@@ -28,10 +28,13 @@ class CudaKernel:
 
     forward: (q, k, v, scale, is_causal) -> (out, natural lse).
     backward: (grad_out, q, k, v, out, lse, scale, is_causal) -> (dq, dk, dv). out and lse may be of a softmax over more
-    keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out.
-    q, k and v have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries
-    as keys. least_keys: minimum number of keys. most_dim: function from the compute capability to the largest head dim,
-    0 for none. switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
+        keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out. q, k and v
+        have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries as
+        keys.
+    least_keys: minimum number of keys.
+    most_dim: function from the compute capability to the largest head dim, 0 for none.
+    switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
+
     The limits are taken from torch's sdp_utils.cpp.
     """
 

@@ -34,9 +34,11 @@ _ENOUGH = 2  # alike chunks that are run on the meta device: memory does not cha
 class Scores(NamedTuple):
     """Rule by which q · k of a pair becomes its weight: scale, score_mod and dropout.
 
-    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod. learned: tensors that score_mod reads
-    and that require a gradient. shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many
-    of the mask's branches keep each pair in dropout; None for no dropout. factor: multiplies the kept weights.
+    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod.
+    learned: tensors that score_mod reads and that require a gradient.
+    shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many of the mask's branches keep
+        each pair in dropout; None for no dropout.
+    factor: multiplies the kept weights.
     """
 
     scale: float
@@ -49,8 +51,10 @@ class Scores(NamedTuple):
 class Span(NamedTuple):
     """Block lists that are computed in the same chunks: those from `begin` to `stop` in descending order of length.
 
-    length: most blocks in a list. masked: most blocks with a mask in a list, which an incomplete block always has.
-    has_gaps: True if a list is shorter than `length`. problems: number of problems in a chunk that share a list.
+    length: most blocks in a list.
+    masked: most blocks with a mask in a list, which an incomplete block always has.
+    has_gaps: True if a list is shorter than `length`.
+    problems: number of problems in a chunk that share a list.
     """
 
     begin: int
@@ -78,8 +82,9 @@ class ListLengths(NamedTuple):
 def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: bool = False) -> tuple[Span, ...]:
     """Return the spans of a BlockMask's non-empty block lists; each chunk has a bounded number of scores.
 
-    lengths: upper bounds of the lengths of the mask's lists. problems: batch entries times query heads. in_graph: True
-    for the larger chunks of a graph.
+    lengths: upper bounds of the lengths of the mask's lists.
+    problems: batch entries times query heads.
+    in_graph: True for the larger chunks of a graph.
     """
     counts, partials = lengths
     entries, heads, _ = mask.kv_num_blocks.shape
@@ -107,10 +112,12 @@ class _ProblemChunk:
     """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
 
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
-    problem: index of the query block in the flattened (batch, heads, block rows). block: indices of key blocks in the
-    flattened (batch, key/value heads, blocks). hidden: True for pairs that are not allowed, of each problem (y = x) or
-    equal for all that share a list (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the
-    problems.
+
+    problem: index of the query block in the flattened (batch, heads, block rows).
+    block: indices of key blocks in the flattened (batch, key/value heads, blocks).
+    hidden: True for pairs that are not allowed, of each problem (y = x) or equal for all that share a list (y = 1);
+        None if all are allowed.
+    places: (batch entry, head, queries, keys) of the problems.
     """
 
     problem: Int64[Tensor, "x t"]
@@ -123,9 +130,10 @@ class _ProblemChunk:
 class _Problems:
     """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
 
-    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. order:
-    indices of the lists in descending order of length, in which `spans` are counted. sizes: (batch, query heads,
-    key/value heads, queries, keys). is_meta: True for meta tensors, which have no values.
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
+    order: indices of the lists in descending order of length, in which `spans` are counted.
+    sizes: (batch, query heads, key/value heads, queries, keys).
+    is_meta: True for meta tensors, which have no values.
     """
 
     mask: BlockMask
@@ -244,9 +252,11 @@ def attention(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of attention under a BlockMask; q, k and v are in float32 or wider.
 
-    G divides H. A query without keys has output 0 and lse -inf. spans: of the mask's lists, as from `spans_of`.
+    G divides H. A query without keys has output 0 and lse -inf.
+
+    spans: of the mask's lists, as from `spans_of`.
     recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
-    backward.
+        backward.
     """
     problems = _Problems.of(mask, spans, q, k)
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)

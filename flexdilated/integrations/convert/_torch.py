@@ -63,8 +63,10 @@ class TransformerEncoder(Converted):
 def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
     """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
 
-    name: name of the module in `model`. A subclass with its own forward, and a module with add_bias_kv or
-    add_zero_attn, cannot be converted; `refused` of the result is then the reason.
+    name: name of the module in `model`.
+
+    A subclass with its own forward, and a module with add_bias_kv or add_zero_attn, cannot be converted; `refused` of
+    the result is then the reason.
     """
     if not isinstance(module, nn.MultiheadAttention):
         return None

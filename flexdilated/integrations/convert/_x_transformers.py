@@ -101,7 +101,9 @@ class Attend(Converted):
 def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
     """Describe a module of x-transformers' class `Attention`; None for any other module.
 
-    name: name of the module in `model`. For unsupported options, `refused` of the result is the reason.
+    name: name of the module in `model`.
+
+    For unsupported options, `refused` of the result is the reason.
     """
     library = sys.modules.get("x_transformers.x_transformers")
     if library is None or not isinstance(module, library.Attention):

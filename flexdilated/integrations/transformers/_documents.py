@@ -78,9 +78,12 @@ class ModelCall:
     ) -> Int64[Tensor, "B N"] | None:
         """Return the document of each token of this pass, counted from 0; None if `module` sees only one of each row.
 
-        module: an attention layer. num_tokens, q_offset: number of its queries, and the position of the first. visible:
-        False for padding; None for no padding. is_known: False if q_offset is a number that a graph reads from a
-        tensor. evicts: True for keys of a `FlexdilatedCache`.
+        module: an attention layer.
+        num_tokens, q_offset: number of its queries, and the position of the first.
+        visible: False for padding; None for no padding.
+        is_known: False if q_offset is a number that a graph reads from a tensor.
+        evicts: True for keys of a `FlexdilatedCache`.
+
         Raises ValueError for documents that the model or its cache cannot keep apart.
         """
         self.has_layers = True
@@ -290,8 +293,8 @@ def _begins(
 ) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
     """True for tokens that begin a document after the first, and the position of the last token of each row.
 
-    visible: False for padding, which is left out of the comparison; None for no padding. least: the position of the
-    token before the first.
+    visible: False for padding, which is left out of the comparison; None for no padding.
+    least: the position of the token before the first.
     """
     rows = max(len(positions), len(least), 0 if visible is None else len(visible))
     before = torch.cat([least.expand(rows, 1), positions.expand(rows, -1)], 1)

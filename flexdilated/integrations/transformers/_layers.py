@@ -94,8 +94,9 @@ def choose(
 def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> None:
     """Set the implementation `name` on a model, except for the parts `left`, which keep theirs; warn of these.
 
-    left: {path: reason}. A part that has the implementation already, from a saved config, gets the default of
-    transformers.
+    left: {path: reason}.
+
+    A part that has the implementation already, from a saved config, gets the default of transformers.
     """
     parts: dict[str, Any] = {path: model.get_submodule(path) for path in left}
     before = {path: getattr(part.config, _IN_USE) for path, part in parts.items()}
@@ -112,10 +113,12 @@ def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> Non
 def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
     """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
 
-    chosen: a pattern or None for each layer. compose, name: as in `set_pattern`. The name is written as
-    `attn_implementation`: transformers reads this entry and raises for a name that is not registered, so a process
-    without this library cannot load the model with dense attention by mistake. If all patterns are None, the entries
-    are removed instead.
+    chosen: a pattern or None for each layer.
+    compose, name: as in `set_pattern`. The name is written as `attn_implementation`: transformers reads this entry and
+        raises for a name that is not registered, so a process without this library cannot load the model with dense
+        attention by mistake.
+
+    If all patterns are None, the entries are removed instead.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))

@@ -29,8 +29,9 @@ class Reading:
 
     begin: pattern that divides a row into documents and allows pairs within a document only; None for undivided rows.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
-    the rule has none. beside: constraints by tensors with an entry per token, such as groups of image tokens; None if
-    the rule has none. tensors: run-time tensors of these patterns, by name; `read` omits those of its argument `begin`.
+        the rule has none.
+    beside: constraints by tensors with an entry per token, such as groups of image tokens; None if the rule has none.
+    tensors: run-time tensors of these patterns, by name; `read` omits those of its argument `begin`.
     """
 
     positions: Pattern | None
@@ -51,8 +52,11 @@ def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | No
     """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
     begin: pattern that divides each row into documents, from whose first tokens positions are counted; None to count
-    from the start of the row. If the function itself counts positions from the starts of packed sequences, the result
-    has a pattern of these sequences in place of `begin`.
+        from the start of the row.
+
+    If the function itself counts positions from the starts of packed sequences, the result has a pattern of these
+    sequences in place of `begin`.
+
     Raises ValueError for operations on positions that the rules of transformers do not use.
     """
     with _TablesOfPositions():
@@ -218,10 +222,13 @@ class _ChunkIndex:
 class _PairRule:
     """Intersection of constraints on pairs (query, key); a field that is None adds no constraint.
 
-    least, most: inclusive limits of the distance key - query. chunk: length of consecutive chunks; query and key must
-    be in one chunk. same: tensor (B, L) of group ids; query and key must have equal, nonnegative ids. visible: tensor
-    (B, L), True for the keys that are allowed. counted_anew: True if positions are counted from the first token of each
-    group of `same`. nothing: True if no pair is allowed. unions: pairs of rules; of each pair at least one must hold.
+    least, most: inclusive limits of the distance key - query.
+    chunk: length of consecutive chunks; query and key must be in one chunk.
+    same: tensor (B, L) of group ids; query and key must have equal, nonnegative ids.
+    visible: tensor (B, L), True for the keys that are allowed.
+    counted_anew: True if positions are counted from the first token of each group of `same`.
+    nothing: True if no pair is allowed.
+    unions: pairs of rules; of each pair at least one must hold.
     """
 
     least: int | None = None

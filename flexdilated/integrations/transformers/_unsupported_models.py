@@ -110,8 +110,9 @@ def _reason(kind: type[nn.Module]) -> str | None:
 def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
     """True if a mask expression in `forward` is one of its arguments, a constant, or a conditional choice of these.
 
-    arguments: names of the arguments of `forward`. Arguments whose names are in `_MERGED`, masks that the model has
-    computed from other masks, give False.
+    arguments: names of the arguments of `forward`.
+
+    Arguments whose names are in `_MERGED`, masks that the model has computed from other masks, give False.
     """
     if isinstance(mask, ast.IfExp):
         return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)

@@ -23,9 +23,9 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
     The score of a block is q · mean of its keys, in float32. Of the blocks before the query's own, the `top` - 1 with
     the highest scores are chosen, or all if there are fewer. The own block is read up to the query.
 
-    block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12. top: blocks that are
-    read, the own block included; at least 2. within: the mask of the attention: causal(), or its intersection with
-    patterns that hide further keys.
+    block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12.
+    top: blocks that are read, the own block included; at least 2.
+    within: the mask of the attention: causal(), or its intersection with patterns that hide further keys.
 
     Raises TypeError or ValueError for other values.
     Source: MoBA, arXiv 2502.13189, section 2.2.
@@ -49,7 +49,9 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
     queries, each chooses separately.
 
     budget: keys that are read, a multiple of `block` and at least two blocks, the last page included. The paper uses
-    256 to 4096. block: keys of a page. within: as in `moba`.
+        256 to 4096.
+    block: keys of a page.
+    within: as in `moba`.
 
     Raises TypeError or ValueError for other values.
     Source: Quest, arXiv 2406.10774, algorithm 1; its code counts the last page in the budget.
@@ -88,8 +90,10 @@ def xattention(
     everywhere, so `threshold` chooses nearly all blocks: test it on the queries and keys of a model.
 
     most: width of the table, which the paper does not bound; `Selection.cut` is the share of rows that needed more.
-    block: tokens of a block of queries and of keys, a multiple of `stride`. stride: 8 or 16 in the paper. threshold:
-    above 0, at most 1. within: as in `moba`.
+    block: tokens of a block of queries and of keys, a multiple of `stride`.
+    stride: 8 or 16 in the paper.
+    threshold: above 0, at most 1.
+    within: as in `moba`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, section 2 and algorithm 1.
@@ -125,8 +129,9 @@ def seer_attention(
     block of `gate.block` keys. The query's own block is always read. Pass q and k before the model's rotary embedding,
     as the gate applies its own. `SelectedAttention.distill_loss` trains it.
 
-    gate: a `SeerGate` with share="head". choose: the paper uses a threshold or a fixed share of the blocks:
-    fd.Threshold(t, most=) or fd.TopK(k). within: as in `moba`.
+    gate: a `SeerGate` with share="head".
+    choose: the paper uses a threshold or a fixed share of the blocks: fd.Threshold(t, most=) or fd.TopK(k).
+    within: as in `moba`.
 
     Raises TypeError for a gate of another kind, and ValueError for one with share="group".
     Source: SeerAttention, arXiv 2410.13276, section 3.
@@ -153,8 +158,9 @@ def seer_attention_r(
 
     Like `seer_attention`, but without pooling of queries, so that decoding chooses as training does.
 
-    gate: a `SeerGate` with share="group". choose: the paper uses a threshold, or a budget that includes the own block:
-    fd.TopK(budget // block - 1). within: as in `moba`.
+    gate: a `SeerGate` with share="group".
+    choose: the paper uses a threshold, or a budget that includes the own block: fd.TopK(budget // block - 1).
+    within: as in `moba`.
 
     Raises TypeError for a gate of another kind, and ValueError for one with share="head".
     Source: SeerAttention-R, arXiv 2506.08889, section 2.
@@ -190,9 +196,11 @@ class SeerGate(nn.Module):
     model's own rotary embedding.
 
     head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and equals it by default.
-    block: tokens of a block of keys, as in the selector. dim: width of the projected queries and keys, even; 128 in the
-    paper. share: "head", one score per query head; "group", one per key/value head, for the sum of its projected
-    queries, as in SeerAttention-R. base: base of the rotary embedding's frequencies.
+    block: tokens of a block of keys, as in the selector.
+    dim: width of the projected queries and keys, even; 128 in the paper.
+    share: "head", one score per query head; "group", one per key/value head, for the sum of its projected queries, as
+        in SeerAttention-R.
+    base: base of the rotary embedding's frequencies.
 
     Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276, section 3.1, and SeerAttention-R, arXiv 2506.08889.
@@ -235,7 +243,8 @@ class SeerGate(nn.Module):
     ) -> Float[Tensor, "B T R C"]:
         """Scores of all C blocks of keys for R rows; T = H or, with share="group", T = G.
 
-        queries: one per row (block of queries). pools: mean, least and greatest keys of each block, (B, G, C, D) each.
+        queries: one per row (block of queries).
+        pools: mean, least and greatest keys of each block, (B, G, C, D) each.
         positions: position of the first token of each row.
         """
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])

@@ -89,9 +89,11 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 class _Folds(NamedTuple):
     """Equally shaped folds (segments or residue classes) computed as a batch; heads with equal values share a term.
 
-    place: number that tells apart groups of folds at different tokens. step: tokens from one active token (a token that
-    the fold computes) to the next. folds: number of folds. stride: tokens from the start of one fold to that of the
-    next. num_queries, num_keys: number of active tokens in each fold.
+    place: number that tells apart groups of folds at different tokens.
+    step: tokens from one active token (a token that the fold computes) to the next.
+    folds: number of folds.
+    stride: tokens from the start of one fold to that of the next.
+    num_queries, num_keys: number of active tokens in each fold.
     """
 
     place: int

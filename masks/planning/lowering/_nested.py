@@ -45,9 +45,10 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Terms that compute every allowed pair once, weighted by the sum of the multiplicities of branches that allow it.
 
     branches: multiplicity of each branch; these are dilated segments that nest: each segment length and rate divides
-    the next, and a token that is active in a branch is active in all earlier ones. The level of a token is the last
-    branch in which it is active. The branches that allow a pair are those from the first in which both tokens are in
-    one segment to the lower of the two tokens' levels.
+        the next, and a token that is active in a branch is active in all earlier ones.
+
+    The level of a token is the last branch in which it is active. The branches that allow a pair are those from the
+    first in which both tokens are in one segment to the lower of the two tokens' levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
@@ -72,7 +73,9 @@ def _size(branch: Pattern) -> tuple[int, int]:
 class _Chain:
     """Nested branches, from the shortest segments to the longest.
 
-    bases: dilated factor of each branch. times: multiplicity of each. rest: the other factor, common to all branches.
+    bases: dilated factor of each branch.
+    times: multiplicity of each.
+    rest: the other factor, common to all branches.
     """
 
     bases: tuple[Dilated, ...]

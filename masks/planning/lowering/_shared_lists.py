@@ -169,8 +169,9 @@ def _of_segments(
 ) -> MaskMod:
     """Return a mask_mod that allows the key slots with tokens in the query's segment; if `is_causal`, only k <= q.
 
-    width: slots of a segment. begins, counts, ends: for each head the first slot with a token, the number of slots with
-    tokens in a segment, and one past the last slot with a token.
+    width: slots of a segment.
+    begins, counts, ends: for each head the first slot with a token, the number of slots with tokens in a segment, and
+        one past the last slot with a token.
     """
 
     def seen(b, h, q, k):
@@ -220,7 +221,8 @@ _LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compile
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
     """Return (query order, key order) of the segments with queries and keys; None if no query or no key is active.
 
-    offsets: dilation offset of each head. segment, rate: segment length and dilation rate.
+    offsets: dilation offset of each head.
+    segment, rate: segment length and dilation rate.
     """
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
@@ -318,8 +320,11 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
     """One term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
 
     A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
-    at most one of them of rate above 1. placement: positions of the device's queries and keys. Terms without an allowed
-    pair are left out.
+    at most one of them of rate above 1.
+
+    placement: positions of the device's queries and keys.
+
+    Terms without an allowed pair are left out.
     """
     groups: dict[tuple[Pattern, int, int], dict[int, tuple[int, Ranges]]] = {}
     of_head = placement.keys

@@ -179,12 +179,15 @@ class Term:
     """Part of a plan that one kernel computes: some heads of one branch, over orders of the queries and keys.
 
     q, k: orders, which give the tokens of the term and the slot (place in the reordered sequence) of each. A fold is
-    one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs
-    among these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip",
-    causal with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block
-    list of side `block_side`; "table", a table of selected blocks. heads: query heads, numbered on this device; global
-    numbers are head_offset larger. Query token i is at position q_offset + i, key token j at k_offset + j. A pair
-    counts `multiplicity` times, multiplied by its weight if there are `weights`.
+        one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0.
+    rule: allowed pairs among these tokens.
+    shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
+        at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
+        `block_side`; "table", a table of selected blocks.
+    heads: query heads, numbered on this device; global numbers are head_offset larger.
+
+    Query token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times,
+    multiplied by its weight if there are `weights`.
     """
 
     rule: Pattern
@@ -353,7 +356,7 @@ class Term:
         """Return the block list over the slots of one fold, with a table for each distinct rule of a head.
 
         settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
-        If False, a listed block may have no allowed pair, and a full one may be listed as partial.
+            If False, a listed block may have no allowed pair, and a full one may be listed as partial.
         """
         square = self._square(q_block, k_block)
         if square is not None:

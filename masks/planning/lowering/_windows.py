@@ -93,7 +93,7 @@ class _Cut:
     """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
 
     from_start: True if `rest` counts positions from the start of a document, False if it counts from 0, None if both
-    give equal masks.
+        give equal masks.
     """
 
     rest: Pattern
