@@ -30,11 +30,12 @@ class Block(nn.Module):
     With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each sum is
     norm(a * x + f(x)) instead, f being attention or feed-forward. Queries, keys and values come from one projection.
 
-    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device. selected: attention that
-    chooses its keys from the data, to use instead of the pattern; None to use the pattern. memory_dim: width of the
-    memory; None: no attention to a memory. scales: (a, gain of the initial weights of the projections whose results are
-    added to x); None for `residual_scales(config)`. drop_path: probability, in training, that a sequence skips f, drawn
-    for each sum.
+    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device.
+    selected: attention that chooses its keys from the data, to use instead of the pattern; None to use the pattern.
+    memory_dim: width of the memory; None: no attention to a memory.
+    scales: (a, gain of the initial weights of the projections whose results are added to x); None for
+        `residual_scales(config)`.
+    drop_path: probability, in training, that a sequence skips f, drawn for each sum.
     """
 
     def __init__(

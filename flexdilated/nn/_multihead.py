@@ -286,11 +286,14 @@ class MultiheadDilatedAttention(MultiheadProjections):
         tokens of width kdim and vdim.
 
         attn_mask: None or, for a module with causal=True, exactly torch's causal mask, (N, M) booleans or floats, which
-        changes nothing. is_causal: True needs a module with causal=True. key_padding_mask: booleans (B, M), or (M,)
-        unbatched, True for keys to hide, or floats, -inf for keys to hide and 0 for others. A query without visible
-        keys gets attention output 0, where torch has NaN. Positions include padding: with padding on the left, segments
-        begin in the padding. average_attn_weights: without effect, as no weights are returned. bindings: values of the
-        run-time tensors that the pattern names, as in `attend`; with a mesh for the whole sequence.
+            changes nothing.
+        is_causal: True needs a module with causal=True.
+        key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to hide, or floats, -inf for keys to hide
+            and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions
+            include padding: with padding on the left, segments begin in the padding.
+        average_attn_weights: without effect, as no weights are returned.
+        bindings: values of the run-time tensors that the pattern names, as in `attend`; with a mesh for the whole
+            sequence.
 
         Raises ValueError for need_weights, for any other attn_mask (RuntimeError at run time in a compiled graph), and
         for inputs that do not fit.

@@ -52,10 +52,11 @@ def block_mass(
     as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch entries, call it once
     per entry.
 
-    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, q_offset, k_offset,
-    head_offset, num_heads_global: as in that call. If k has only some of the keys in the lse, shares are still relative
-    to all of them. block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
-    `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
+    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
+    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call. If k has only some
+        of the keys in the lse, shares are still relative to all of them.
+    block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in `masks.block_list`.
+        The first row is the block of query 0's position, the first column that of key 0's.
 
     Computes only blocks in which the pattern has pairs, in chunks, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.

@@ -89,9 +89,11 @@ def require_close(
 ) -> None:
     """Raise AssertionError unless out (B, H, N, D), lse (B, H, N) and grads equal dense attention within error budgets.
 
-    lse: None: not compared. grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
-    through_lse: True if grads follow from that of lse, too; None: True if lse is given. rows: (B, H, N), True for the
-    rows of out and lse to compare; None: all. margin: factor on the budgets.
+    lse: None: not compared.
+    grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
+    through_lse: True if grads follow from that of lse, too; None: True if lse is given.
+    rows: (B, H, N), True for the rows of out and lse to compare; None: all.
+    margin: factor on the budgets.
     """
     through_lse = lse is not None if through_lse is None else through_lse
     truth = expected(dense, gradients=bool(grads), through_lse=through_lse, margin=margin)
