@@ -237,7 +237,7 @@ def planned_call(
     """Check these arguments of `attend`; return (q, pattern and sizes as plain values, run-time tensors, scale).
 
     A tensor as scale is multiplied into q. The run-time tensors, which the pattern carries or `bindings` holds, are
-    ordered by name.
+    sorted by name.
     """
     heads = check_sizes(pattern, q, place)
     check_layout(place.layout, q, k)

@@ -49,7 +49,7 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Row of a `PlanReport`: `terms` equal terms, where a term is a part of the plan that one kernel computes.
+    """Row of a `PlanReport`: `terms` equal terms.
 
     The terms differ only in the positions of their tokens.
 
@@ -394,7 +394,7 @@ def _shape(term: Term) -> str:
 
 
 def _terms(best: Plan) -> Iterator[PlannedTerm]:
-    """Yield the terms (parts computed by one kernel) of each branch's chosen option; equal terms share one entry."""
+    """Yield the terms of each branch's chosen option; equal terms share one entry."""
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(
             (

@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PlanSize:
     """A pattern and the sizes of attention, and of a LongNet with this attention, for which `plan` makes a report.
 
-    pattern: with values for its run-time tensors (mask data).
+    pattern: with values for its run-time tensors.
     num_kv_heads: a divisor of num_heads.
     head_dim: of queries and keys.
     value_dim: of values.

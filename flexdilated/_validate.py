@@ -349,7 +349,7 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """Return the run-time tensors (mask data) that a pattern needs, held by it or in bindings, ordered by name.
+    """Return the run-time tensors that a pattern needs, held by it or in bindings, sorted by name.
 
     bindings: {name: tensor} for the tensors that the pattern does not hold. Tensors are copied to the CPU here, once
         per call, except tables of selected blocks, which stay on their device.

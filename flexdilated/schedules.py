@@ -47,7 +47,10 @@ class Schedule:
             require_int(name, getattr(self, name), minimum=minimum)
 
     def __call__(self, step: int) -> int:
-        """The value at this step, counted from 0. Raises TypeError or ValueError unless `step` is an integer >= 0."""
+        """The value at this step, counted from 0.
+
+        Raises TypeError or ValueError unless `step` is an integer >= 0.
+        """
         time = (require_int("step", step, minimum=0) - self.begin) / self.steps
         done = _CURVES[self.curve](min(max(time, 0.0), 1.0))
         return self._value(floor(done * self._levels + 0.5))

@@ -61,7 +61,7 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
 def bigbird(
     num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
 ) -> Pattern:
-    """Pattern in which each block of queries sees blocks near it, global blocks and random blocks.
+    """Pattern in which each query block sees blocks near it, global blocks and random blocks.
 
     Global blocks see all keys.
 
@@ -69,8 +69,8 @@ def bigbird(
     block: tokens per block.
     radius: blocks on each side of the query's block.
     num_global: number of global blocks, the first of the sequence (the paper's internal transformer construction).
-    num_random: blocks drawn for each block of queries in each head. They are drawn among all blocks and may overlap
-        with window and global blocks, which the paper's code excludes.
+    num_random: blocks drawn for each query block in each head. They are drawn among all blocks and may overlap with
+        window and global blocks, which the paper's code excludes.
     seed: seed of the draw.
 
     Raises ValueError for a radius below 0, a seed outside [0, 2**63), other numbers below 1, and num_random above the
@@ -192,11 +192,11 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Pattern that is the union of levels, each of which gives every n-th block of queries a window of key blocks.
+    """Pattern that is the union of levels, each of which gives every n-th query block a window of key blocks.
 
     It is `hierarchical` of dilated-attention-pytorch (the DarcStar fork).
 
-    levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
+    levels: (stride, window size) of each level, in tokens. Query blocks at multiples of the stride see the blocks
         within half a window on each side, or all blocks for window size -1; a query sees the keys of all its levels.
         Strides and half windows are rounded down to whole blocks, strides to at least one.
     block_size: tokens per block on all levels; in the source, a level's `block_size` has no effect.

@@ -68,7 +68,8 @@ def read_text(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from its attribute `text`, which is canonical JSON.
 
     Unlike `from_json`, it accepts custom functions, which the text names by their digests and which must still exist in
-    this process. Raises ValueError for any other string, and TypeError for a value that is not a string.
+    this process.
+    Raises ValueError for any other string, and TypeError for a value that is not a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")

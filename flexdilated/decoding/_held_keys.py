@@ -37,9 +37,9 @@ _LEAST_SLOTS = 256
 class HeldKeys:
     """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
-    A slot is an index along the buffer's token dim, a run a range of consecutive positions in consecutive slots. A full
-    buffer is packed: keys that no later query can see are dropped, and the other runs are moved together. On average
-    over many tokens, each token is moved about once.
+    A run has consecutive positions at consecutive indices of the buffer's token dim. A full buffer is packed: keys that
+    no later query can see are dropped, and the other runs are moved together. On average over many tokens, each token
+    is moved about once.
 
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
         stored.

@@ -294,7 +294,7 @@ def _best(
     """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
 
     Under torch.compile the choice is a constant of the graph. bindings: values of the pattern's run-time tensors,
-    ordered by name. Raises ValueError under torch.compile if there are any, because a trace does not have the values.
+    sorted by name. Raises ValueError under torch.compile if there are any, because a trace does not have the values.
     """
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])

@@ -44,7 +44,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
     """Return this rank's plan: the rows (each one token of one key/value head) that it sends and receives.
 
     num_heads, num_kv_heads: on this device.
-    bindings: the pattern's run-time tensors, ordered by name.
+    bindings: the pattern's run-time tensors, sorted by name.
     """
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
     return ExchangePlan.of(
@@ -61,7 +61,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 class Exchange:
     """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
 
-    bindings: the pattern's run-time tensors, ordered by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -172,7 +172,7 @@ def exchange_op(
 
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
     shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
-    run-time tensors, ordered by name; with dropout followed by its seed. constants: the other arguments of the call
+    run-time tensors, sorted by name; with dropout followed by its seed. constants: the other arguments of the call
     (pattern, scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
     """
     call = PlainCall.of(constants)
@@ -233,7 +233,7 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name; with
+    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, sorted by name; with
     dropout followed by its seed, which is not read. constants: the other arguments of the call (pattern, sharding,
     process group and so on) as the text that `PlainCall.constants` returns.
     """
@@ -315,12 +315,12 @@ def exchange(
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
 
-    Every rank must make this call, and run its backward. call: the
-    pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
-    ordered by name; with dropout followed by its seed. One all-to-all brings each (key/value head, token) that some
-    query of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32
-    or wider. With engines "aten" and "portable" the call is one op, which overlaps each transfer with work on this
-    rank's keys; with "flex", or a score_mod, only the transfers are ops.
+    Every rank must make this call, and run its backward. call: the pattern, the engine and other plain arguments.
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward
+    another returns the gradients, which the owners add up in float32 or wider. With engines "aten" and "portable" the
+    call is one op, which overlaps each transfer with work on this rank's keys; with "flex", or a score_mod, only the
+    transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """

@@ -269,7 +269,7 @@ def ring_op(
     """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
 
     Every rank must make this call, and run its backward. bindings: the pattern's run-time tensors, for the whole
-    sequence, ordered by name; with dropout followed by its seed. constants: the other arguments of the call (pattern,
+    sequence, sorted by name; with dropout followed by its seed. constants: the other arguments of the call (pattern,
     scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
 
     Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the

@@ -108,7 +108,7 @@ class Call(NamedTuple):
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """Return the pattern with the values of its run-time tensors (mask data that are passed with the call).
+        """Return the pattern with the values of its run-time tensors.
 
         bindings: these tensors, sorted by name.
 
@@ -136,7 +136,7 @@ class Call(NamedTuple):
         )
 
     def blank(self, bindings: Sequence[Tensor]) -> Expression:
-        """Return the pattern with placeholders for its run-time tensors (mask data that are passed with the call).
+        """Return the pattern with placeholders for its run-time tensors.
 
         bindings: these tensors, sorted by name.
 
@@ -172,7 +172,7 @@ class Call(NamedTuple):
     ) -> Plan:
         """Return a plan of how to compute `rule`, or the call's pattern if None, on this kind of device.
 
-        allowed: kinds of terms (parts of a plan, one kernel each) that the engine can run.
+        allowed: kinds of terms that the engine can run.
         choice: the planner's options to take; None for those of lowest predicted cost; ignored with a placement.
         operands: sizes of the tensors; None for the device's usual ones.
         """
@@ -207,8 +207,8 @@ def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
 def table_split_of(call: Call) -> TableSplit | None:
     """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
 
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
+    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
+    cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
     return None if found is None or call.k_offset % found.leaf.block[1] else found
@@ -218,24 +218,24 @@ def table_split_of(call: Call) -> TableSplit | None:
 def table_split_in_text(text: str) -> TableSplit | None:
     """Split a pattern, given as JSON, into a table of selected blocks, a mask on their pairs, and other pairs.
 
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated from the rest.
+    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
+    cannot be separated from the rest.
     """
     return table_split(read_text(text)) if '"kind":"selected_blocks"' in text else None
 
 
 def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """Return (call, run-time tensors) for `selection.others`, the summand of the pattern without selected blocks.
+    """Return (call, run-time tensors) for `selection.others`, the branch of the pattern without selected blocks.
 
     selection: split of the call's pattern, in which `others` is not None.
-    bindings: run-time tensors (mask data that are passed with the call) of the whole pattern, sorted by name.
+    bindings: run-time tensors of the whole pattern, sorted by name.
     """
     assert selection.others is not None
     return call._replace(pattern=selection.others.text), tensors_of(call, selection.others, bindings)
 
 
 def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Return the run-time tensors (mask data that are passed with the call) of `part`, sorted by name.
+    """Return the run-time tensors of `part`, sorted by name.
 
     part: part of the call's pattern.
     bindings: all run-time tensors of the pattern, sorted by name.

@@ -34,7 +34,7 @@ class Dropout(NamedTuple):
         return cls(p, torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=device))
 
     def kept(self, place: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Bool[Tensor, "..."]:
-        """Return True for each pair that dropout keeps in one branch (summand) of the pattern.
+        """Return True for each pair that dropout keeps in one branch of the pattern.
 
         place: index of the branch.
         b, h, q, k: batch entry, global head, and positions of query and key, of any shapes that broadcast; the result
@@ -51,7 +51,7 @@ class Dropout(NamedTuple):
     def shares(self, places: tuple[int, ...]) -> ScoreMod:
         """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
 
-        places: indices of branches (summands of the pattern).
+        places: indices of branches.
 
         The number is int32, or bool for a single branch.
         """
@@ -63,7 +63,7 @@ class Dropout(NamedTuple):
         return share
 
     def hides(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
-        """Return a score_mod that applies dropout to n equal branches (summands of the pattern), computed as one.
+        """Return a score_mod that applies dropout to n equal branches, computed as one.
 
         The score of a pair that m branches keep becomes score_mod(score), or score if None, plus log(m / n), or -inf if
         m is 0. places: indices of the n branches.

@@ -1,8 +1,4 @@
-"""Gathers, scatter-adds and merges between the tokens of a tensor and the slots of a term.
-
-A term is the part of a plan that one kernel computes. It has slots, numbered places for tokens, in folds: equally
-shaped segments that are computed as a batch.
-"""
+"""Gathers, scatter-adds and merges between the tokens of a tensor and the slots of a term."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ from ..masks.planning import Plan, Term
 class HeadRun:
     """Heads of a term that one strided view of a tensor covers: they are evenly spaced, with one token in slot 0.
 
-    A term is the part of a plan that one kernel computes. Its head i, with begin <= i < end, reads head `first + (i -
-    begin) * step` of the tensor; with step 0 all read head `first`. start: index of the token in slot 0.
+    Its head i, with begin <= i < end, reads head `first + (i - begin) * step` of the tensor; with step 0 all read head
+    `first`. start: index of the token in slot 0.
     """
 
     begin: int
@@ -41,20 +37,19 @@ class HeadRun:
 
 @dataclass(frozen=True)
 class Strands:
-    """Reader and writer of one side (queries or keys) of a term whose slots are strided views of a tensor.
+    """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
-    A term is the part of a plan that one kernel computes, a slot its numbered place for a token. layout: token in each
-    slot. runs: all heads of the term, in groups that one strided view covers.
+    layout: token in each slot. runs: all heads of the term, in groups that one strided view covers.
     """
 
     layout: Compact
     runs: tuple[HeadRun, ...]
 
     def view(self, x: Shaped[Tensor, "B X N ..."], run: HeadRun) -> Shaped[Tensor, "B h F S ..."]:
-        """Return the view of x that holds the slots (places for tokens in a term) of one run of heads.
+        """Return the view of x that holds the slots of one run of heads.
 
-        X heads and N tokens of x; h heads of the run; F folds (segments) of S slots each. If run.step is 0, all heads
-        share the memory of one head of x.
+        X heads and N tokens of x; h heads of the run; F folds of S slots each. If run.step is 0, all heads share the
+        memory of one head of x.
         """
         layout = self.layout
         rest, rest_stride = x.shape[3:], x.stride()[3:]
@@ -68,7 +63,7 @@ class Strands:
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
         """Gather from x the tokens in the slots of all heads of the term: a view where strides allow it, else a copy.
 
-        X heads and N tokens of x; H heads of the term; F folds (segments) of S slots (places for tokens) each.
+        X heads and N tokens of x; H heads of the term; F folds of S slots each.
         """
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
@@ -93,8 +88,7 @@ class Strands:
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Add the vector in each slot to the slot's token in x, in place.
 
-        If several heads of the term (H) read one head of x (X), their vectors are summed. A slot is a term's place for
-        a token, in one of F folds (segments).
+        If several heads of the term (H) read one head of x (X), their vectors are summed.
         """
         for run in self.runs:
             part = slots[:, run.begin : run.end]
@@ -106,8 +100,7 @@ class Strands:
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Write the vector in each slot to the slot's token in x, in place.
 
-        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
-        term.
+        X heads and N tokens of x; H heads of the term.
         """
         for run in self.runs:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
@@ -132,8 +125,7 @@ class Strands:
     ) -> None:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
-        part, part_lse: output and natural log-sum-exp of the term, for its H heads, F folds (segments) and S slots
-            (places for tokens).
+        part, part_lse: output and natural log-sum-exp of the term, for its H heads, F folds and S slots.
         """
         for run in self.runs:
             chosen = slice(run.begin, run.end)
@@ -142,7 +134,7 @@ class Strands:
 
 @dataclass(frozen=True)
 class Whole:
-    """Reader and writer of one side (queries or keys) of a term that has all tokens, in any order.
+    """Reader and writer of one side of a term that has all tokens, in any order.
 
     layout: the term's order of tokens.
     given: order of the tokens in the tensor.
@@ -182,7 +174,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """Reader and writer of one side (queries or keys) of a term by an index tensor of shape (heads, folds, slots).
+    """Reader and writer of one side of a term by an index tensor of shape (heads, folds, slots).
 
     Slot s of fold f (segment f) of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index
     of a single head serves all heads.
@@ -198,7 +190,7 @@ class Picked:
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
         """Gather from x the tokens in the slots of all heads of the term, into a new tensor.
 
-        X heads and N tokens of x; H heads of the term; F folds (segments) of S slots (places for tokens) each.
+        X heads and N tokens of x; H heads of the term; F folds of S slots each.
         """
         taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
@@ -212,8 +204,7 @@ class Picked:
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed.
 
-        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
-        term.
+        X heads and N tokens of x; H heads of the term.
         """
         for few, index, own in self._parts(x):
             few.index_add_(2, index, slots[:, own].flatten(2, 3))
@@ -221,8 +212,7 @@ class Picked:
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Write the vector in each slot to the slot's token in x, in place.
 
-        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
-        term.
+        X heads and N tokens of x; H heads of the term.
         """
         for few, index, own in self._parts(x):
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
@@ -240,7 +230,7 @@ class Picked:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
         part, part_lse: output and natural log-sum-exp of the term, of shapes (B, H, F, S, D) and (B, H, F, S), for F
-            folds (segments) of S slots (places for tokens).
+            folds of S slots.
         out, lse: (B, heads, tokens, D) and (B, heads, tokens).
         """
         sums = self.take(out), self.take(lse)
@@ -265,7 +255,7 @@ TokenGather = Strands | Whole | Picked
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
-    """Return the reader and writer of one side (queries or keys) of a term, for tensors in the token order `given`.
+    """Return the reader and writer of one side of a term, for tensors in the token order `given`.
 
     layout: token in each slot of the term.
     heads: head of the tensor that each head of the term reads.
@@ -296,9 +286,8 @@ def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
 def claim_rows(sides: Sequence[TokenGather], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
     """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
 
-    Returns (fresh, complete). sides: query sides of terms, in the order of their computation; a row is one token of one
-    head. fresh[i]: True if no earlier side writes to a row of side i. complete: True if the fresh sides write to all
-    rows of all heads.
+    Returns (fresh, complete). sides: query sides of terms, in the order of their computation. fresh[i]: True if no
+    earlier side writes to a row of side i. complete: True if the fresh sides write to all rows of all heads.
     """
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
@@ -361,8 +350,6 @@ Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, t
 def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[TokenGather, TokenGather]:
     """Return (query side, key side) of a term: readers and writers of its tokens in q and in k and v.
 
-    A term is the part of a plan that one kernel computes.
-
     groups: number of query heads for each key/value head.
     placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
     """
@@ -397,7 +384,7 @@ def _side(
     tensor_heads: tuple[int, ...],
     locate: Locate,
 ) -> Strands | Picked:
-    """Return the reader and writer of one side (queries or keys) of a term, from the places of its tokens in a tensor.
+    """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
     It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked. heads:
     the term's heads. tensor_heads: head of the tensor that each of them reads. locate(head, tokens): indices in the
@@ -422,7 +409,7 @@ def _side(
 def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
     """Return these token indices as a Compact: one arithmetic progression per head, repeated over equally spaced folds.
 
-    Returns None if they have another form. H heads, F folds (segments), S slots each.
+    Returns None if they have another form. H heads, F folds, S slots each.
     """
     _, folds, length = slots.shape
     step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1

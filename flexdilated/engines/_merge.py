@@ -167,7 +167,7 @@ def add_sinks(
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Attention results of rows (queries of a head) over all their keys, and the incoming gradients of these results.
+    """Attention results of rows over all their keys, and the incoming gradients of these results.
 
     lse: natural log-sum-exp.
     grad_lse: None if the lse has no gradient.

@@ -1,9 +1,8 @@
 """Operands in the form that kernels need: rows contiguous in memory, hidden slots zeroed.
 
-A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. Hidden slots are
-queries of a term that see no key, and keys that no query sees; their values must not affect a result. Kernels compute
-whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key that only some
-queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
+Hidden slots are queries of a term that see no key, and keys that no query sees; their values must not affect a result.
+Kernels compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key
+that only some queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term is the part of a plan that one kernel computes; it has Q slots (places) for queries and K for keys. E batch
-    entries and X query heads, each 1 if equal for all. None: no slot of that side is hidden.
+    A term has Q slots for queries and K for keys. E batch entries and X query heads, each 1 if equal for all. None: no
+    slot of that side is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -167,8 +166,7 @@ def hidden_slots(
 ) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, among slots in listed blocks.
 
-    Kernels read no other slots (places for tokens). ids, masks: (index of each block's mask, distinct masks), as from
-    `distinct_masks`.
+    Kernels read no other slots. ids, masks: (index of each block's mask, distinct masks), as from `distinct_masks`.
     """
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
@@ -243,8 +241,8 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
 def hidden_of_term(term: Term) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
 
-    A term is the part of a plan that one kernel computes. In a causal term these are the keys after its last query; a
-    term with a dense mask may have hidden queries and keys; other terms have none.
+    In a causal term these are the keys after its last query; a term with a dense mask may have hidden queries and keys;
+    other terms have none.
     """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0

@@ -191,7 +191,7 @@ def autograd_on() -> Iterator[None]:
 
 
 def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Return detached copies of run-time tensors (mask data that are passed with a call), to be saved for the backward.
+    """Return detached copies of run-time tensors, to be saved for the backward.
 
     Writes to the originals may not increment their version, by which autograd would notice them.
     """
@@ -201,7 +201,7 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
     """Return the gradients of an op's last arguments, which have none: ([None, ...], None, ...).
 
-    bindings: the op's list of run-time tensors (mask data), with one None each, in a list.
+    bindings: the op's list of run-time tensors, with one None each, in a list.
     options: the arguments after it, with None each, or [] for an empty list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.

@@ -30,7 +30,7 @@ Index = slice | Int64[Tensor, " n"]
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads with one rule (set of allowed pairs) that are computed together, and the key/value heads they read.
+    """Query heads with one rule that are computed together, and the key/value heads they read.
 
     source: the rule.
     queries: indices of the query heads, sorted by key/value head.
@@ -48,9 +48,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Attention of some queries of a head group (query heads with one rule) over some keys.
-
-    A row is one query of one head.
+    """Attention of some queries of a head group over some keys.
 
     rows: the queries.
     slots: token indices of the n keys in the key tensor.
@@ -251,7 +249,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Te
 
 @dataclass(frozen=True)
 class RuleHeads:
-    """One rule (set of allowed pairs) and the query heads of this device that have it.
+    """One rule and the query heads of this device that have it.
 
     A pair counts exp(log_weight) times.
     """
@@ -264,7 +262,7 @@ class RuleHeads:
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
 ) -> tuple[tuple[RuleHeads, ...], ...]:
-    """Return, for each distinct branch (summand) of a pattern, its rules with the heads of this device that have each.
+    """Return, for each distinct branch of a pattern, its rules with the heads of this device that have each.
 
     A rule is the set of pairs that a branch allows in some heads. Each head of this device has one rule of a branch.
 
@@ -288,7 +286,7 @@ def branch_rules(
 def group_heads(
     branches: Sequence[Sequence[RuleHeads]], *, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> tuple[tuple[HeadGroup, ...], ...]:
-    """Return, for each branch (summand of a pattern), groups of query heads that are computed together.
+    """Return, for each branch, groups of query heads that are computed together.
 
     The heads of a group have one rule, with equally many query heads for each key/value head.
 
@@ -406,7 +404,7 @@ class _InOrder:
 def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: range, store: KeySlots) -> RowProgram:
     """Build the RowProgram, the attention of a few queries, for queries and keys at these positions.
 
-    branches: groups of heads with one rule, for each branch (summand) of the pattern.
+    branches: groups of heads with one rule, for each branch of the pattern.
     store: maps each key's position to its token index; it must have every visible key.
     """
     parts: list[RowPart] = []
@@ -424,7 +422,7 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
-    """Split the attention of a head group (query heads with one rule) into parts that each read one view of the keys.
+    """Split the attention of a head group into parts that each read one view of the keys.
 
     seen: queries, the keys they see and the mask.
 

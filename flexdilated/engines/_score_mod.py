@@ -159,10 +159,7 @@ def _allowed_instead(
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:
-    """Return the map from a term's kernel indices to global heads and positions, in the form that needs least memory.
-
-    A term is the part of a plan that one kernel computes.
-    """
+    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory."""
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)

@@ -291,7 +291,7 @@ class _Way:
 
 
 def allowed_by(engine: str, device: str) -> Allowed:
-    """Return the kinds of terms (parts of a plan, one kernel each) that an engine runs; device: such as "cpu"."""
+    """Return the kinds of terms that an engine runs; device: such as "cpu"."""
     return ANYTHING if engine == "aten" else allowed_on(torch.device(device))
 
 
@@ -411,9 +411,9 @@ def _without_values(step: FlexStep) -> FlexStep:
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
     """Return a shorter program with an equal memory peak: at most three steps of each kind, with fewer problems.
 
-    A step (a part of the mask that one kernel computes) frees its memory before the next one, so more steps of a kind
-    add nothing. A step computes its attention problems (query range, key range) in chunks of bounded memory, so one
-    chunk suffices. key_bytes: bytes of one key and its value over the batch.
+    A step frees its memory before the next one, so more steps of a kind add nothing. A step computes its attention
+    problems (query range, key range) in chunks of bounded memory, so one chunk suffices. key_bytes: bytes of one key
+    and its value over the batch.
     """
     taken: Counter[object] = Counter()
     steps = []

@@ -33,8 +33,8 @@ class SelectedLayers:
     """Settings of the layers of a LongNet that attend to the key blocks with the best scores, not by the branches.
 
     block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. The selector's `within` is
-        causal order in a causal model; a block of queries then chooses by its first query.
-    most: number of blocks that each block of queries chooses, as in `TopK`.
+        causal order in a causal model; a query block then chooses by its first query.
+    most: number of blocks that each query block chooses, as in `TopK`.
     always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
         keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.

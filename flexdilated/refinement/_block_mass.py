@@ -44,13 +44,13 @@ def block_mass(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Float[Tensor, "H R C"]:
-    """Mean share of attention that each block of queries gives to each block of keys, per head.
+    """Mean share of attention that each query block gives to each key block, per head.
 
     The share of one query is the sum over the block's keys of multiplicity * exp(score - lse), where the multiplicity
-    of a pair is the number of branches of the pattern that allow it. A block of queries has the mean of the shares of
-    its queries with lse > -inf, over all batch entries. So a row sums to 1, less the share of sinks and of keys added
-    as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch entries, call it once
-    per entry.
+    of a pair is the number of branches of the pattern that allow it. A query block has the mean of the shares of its
+    queries with lse > -inf, over all batch entries. So the shares of a query block sum to 1, less the share of sinks
+    and of keys added as padding, if the lse includes them; they sum to 0 if no query has keys. For separate batch
+    entries, call it once per entry.
 
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
     scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call. If k has only some
@@ -187,7 +187,7 @@ class _Operands:
     """Tensors of some batch entries, split into blocks.
 
     shifts: lse, but inf for padding and for queries without keys.
-    rows, columns: blocks of queries and of keys.
+    rows, columns: query and key blocks.
     factor: scale of the scores.
     """
 
@@ -227,7 +227,7 @@ def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
 
 
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
-    """Add the mass of one branch (a summand of the mixture), multiplied by `times`, to `mass` in place.
+    """Add the mass of one branch, multiplied by `times`, to `mass` in place.
 
     blocks: those in which the branch has pairs.
     given: the tensors of some batch entries.

@@ -222,7 +222,7 @@ def _table_data(table: Tensor) -> dict[str, Any]:
 
 
 def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """Trace a branch (summand of a pattern) to a nested dict for JSON.
+    """Trace a branch to a nested dict for JSON.
 
     Its keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is

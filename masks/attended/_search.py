@@ -63,7 +63,7 @@ def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
     """Return the distinct rules of these global heads, as {rule: the first head that follows it}.
 
-    They are collected over the summands of a mixture and over batch entries; num_heads: number of global heads.
+    They are collected over the branches of a mixture and over batch entries; num_heads: number of global heads.
     """
     rules: dict[Pattern, int] = {}
     for head in heads:

@@ -1,10 +1,9 @@
 """Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
 
-The slot matrix has a row for each query and a column for each key, in the order of a layout. A run is a set of slots
-whose positions are an arithmetic progression. The search starts from the squares of pairs that a pattern lists, or else
-from pairs of a query run and a key run. In residue-major order there may be as many runs as tokens. Most pairs of runs
-are ruled out by the rule's spacing (query and key of an allowed pair are congruent modulo it), and by bounds on each
-run against all keys or all queries.
+The slot matrix has a row for each query and a column for each key, in the order of a layout. The search starts from the
+squares of pairs that a pattern lists, or else from pairs of a query run and a key run. In residue-major order there may
+be as many runs as tokens. Most pairs of runs are ruled out by the rule's spacing (query and key of an allowed pair are
+congruent modulo it), and by bounds on each run against all keys or all queries.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Leaves(NamedTuple):
     table: index of the mask, which equal heads share.
     row, column: query block and key block.
 
-    A run is a set of slots whose positions are an arithmetic progression; a block has at most one leaf for each (query
-    run, key run).
+    A block has at most one leaf for each pair of a query's and a key's slot run.
     """
 
     table: Tensor
@@ -52,7 +50,7 @@ class Leaves(NamedTuple):
 
 
 class SlotIntervals(NamedTuple):
-    """Intervals of query slots (places in the order of a layout); interval i is first[i] to last[i] - 1."""
+    """Intervals of query slots; interval i is first[i] to last[i] - 1."""
 
     first: Tensor
     last: Tensor
@@ -184,7 +182,7 @@ def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
 class _Meeting(NamedTuple):
     """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]].
 
-    A run is a set of slots whose positions are an arithmetic progression. order: indices into the runs of `k`.
+    order: indices into the runs of `k`.
     """
 
     table: int

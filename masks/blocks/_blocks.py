@@ -210,13 +210,13 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Mean numbers of listed blocks of a mask, by kind of row (query block).
+    """Mean numbers of listed blocks of a mask, by kind of query block.
 
     The speed of kernels depends on the kind.
 
-    runs: number of blocks in rows whose blocks are all adjacent.
-    plain: number of blocks in other rows without a partial block.
-    masked: number of blocks in other rows with a partial block.
+    runs: number of blocks in query blocks whose blocks are all adjacent.
+    plain: number of blocks in other query blocks without a partial block.
+    masked: number of blocks in other query blocks with a partial block.
     """
 
     runs: float
@@ -231,8 +231,8 @@ class ListedBlocks(NamedTuple):
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     """Estimate the mean number of listed blocks of a table, by kind of row, from evenly sampled rows and tables.
 
-    A table is the mask of one or more equal heads. q_block, k_block: sides of a block, in slots. Blocks that bounds
-    leave undecided are counted, so estimates tend to be too high. Exact for small masks.
+    q_block, k_block: sides of a block, in slots. Blocks that bounds leave undecided are counted, so estimates tend to
+    be too high. Exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:

@@ -1,4 +1,4 @@
-"""Rule: a pattern over slots (places of queries and keys in a computation order), evaluated on boxes or pairs."""
+"""Rule: a pattern over slots, evaluated on boxes or pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..orders import Pieces
 
 @dataclass(frozen=True)
 class SlotRun:
-    """n runs of slots (places in the order of a layout): `count` slots from slot `start` on; tensors of shape (n,).
+    """n slot runs: `count` slots from slot `start` on; tensors of shape (n,).
 
     piece: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
     stride: distance of consecutive slots of each run; None if all are 1.
@@ -80,9 +80,9 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern over slots, which are the places of queries and keys in a computation order.
+    """A pattern over slots of queries and keys.
 
-    heads: one global head for each table (the mask that equal heads share).
+    heads: one global head for each table.
     q, k: orders of queries and keys, as pieces whose positions are progressions; their `firsts` have a row for each
         table.
     rows: an equal rule with slots cut into runs of neighbouring tokens instead of residue classes; None unless the
@@ -142,7 +142,7 @@ def span(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
 
 
 class BlockPlaces(NamedTuple):
-    """Coordinates of n blocks: table (mask of equal heads), row (query block) and column (key block)."""
+    """Coordinates of n blocks: table, row (index of the query block) and column (index of the key block)."""
 
     table: Shaped[Tensor, " n"]
     row: Shaped[Tensor, " n"]

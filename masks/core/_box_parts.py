@@ -57,8 +57,8 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    A side (queries or keys) has `factor` classes, but no more than the longest side of a box has positions. The number
-    of parts is that of query classes if `together` is True, else that of query classes times that of key classes.
+    A side has `factor` classes, but no more than the longest side of a box has positions. The number of parts is that
+    of query classes if `together` is True, else that of query classes times that of key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys

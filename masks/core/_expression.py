@@ -97,7 +97,8 @@ def constructor(function: _Function) -> _Function:
 
     For `parse` to read the repr of a pattern, the function must be named like the pattern's kind, with parameters in
     the names and order of its fields. The decorated function raises TypeError, with a correct call in its text, for
-    arguments that do not fit. Raises ValueError for the name of another registered function.
+    arguments that do not fit.
+    Raises ValueError for the name of another registered function.
 
     >>> @masks.extend.constructor
     ... def recent(number):

@@ -41,11 +41,11 @@ class Cells:
     """Counts of allowed pairs in the cells of a grid of R rows and C columns.
 
     Row i has the query slots row_edges[i] to row_edges[i + 1] - 1, column j the key slots column_edges[j] to
-    column_edges[j + 1] - 1. A slot is a token's place in the order of tokens; in natural order it is the position.
+    column_edges[j + 1] - 1. In natural order a slot is the position.
 
     window: (query slots, key slots) of the grid.
     area: number of pairs of each cell.
-    low, high: bounds on its allowed pairs, counted once for each branch (summand of a mixture) that allows them.
+    low, high: bounds on its allowed pairs, counted once for each branch that allows them.
     likely: estimate within the bounds; low, high and likely are equal if the count is exact.
     branches: the counts of each branch, in the order of `pattern.branches()`.
     """
@@ -82,7 +82,7 @@ def count_cells(
     """Count one head's allowed pairs in each cell of a grid over a window of queries and keys.
 
     num_keys: None for num_tokens, the number of queries.
-    queries, keys: the window, in slots (places) of `order`; None for all.
+    queries, keys: the window, in slots of `order`; None for all.
     order: None for natural order, where slots are positions.
     shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
     sides: used if `shape` is None, (query side, key side) of a cell in slots; cells begin at multiples of these, and
@@ -231,7 +231,7 @@ def window_slots(name: str, window: object, size: int) -> range:
 class CellAxis:
     """Queries or keys of a window, cut into cells: cell i has the slots edges[i] to edges[i + 1] - 1.
 
-    A slot is a token's place in the order `layout`; `window`: all slots of the cells.
+    window: all slots of the cells.
     """
 
     window: range

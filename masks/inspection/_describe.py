@@ -37,7 +37,7 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 
 @dataclass(frozen=True, kw_only=True)
 class BranchDescription(PlannedCounts):
-    """One distinct branch (summand) of a pattern: its counts over all heads, and the options the planner compared.
+    """One distinct branch of a pattern: its counts over all heads, and the options the planner compared.
 
     multiplicity: number of equal branches.
     options: ways to compute it, the chosen one first.

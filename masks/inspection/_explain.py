@@ -75,7 +75,7 @@ class BlockOfPair:
 class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
-    multiplicity: number of branches (summands of a mixture) that allow the pair.
+    multiplicity: number of branches that allow the pair.
     reason: the tree; str() gives it as indented lines.
     standings: the blocks that contain the pair: one in natural order, and one in the order of `masks.layout` if this
         differs; empty if the number of tokens is unknown.

@@ -49,7 +49,7 @@ def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Counts of a term (a part of a plan that one kernel computes); builds its block lists as attention does."""
+    """Counts of a term; builds its block lists as attention does."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
@@ -69,7 +69,7 @@ def count_term(term: Term) -> PlannedCounts:
 
 
 def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
-    """(blocks in the list of a term (part of a plan), number of allowed pairs of each block)."""
+    """(blocks in the list of a term, number of allowed pairs of each block)."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
@@ -77,7 +77,7 @@ def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
 
 
 def _count_plain(term: Term) -> PlannedCounts:
-    """Counts of a term (part of a plan) without block lists, in closed form."""
+    """Counts of a term without block lists, in closed form."""
     computed = computed_pairs(term)
     listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
     full = _full_blocks(term) * problems
@@ -86,7 +86,7 @@ def _count_plain(term: Term) -> PlannedCounts:
 
 
 def _full_blocks(term: Term) -> int:
-    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold (segment)."""
+    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
@@ -109,7 +109,7 @@ def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
 class HeadShare:
     """Group of heads with equal rules, and the allowed pairs of each single head of the group.
 
-    branch_pairs: allowed pairs for each distinct branch (summand of a mixture), times the number of equal branches.
+    branch_pairs: allowed pairs for each distinct branch, times the number of equal branches.
     """
 
     heads: tuple[int, ...]
@@ -122,7 +122,7 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class BranchShare:
-    """A distinct branch (summand) of a pattern, and the number of branches that are equal to it, itself included.
+    """A distinct branch of a pattern, and the number of branches that are equal to it, itself included.
 
     pairs: its allowed pairs over all heads, times this number (`multiplicity`).
     """
@@ -135,8 +135,8 @@ class BranchShare:
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
     """Return the allowed pairs of a head for each distinct branch; one item for each group of heads with equal rules.
 
-    Pairs of a branch are multiplied by the number of equal branches. planned: map from a branch to its terms (parts of
-    a plan). A branch that is not in it is planned alone.
+    Pairs of a branch are multiplied by the number of equal branches. planned: map from a branch to its terms. A branch
+    that is not in it is planned alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():
@@ -148,7 +148,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
-    """Number of allowed pairs of each head in a term (part of a plan), without the term's multiplicity."""
+    """Number of allowed pairs of each head in a term, without the term's multiplicity."""
     if isinstance(term, PaddedTerm | TableTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):

@@ -31,8 +31,7 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 class WindowAxis:
     """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
 
-    A slot is a token's place in the order that is drawn. Cells begin at multiples of `cell`, so the first and last cell
-    may extend beyond the window.
+    Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
     """
 
     slots: range

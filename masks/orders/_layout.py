@@ -16,7 +16,7 @@ from ..core import Pattern, require_int
 
 @dataclass(frozen=True)
 class Pieces:
-    """P runs of slots whose token positions ascend by `step`; a slot is a place of a reordered tensor.
+    """P slot runs, in which token positions ascend by `step`.
 
     Run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For heads
     that use table t, the i-th slot of run p holds position firsts[t, p] + step * i. Runs of stride n > 1 come in groups
@@ -40,7 +40,7 @@ class Pieces:
 
 
 class _Order:
-    """Base of orders. An order gives the token in each slot (place of a reordered tensor) of one or more folds.
+    """Base of orders. An order gives the token in each slot of one or more folds.
 
     Folds are groups of tokens that are computed as a batch, such as segments; the tokens of a fold are the tokens of
     fold 0, shifted.
@@ -254,8 +254,8 @@ class Compact(_Order):
     """Order of the tokens that each head's dilated rule uses: one progression for each head, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
-    fold_starts.tokens[f] replaces f * fold_stride. A fold is, for example, a segment. All heads have `num_slots` slots
-    in each fold; heads with another number need another Compact.
+    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold; heads with another
+    number need another Compact.
     """
 
     heads: tuple[int, ...]

@@ -286,7 +286,10 @@ class BlockList(TableRule):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BlockList:
-        """Build the pattern from its stored fields. Raises ValueError for rows that are not in ascending order."""
+        """Build the pattern from its stored fields.
+
+        Raises ValueError for rows that are not in ascending order.
+        """
         made, rows = cls(data["rows"], data["block"]), data["rows"]
         given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
         pairs = (pair for tables in zip(given, kept, strict=True) for pair in zip(*tables, strict=True))

@@ -245,7 +245,8 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
 def chunked(size: int) -> Pattern:
     """Pattern in which each token sees all tokens of its chunk of `size` tokens: a block-diagonal mask.
 
-    Equals `dilated(size, 1)`. The last chunk may be shorter. Raises ValueError for a size below 1.
+    Equals `dilated(size, 1)`. The last chunk may be shorter.
+    Raises ValueError for a size below 1.
 
     >>> masks.describe(masks.chunked(4), 8).useful_pairs  # 2 chunks of 4 x 4
     32

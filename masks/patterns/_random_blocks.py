@@ -1,4 +1,4 @@
-"""Random blocks: each block of queries sees a few blocks of keys, drawn reproducibly on every machine."""
+"""Random blocks: each query block sees a few key blocks, drawn reproducibly on every machine."""
 
 from __future__ import annotations
 

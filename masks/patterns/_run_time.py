@@ -310,7 +310,10 @@ def named(leaf: Pattern) -> Pattern:
 
 
 def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the pattern whose run-time leaves hold these tensors, by name. Raises TypeError for other values."""
+    """Return the pattern whose run-time leaves hold these tensors, by name.
+
+    Raises TypeError for other values.
+    """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"bindings must hold tensors; got {type(x).__name__} for {name!r}")
@@ -432,8 +435,8 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
     It is a copy, so that later changes of the caller's tensor do not change the rule. what: name of the mask, for
-    errors. dims: what its last dims count, as arguments of a score_mod. Raises TypeError for other dtypes, and
-    ValueError for other floats.
+    errors. dims: what its last dims count, as arguments of a score_mod.
+    Raises TypeError for other dtypes, and ValueError for other floats.
     """
     if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
         raise TypeError(

@@ -102,7 +102,7 @@ def block_mask(
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
-    """Return the block lists of a term (a part of a plan that one kernel computes), from the cache if it has them.
+    """Return the block lists of a term, from the cache if it has them.
 
     There is one item for each batch entry if run-time tensors differ by entry, else a single item. bound: the pattern,
     bound to sizes, that the term belongs to. block_size: (query side, key side).
@@ -117,7 +117,7 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
-    """Return the block list of a term (a part of a plan that one kernel computes); block_size: (query side, key side).
+    """Return the block list of a term; block_size: (query side, key side).
 
     If run-time tensors differ by batch entry, the lists of all entries are concatenated along the heads.
     """

@@ -30,7 +30,7 @@ _CLEARLY = 0.95
 
 @dataclass(frozen=True)
 class Allowed:
-    """Kinds of terms that an engine can run; a term is a part of a plan that one kernel computes.
+    """Kinds of terms that an engine can run.
 
     shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp.
     windows: terms inside documents or similar windows, a separate one for each length.
@@ -39,7 +39,7 @@ class Allowed:
     masks: terms that compute all pairs of few tokens, under a dense mask.
     residues: terms over all tokens in residue-major order.
     lists_only: the kernels take only block lists, so no terms are made for other kernels; dilated segments then have
-        one list for each branch (summand of the pattern), over the active tokens of all segments.
+        one list for each branch, over the active tokens of all segments.
     """
 
     shared_rows: bool = True
@@ -56,10 +56,10 @@ ANYTHING = Allowed()
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch (a summand of a mixture, which counts `multiplicity` times), or the whole mixture.
+    """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
     layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
-    terms: the parts, each computed by one kernel.
+    terms: in the order of their computation.
     shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp.
 
     For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands: sizes of these
@@ -84,7 +84,7 @@ class Option:
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> tuple[Option, ...]:
-    """Return the ways to compute a branch (a summand of the pattern, which counts `times` times), the cheapest first.
+    """Return the ways to compute a branch, which counts `times` times, the cheapest first.
 
     bound: the pattern's sizes.
     allowed: kinds of terms that the engine can run.
@@ -280,8 +280,8 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 class Choice:
     """Choice among the planner's ways to compute a pattern.
 
-    ways: for each distinct branch (summand of the pattern), the `layout` name of the chosen option, such as "natural",
-        and the block side of each of its block lists.
+    ways: for each distinct branch, the `layout` name of the chosen option, such as "natural", and the block side of
+        each of its block lists.
     together: True if `ways` has a single item, for all branches together.
 
     If an item is not among a pattern's options, the planner chooses by predicted cost.
@@ -295,7 +295,7 @@ class Choice:
 class Candidates:
     """Ways to compute a pattern, cheapest first.
 
-    branches: options for each distinct branch (summand of the pattern).
+    branches: options for each distinct branch.
     together: options that compute all branches together; may be empty.
     """
 

@@ -63,7 +63,7 @@ class Cost(NamedTuple):
 
 @outside_torch_modes
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes) -> Cost:
-    """Predict the cost of a forward pass of these terms (parts of a plan, one kernel each) for one batch entry.
+    """Predict the cost of a forward pass of these terms for one batch entry.
 
     given: order of the tokens in q, k and v.
 
@@ -114,7 +114,7 @@ def least_seconds_in_larger(
 def computed_pairs(term: Term) -> int:
     """Number of (query, key) pairs that the kernel of a term computes, over all heads and folds, allowed or not.
 
-    Folds are equally shaped segments computed as a batch. An estimate for a term with block lists.
+    An estimate for a term with block lists.
     """
     return round(sum(term.listed_blocks) * term.block_side**2)
 

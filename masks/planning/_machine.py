@@ -22,11 +22,9 @@ FORMAT, VERSION = "flexdilated machine constants", 2
 class BlockRates:
     """Rates, in FLOP/s, of attention over block lists with square blocks of `side` queries and `side` keys.
 
-    A row is a query block with its listed key blocks.
-
-    runs_flops_per_s: in rows whose blocks are adjacent.
-    plain_flops_per_s: in other rows, if all their blocks are full.
-    masked_flops_per_s: in other rows with a partial block.
+    runs_flops_per_s: in query blocks whose listed blocks are adjacent.
+    plain_flops_per_s: in other query blocks, if all their blocks are full.
+    masked_flops_per_s: in other query blocks with a partial block.
 
     Raises ValueError unless the side is a positive integer and the rates are positive and finite.
 

@@ -27,11 +27,11 @@ _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 
 @dataclass(frozen=True)
 class Plan:
-    """How a bound pattern (a pattern with its sizes) is computed: the terms, each computed by one kernel.
+    """How a bound pattern is computed: the terms, with the options compared.
 
     layout: order of the tokens in which the terms expect q, k and v.
-    options: for each distinct branch (summand of the pattern), the options compared, the chosen one first; a single
-        tuple if all branches are computed together.
+    options: for each distinct branch, the options compared, the chosen one first; a single tuple if all branches are
+        computed together.
     together: the options that compute all branches together, cheapest first.
     places: for each term, the indices of the pattern's branches that it computes, several if these are equal; () if the
         term is for distinct branches together.

@@ -52,8 +52,8 @@ def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, 
 
     The counts are sums over KV heads. An exchange sends the tokens that rank i needs; a ring sends each contiguous
     range of rank j's positions whole if rank i needs a token of it. heads: num_heads and, if not all heads are on this
-    device, head_offset and num_heads_global. Raises ValueError if the pattern does not fit the heads or tokens, or
-    lacks the values of its run-time tensors.
+    device, head_offset and num_heads_global.
+    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)

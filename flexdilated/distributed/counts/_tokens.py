@@ -356,8 +356,8 @@ def work_of_ranks(
     """Number of (query, key) pairs that the pattern allows for each rank's queries, summed over the query heads.
 
     A pair counts once for each branch of a mixture that allows it. The number is for one batch entry; if run-time
-    tensors have values by batch entry, it is the sum over their entries. Raises ValueError if the pattern does not fit
-    the heads or tokens, or lacks the values of its run-time tensors.
+    tensors have values by batch entry, it is the sum over their entries.
+    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

@@ -172,7 +172,7 @@ def constant_probability(name: str, value: object) -> float:
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """Return the pattern, given in JSON, with its run-time tensors replaced by their values.
 
-    bindings: the tensors, for a sequence of num_tokens tokens, ordered by name.
+    bindings: the tensors, for a sequence of num_tokens tokens, sorted by name.
 
     These are read at each call, because a tensor may have changed in place.
     """
@@ -236,7 +236,7 @@ def check_agreement(
 def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
     """Map the name of each run-time tensor of a pattern to text with its shape, dtype and a digest of its values.
 
-    tensors: the values of the run-time tensors, ordered by name.
+    tensors: the values of the run-time tensors, sorted by name.
     """
 
     def digest(x: Tensor) -> str:

@@ -100,7 +100,10 @@ class Codec:
 
 
 def codec_named(name: str | None) -> Codec:
-    """The codec of this name; None: rows unchanged. Raises ValueError for any other name."""
+    """The codec of this name; None: rows unchanged.
+
+    Raises ValueError for any other name.
+    """
     if name is None or name == "bf16" or name == "int8":
         return Codec(name)
     raise ValueError(f"codec must be None, {', '.join(map(repr, get_args(CodecName)))} or 'auto'; got {name!r}")

@@ -1,4 +1,4 @@
-"""Attention over tables of selected key blocks, where each row lists the key blocks of one block of queries.
+"""Attention over tables of selected key blocks, where each row lists the key blocks of one query block.
 
 Keys are gathered for each row of the table, or queries are grouped by key block. This runs directly on the table,
 without a plan; nothing that depends on its values is cached.

@@ -152,9 +152,9 @@ class KernelCall:
 class KernelCalls:
     """Kernel calls that together compute attention under a block-sparse mask.
 
-    rule: the mask as a function of query and key slots (places in the reordered sequence).
+    rule: the mask as a function of query and key slots.
     shape: (query slots, key slots, query side, key side of a block).
-    heads: for each table (mask shared by equal heads), its heads.
+    heads: for each table, its heads.
     complete: True if every query is in a problem.
     key_slots: number of slots to which keys must be padded.
     masks: the U distinct masks of blocks, an all-True one first; None if they are too large to keep and are evaluated
@@ -202,7 +202,7 @@ class KernelCalls:
 
 
 def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
-    """Make the kernel calls that compute a term (part of a plan) from its non-empty blocks, with their masks."""
+    """Make the kernel calls that compute a term from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)

@@ -50,7 +50,7 @@ def static_program(
 
 
 def allowed_on(device: torch.device) -> Allowed:
-    """Return the kinds of terms (parts of a plan, one kernel each) that the flex engine can run on this device.
+    """Return the kinds of terms that the flex engine can run on this device.
 
     On CPU FlexAttention returns no lse for a merge, so no two terms may contribute to one row of the output.
     """
@@ -62,7 +62,7 @@ def run_time_program(
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call for these values of its run-time tensors; cached.
 
-    bindings: the tensors (mask data that are passed with the call), sorted by name.
+    bindings: the tensors, sorted by name.
     batch: number of batch entries.
 
     The program has the terms of `blank_program`, whatever the values.
@@ -85,7 +85,7 @@ def blank_program(
 ) -> FlexProgram:
     """Return the FlexProgram (a plan made executable) of a call for placeholder values of its run-time tensors; cached.
 
-    bindings: the tensors (mask data that are passed with the call), of which only the shapes matter.
+    bindings: the tensors, of which only the shapes matter.
     batch: number of batch entries.
 
     Programs for values, from `run_time_program`, differ from this one only in their tables.
@@ -130,8 +130,8 @@ def run_time_tables(
 ) -> list[Tensor]:
     """Return the tensors of a call's program that depend on values of run-time tensors, for each term in turn.
 
-    A term is the part of a plan that one kernel computes. The tensors are its block tables (as in BlockMask), the rows
-    of its mask's run-time tables and the masks of hidden queries and keys. Their shapes are equal for all values.
+    The tensors are its block tables (as in BlockMask), the rows of its mask's run-time tables and the masks of hidden
+    queries and keys. Their shapes are equal for all values.
 
     constants, q_offset, k_offset: `Call.arguments`.
     """

@@ -1,7 +1,6 @@
 """FlexProgram: a plan made executable on one device, as block tables and gathers for FlexAttention.
 
-Its structure does not depend on lengths, so that programs share compiled functions. A term is a part of the plan that
-one kernel computes.
+Its structure does not depend on lengths, so that programs share compiled functions.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class Structure(torch.nn.Module):
-    """Length-independent numbers of a term's kernel call; a term is a part of the plan that one kernel computes.
+    """Length-independent numbers of a term's kernel call.
 
     A module, because compiled graphs have the numbers of modules as constants.
 
     queries, keys: rules of the gathers.
     sides: (queries, keys) of a block.
-    places: indices of the term's branches (summands) in the pattern.
+    places: indices of the term's branches in the pattern.
     multiplicity: number of times that each pair counts.
     lead: (batch entries, heads) of the block tables.
     heads: (query, key/value) heads of the tensors.
@@ -85,7 +84,7 @@ class Structure(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class FlexStep:
-    """Executable term (a part of the plan that one kernel computes): its BlockMask and the gathers of its operands.
+    """Executable term: its BlockMask and the gathers of its operands.
 
     hidden: queries and keys that the kernel reads although they are in no allowed pair.
     held: holders of the run-time tables that the mask reads.
@@ -115,7 +114,7 @@ class FlexStep:
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
-    """Executable plan on one device: one step, with one kernel call, for each term (part that one kernel computes).
+    """Executable plan on one device: one step, with one kernel call, for each term.
 
     shares_rows: some rows are computed by several steps.
     enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
@@ -214,7 +213,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
     """Return (most blocks listed in a row, most listed in a column) for any values of a term's run-time tensors.
 
-    A row is a block of queries, a column a block of keys. On CPU, the number of all blocks in a row and in a column.
+    On CPU, the number of all blocks in a row and in a column.
     """
     return longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
 

@@ -1,7 +1,7 @@
 """Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-The table has a row for each block of queries, which names the key blocks that these see. A row of whole kernel tiles is
-a row of a BlockMask. The queries of smaller rows, down to a single query, are gathered: they are copied once for each
+The table has a row for each query block, which names the key blocks that these see. A row of whole kernel tiles is a
+row of a BlockMask. The queries of smaller rows, down to a single query, are gathered: they are copied once for each
 block that their row selects, copies are sorted by block, each block's copies begin at a tile, and the results are
 merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
 """
@@ -102,7 +102,7 @@ class SelectedBlocksOf(torch.nn.Module):
 class Where(NamedTuple):
     """Offsets of a call as tensors: global index of the first head, positions of the first query and the first key.
 
-    row: index of the first query in its block of queries.
+    row: index of the first query in its query block.
     tables: table of selected blocks of each head; empty if head i has table i and there are no other tables.
     """
 
@@ -130,8 +130,8 @@ def attend_selected(
     of: sizes.
     rest: mask by global head and positions.
     where: offsets of the call.
-    rows: for each row, a block of queries, the key blocks that it selects; block 0 has the call's first key, row 0 its
-        first query. Blocks outside the keys are ignored, a block that a row names twice counts once.
+    rows: for each row, a query block, the key blocks that it selects; block 0 has the call's first key, row 0 its first
+        query. Blocks outside the keys are ignored, a block that a row names twice counts once.
     classes: for rows and blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
     """
     blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
@@ -201,7 +201,7 @@ def _tables_of_rows(
 class TilePlaces(NamedTuple):
     """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
 
-    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile.
+    Pairs are sorted by block; the pairs of each block begin at a tile.
 
     place: index of the place of each pair, -1 for none.
     pair: index of the pair in each place, -1 for none.

@@ -37,7 +37,7 @@ class SelectedParts(NamedTuple):
     block: (queries, keys) of a block.
     most: key blocks in a row of the table.
     others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
-    needed, names: names of the run-time tensors (mask data) of `others`, and of the whole pattern.
+    needed, names: names of the run-time tensors of `others`, and of the whole pattern.
     """
 
     leaf: str
@@ -52,8 +52,8 @@ class SelectedParts(NamedTuple):
 def selected_parts(text: str) -> SelectedParts | None:
     """Split a pattern, given as JSON, into its table of selected blocks and a pattern of other pairs.
 
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated from the rest.
+    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
+    cannot be separated from the rest.
     """
     return _parts_of(text)
 
@@ -151,7 +151,7 @@ def _tables_of(call: Call, count: int) -> tuple[int, ...]:
 def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
     """Return, for each (row, key block), 2 if both are whole and the rule allows all their pairs, else 1: (h, R, C).
 
-    A row is a block of queries. One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
+    One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
     """
     rows, columns = -(-call.num_queries // block[0]), -(-call.num_keys // block[1])
     bound: Bound = call.bound(rule)
@@ -203,7 +203,7 @@ def selected_flex(
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
     """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
 
-    table: key blocks that each row, a block of queries, selects. t tables: T, or one for each head.
+    table: key blocks that each row, a query block, selects. t tables: T, or one for each head.
     """
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables

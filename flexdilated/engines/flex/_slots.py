@@ -1,8 +1,7 @@
 """Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
-A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. A token has at most
-one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. Plain torch throughout,
-for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
+A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. Plain
+torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ _Numbers = tuple[int, ...]
 
 
 class SlotIndex(NamedTuple):
-    """Index tensors between one side (queries or keys) of a term and a tensor; None where not needed.
-
-    A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens.
+    """Index tensors between one side of a term and a tensor; None where not needed.
 
     heads: query head of each head of the term.
     places: head of the term of each query head, -1 for none. Both are None if the term has all query heads in order.
@@ -50,7 +47,7 @@ class SlotIndex(NamedTuple):
 
 
 class SlotRule(torch.nn.Module):
-    """Rule that gathers one side (queries or keys) of a term into slots, its numbered places for tokens.
+    """Rule that gathers one side of a term into its slots.
 
     A module, because a compiled graph has a module's numbers as constants. kind: "all", slot i is token i; "heads",
     slot i is token i of some heads; "segments", slot i is token i % width * step plus the offset of the head in segment
@@ -91,7 +88,7 @@ class SlotRule(torch.nn.Module):
 
 
 class SideGather(NamedTuple):
-    """Gather of one side (queries or keys) of a term: rule, index tensors and the token at which segment 0 begins."""
+    """Gather of one side of a term: rule, index tensors and the token at which segment 0 begins."""
 
     slots: SlotRule
     rows: SlotIndex

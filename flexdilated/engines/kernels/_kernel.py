@@ -27,7 +27,7 @@ _OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `
 class KernelTensors:
     """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
-    A fold is one of several equally shaped segments of a sequence. G equals H or, for a single fold, is a divisor of H.
+    G equals H or, for a single fold, is a divisor of H.
 
     visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
@@ -83,8 +83,8 @@ class _Folding:
     """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
 
     These are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
-    heads than query heads, or if the folds (segments) of a single batch entry leave some tokens out. Otherwise they are
-    (B * H * F, 1), and each head's tokens are contiguous in the output.
+    heads than query heads, or if the folds of a single batch entry leave some tokens out. Otherwise they are (B * H *
+    F, 1), and each head's tokens are contiguous in the output.
     """
 
     batch: int

@@ -369,7 +369,7 @@ def _selected(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
-    """Attention output of a layer that selects blocks of keys; every call needs all keys, from position 0.
+    """Attention output of a layer that selects key blocks; every call needs all keys, from position 0.
 
     replaces: True to omit the model's rule.
 

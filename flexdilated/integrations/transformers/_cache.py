@@ -65,10 +65,10 @@ class FlexdilatedCache(Cache):
         as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    For inference, with batches without padding, so that all rows have equal positions. Raises ValueError if a layer's
-    rule lets a query see keys that are not appended yet, for padding and packed sequences, for attention of another
-    library, and for models that compute keys from the cache's output, such as from latents; use a `DynamicCache` for
-    these.
+    For inference, with batches without padding, so that all rows have equal positions.
+    Raises ValueError if a layer's rule lets a query see keys that are not appended yet, for padding and packed
+    sequences, for attention of another library, and for models that compute keys from the cache's output, such as from
+    latents; use a `DynamicCache` for these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -359,7 +359,8 @@ def _as_ours(layer: Any, undo: int) -> Any:
     """Return the cache layer of this module that replaces a layer of transformers' DynamicCache.
 
     A layer that holds only states, or nothing, is returned unchanged. undo: number of last tokens that `crop` can
-    remove. Raises ValueError for unsupported kinds of layers.
+    remove.
+    Raises ValueError for unsupported kinds of layers.
     """
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(undo)

@@ -43,10 +43,10 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
 def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
     """Quest: each query of each head reads the last page and the pages with the highest upper bounds of scores.
 
-    A page is a block of keys. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
-    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own.
-    The paper uses it in decoding, with one query at a time, and leaves the first two layers dense. With several
-    queries, each chooses separately.
+    A page is a key block. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
+    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own. The paper uses it
+    in decoding, with one query at a time, and leaves the first two layers dense. With several queries, each chooses
+    separately.
 
     budget: keys that are read, a multiple of `block` and at least two blocks, the last page included. The paper uses
         256 to 4096.
@@ -78,7 +78,7 @@ def xattention(
     threshold: float = 0.9,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """XAttention: a block of queries reads the fewest key blocks with an estimated share `threshold` of its attention.
+    """XAttention: a query block reads the fewest key blocks with an estimated share `threshold` of its attention.
 
     The score of a tile of stride × stride pairs is the mean score of its antidiagonal. A softmax over each line of
     tiles, summed over the tiles of a block, is the block's share in that line, and the mean over lines is the block's
@@ -89,8 +89,9 @@ def xattention(
     For prefill only, as the queries of a block choose together (`future_in_choice`). Random queries and keys attend
     everywhere, so `threshold` chooses nearly all blocks: test it on the queries and keys of a model.
 
-    most: width of the table, which the paper does not bound; `Selection.cut` is the share of rows that needed more.
-    block: tokens of a block of queries and of keys, a multiple of `stride`.
+    most: width of the table, which the paper does not bound; `Selection.cut` is the share of query blocks that needed
+        more.
+    block: tokens of a query block and of a key block, a multiple of `stride`.
     stride: 8 or 16 in the paper.
     threshold: above 0, at most 1.
     within: as in `moba`.
@@ -123,7 +124,7 @@ def seer_attention(
     choose: TopK | TopP | Threshold,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """SeerAttention: a trained gate chooses key blocks for blocks of queries; for prefill only.
+    """SeerAttention: a trained gate chooses key blocks for query blocks; for prefill only.
 
     The gate scores the mean query of each block of `gate.block` queries with the maximum, minimum and mean of each
     block of `gate.block` keys. The query's own block is always read. Pass q and k before the model's rotary embedding,
@@ -189,14 +190,14 @@ _SHARES = ("head", "group")
 
 @advises()
 class SeerGate(nn.Module):
-    """Scores blocks of keys for rows of queries: RoPE(W_q query) · RoPE(W_k [greatest, least, mean] keys) / sqrt(dim).
+    """Scores key blocks for query blocks: RoPE(W_q query) · RoPE(W_k [greatest, least, mean] keys) / sqrt(dim).
 
     A scorer for `BlockSelector`, used by `seer_attention` and `seer_attention_r`. Each head has separate weights. RoPE
-    uses the position of the first token of a row, and of the first key of a block. Pass queries and keys before the
-    model's own rotary embedding.
+    uses the position of the first token of a query block, and of the first key of a block. Pass queries and keys before
+    the model's own rotary embedding.
 
     head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and equals it by default.
-    block: tokens of a block of keys, as in the selector.
+    block: tokens of a key block, as in the selector.
     dim: width of the projected queries and keys, even; 128 in the paper.
     share: "head", one score per query head; "group", one per key/value head, for the sum of its projected queries, as
         in SeerAttention-R.
@@ -241,11 +242,11 @@ class SeerGate(nn.Module):
     def forward(
         self, queries: Float[Tensor, "B H R D"], pools: Pools, positions: Int64[Tensor, " R"]
     ) -> Float[Tensor, "B T R C"]:
-        """Scores of all C blocks of keys for R rows; T = H or, with share="group", T = G.
+        """Scores of all C key blocks for R query blocks; T = H or, with share="group", T = G.
 
-        queries: one per row (block of queries).
+        queries: one per query block.
         pools: mean, least and greatest keys of each block, (B, G, C, D) each.
-        positions: position of the first token of each row.
+        positions: position of the first token of each query block.
         """
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])
         if came != expected:

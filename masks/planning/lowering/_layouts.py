@@ -22,7 +22,7 @@ MAX_RESIDUE_RATE = 256
 def terms_by_layout(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Map from layout name to the terms (parts computed by one kernel) of a branch in that layout.
+    """Map from layout name to the terms of a branch in that layout.
 
     Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16". residues: include the residue-major
     order of all tokens. gathered: include terms over only the active tokens of each head.
@@ -41,7 +41,7 @@ def terms_by_layout(
 
 
 def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
-    """Return a list of one term (a part of a plan that one kernel computes), for all heads of a branch.
+    """Return a list of one term, for all heads of a branch.
 
     It covers all tokens, in residue-major order of this rate; rate 1 is the natural order.
     """

@@ -24,7 +24,7 @@ _STRIP_ROWS = 256
 
 
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
-    """Partition branches (summands of a pattern) greedily into few groups whose dilated segments nest.
+    """Partition branches greedily into few groups whose dilated segments nest.
 
     Branches and groups map each branch to its multiplicity. Segments nest if each segment length and rate divides the
     next, and a token that is active in a branch is active in all earlier ones; they may be combined with causal order.

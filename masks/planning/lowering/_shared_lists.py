@@ -26,7 +26,7 @@ from ._term import Term
 
 
 class SharedListTerm(Term):
-    """Term (part of a plan that one kernel computes) whose heads share one block list.
+    """Term whose heads share one block list.
 
     The list has the blocks in which any head has pairs; a block is full if it is full for all heads.
     """
@@ -243,7 +243,7 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
 
 
 class IntervalTerm(SharedListTerm):
-    """Term (part of a plan that one kernel computes) in which each query attends to one interval of key slots.
+    """Term in which each query attends to one interval of key slots.
 
     Tokens are numbered by position.
     """

@@ -1,7 +1,7 @@
 """Attention over a table of selected key blocks: the problems that compute it, and the pairs that these have.
 
-Each row of a table lists the key blocks of one block of queries. Keys are gathered for each row, or queries are grouped
-by key block. The table itself is read; no block list is built.
+Each row of a table lists the key blocks of one query block. Keys are gathered for each row, or queries are grouped by
+key block. The table itself is read; no block list is built.
 """
 
 from __future__ import annotations

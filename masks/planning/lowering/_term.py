@@ -176,10 +176,9 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Term:
-    """Part of a plan that one kernel computes: some heads of one branch, over orders of the queries and keys.
+    """Some heads of one branch, over orders of the queries and keys, computed by one kernel.
 
-    q, k: orders, which give the tokens of the term and the slot (place in the reordered sequence) of each. A fold is
-        one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0.
+    q, k: orders, which give the tokens of the term and the slot of each. All folds repeat the rule of fold 0.
     rule: allowed pairs among these tokens.
     shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
         at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
@@ -271,7 +270,7 @@ class Term:
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of computed blocks over all heads and folds, by kind of row (query block) as in `ListedBlocks`.
+        """Number of computed blocks over all heads and folds, by kind of query block as in `ListedBlocks`.
 
         An estimate for block lists. If run-time tensors differ by batch entry, only the first entry is counted.
         """
