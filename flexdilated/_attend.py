@@ -158,12 +158,12 @@ def attend(
         elsewhere and for calls that these cannot serve, such as dropout or training with a score_mod on CPU; while
         torch.onnx.export traces, it takes dense attention in plain operations. A named engine that cannot serve the
         call raises ValueError.
-    block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
-        CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
+    block_size: tokens of a block of block-sparse masks, or (queries, keys). None: on CPU chosen for the pattern, with
+        "flash" the size that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
         passed on unchecked. Excluded are BACKEND, which engine determines, and options that the block lists and lengths
         of the call determine.
-    autotune: True to time the planner's token orders and block sides for this call the first time, and use the fastest
+    autotune: True to time the planner's token orders and block sizes for this call the first time, and use the fastest
         from then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results
         are used.
 
@@ -277,10 +277,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """Return True if devices of this kind, such as "cuda", have autocast.
-
-    torch.compile runs it and takes the result as a constant, as torch 2.11 cannot trace it.
-    """
+    # torch.compile runs this function and takes the result as a constant, as torch 2.11 cannot trace it.
     return torch.amp.is_autocast_available(kind)
 
 

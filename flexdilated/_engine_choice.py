@@ -51,7 +51,7 @@ def choose_engine(
 
     engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
         and for calls that these cannot serve. For meta tensors the result is always "aten".
-    sides: requested block sides in tokens, () for none.
+    sides: requested block sizes in tokens, () for none.
 
     Raises ValueError if the engine cannot serve the call; the text names an engine that can.
     """

@@ -359,7 +359,7 @@ def run_time_tensors(
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
-    needed = _needed(pattern.text) if torch.compiler.is_compiling() else names(pattern)
+    needed = _needed_names(pattern.text) if torch.compiler.is_compiling() else names(pattern)
     if not needed and not bindings:
         return []
     carried, given = pattern.given_tensors(), {} if bindings is None else dict(bindings)
@@ -379,7 +379,7 @@ def run_time_tensors(
 
 
 @graph_constant  # tracing through every part of a pattern takes longer than all other checks together
-def _needed(pattern: str) -> tuple[str, ...]:
+def _needed_names(pattern: str) -> tuple[str, ...]:
     return names(read_text(pattern))
 
 

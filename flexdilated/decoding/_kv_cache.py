@@ -131,7 +131,7 @@ class KVCache:
         if len(seen) > 1:
             raise ValueError(
                 "num_tokens must be one number for all batch entries, and these have seen different numbers of tokens: "
-                f"write cache.positions; got {self._seen()}"
+                f"write cache.positions; got {self._tokens_seen()}"
             )
         return max(seen, default=0)
 
@@ -141,7 +141,7 @@ class KVCache:
 
         It has shape (0,) before the first tokens, when the batch is unknown.
         """
-        return torch.tensor(self._seen(), dtype=torch.int64)
+        return torch.tensor(self._tokens_seen(), dtype=torch.int64)
 
     @property
     def chunk(self) -> int:
@@ -204,7 +204,7 @@ class KVCache:
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         score_mod = fixed(score_mod, sum_dtype(q), q.device)
-        parts, outs = self._split(k, v, numbers), []
+        parts, outs = self._split_cohorts(k, v, numbers), []
         for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
             with _naming(cohort.entries, len(q)):
@@ -236,7 +236,7 @@ class KVCache:
         refuse_gradients(k, v)
         if numbers == 0:
             return
-        parts = self._split(k, v, numbers)
+        parts = self._split_cohorts(k, v, numbers)
         for cohort, number in parts:
             if not number:
                 continue
@@ -258,7 +258,7 @@ class KVCache:
         removed one, and if queries from position num_tokens may see evicted keys. Going back at most `undo` tokens from
         the furthest one seen always works at the end of a chunk.
         """
-        seen = self._seen()
+        seen = self._tokens_seen()
         if isinstance(num_tokens, Tensor):
             numbers = _integers("num_tokens", num_tokens, seen if self._cohorts else [0] * num_tokens.numel())
         else:
@@ -282,7 +282,7 @@ class KVCache:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
         if not self._cohorts:
             return
-        batch, chosen = len(self._seen()), entries.tolist()
+        batch, chosen = len(self._tokens_seen()), entries.tolist()
         if not chosen or min(chosen) < 0 or max(chosen) >= batch:
             raise ValueError(
                 f"entries must name at least one batch entry, each between 0 and {batch - 1}; got {chosen}"
@@ -313,7 +313,7 @@ class KVCache:
             held, new = (cache._cohorts[0].held.traits for cache in (self, other))
             if held != new:
                 raise ValueError(f"join takes a cache whose tokens match those in this one, {held}; got {new}")
-        batch = len(self._seen())
+        batch = len(self._tokens_seen())
         cohorts = [*self._cohorts, *(cohort.moved(batch) for cohort in other._cohorts)]
         self._cohorts = [cohort for cohort in cohorts if cohort.entries]  # without that of an empty batch
 
@@ -332,11 +332,11 @@ class KVCache:
         if entry is None and len(self._cohorts) > 1:
             raise ValueError(
                 "held() needs the index of a batch entry, cache.held(0), once entries were given different lengths or "
-                f"crops, or have joined; got entries that have seen {self._seen()} tokens"
+                f"crops, or have joined; got entries that have seen {self._tokens_seen()} tokens"
             )
         cohort, rows = self._cohorts[0], slice(None)
         if entry is not None:
-            require_int("entry", entry, minimum=0, maximum=len(self._seen()) - 1)
+            require_int("entry", entry, minimum=0, maximum=len(self._tokens_seen()) - 1)
             cohort = next(cohort for cohort in self._cohorts if entry in cohort.entries)
             rows = slice(place := cohort.entries.index(entry), place + 1)
         held = cohort.held
@@ -344,12 +344,12 @@ class KVCache:
         slots = slice(0, held.num_used)
         return torch.cat([torch.arange(0), *positions]), held.keys[rows, :, slots], held.values[rows, :, slots]
 
-    def _seen(self) -> list[int]:
+    def _tokens_seen(self) -> list[int]:
         """Number of tokens seen by each batch entry; [] before the first tokens."""
         seen = {entry: cohort.seen for cohort in self._cohorts for entry in cohort.entries}
         return [seen[entry] for entry in range(len(seen))]
 
-    def _split(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
+    def _split_cohorts(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
         """Return copies of the cohorts, split such that all entries of one get equally many new tokens of k and v.
 
         numbers: as from `_check`.
@@ -411,7 +411,7 @@ class KVCache:
             )
         if self.num_heads % k.shape[1]:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
-        seen = self._seen()
+        seen = self._tokens_seen()
         if self._cohorts:
             self._cohorts[0].held.check_continues(k, v, batch=len(seen))
         numbers = [k.shape[2]] * k.shape[0]
@@ -428,7 +428,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"
-        seen = sorted(set(self._seen())) or [0]
+        seen = sorted(set(self._tokens_seen())) or [0]
         tokens = f"{seen[0]:,} tokens" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,} tokens"
         held = f"{tokens} seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)}"
         return f"{type(self).__name__}({own}: {held})"

@@ -41,7 +41,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
-    """Return this rank's plan: the rows (each one token of one key/value head) that it sends and receives.
+    """Return this rank's plan: the vectors (each of one token and KV head) that it sends and receives.
 
     num_heads, num_kv_heads: on this device.
     bindings: the pattern's run-time tensors, sorted by name.
@@ -81,7 +81,7 @@ class Exchange:
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
         """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
 
-        Yields a function that waits for the transfer and writes the received rows into its argument: (k, v), each
+        Yields a function that waits for the transfer and writes the received vectors into its argument: (k, v), each
         (B, G, R, D), with R tokens for the KV head that receives most. Padding of other heads is not written.
         """
 
@@ -120,13 +120,13 @@ class Exchange:
     def _swapping(
         self, rows: Sequence[Float[Tensor, "B S D"]], role: Role
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
-        """Context manager that starts one all-to-all of `rows`; yields a function that returns the received rows.
+        """Context manager that starts one all-to-all of `rows`; yields a function that returns the received vectors.
 
         rows: one tensor for k and one for v.
         role: "keys", or "gradients" for the way back to the owners.
 
         The function waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with`
-        block raises: until the other ranks have sent their rows, or until the process group's timeout.
+        block raises: until the other ranks have sent their vectors, or until the process group's timeout.
         """
         batch, _, head_dim = rows[0].shape
         dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec

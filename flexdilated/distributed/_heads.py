@@ -160,7 +160,7 @@ def tokens_to_heads(
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
         gradients are sent and summed in that dtype.
     """
-    rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
+    rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
     wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
@@ -170,7 +170,7 @@ def tokens_to_heads(
 
 @tokens_to_heads.register_fake
 def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
-    rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
+    rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
@@ -185,7 +185,7 @@ def heads_to_tokens(
     Other arguments: as in `tokens_to_heads`. If several ranks have the same head, their values for it are summed, in
     float32 or wider and in the order of the ranks.
     """
-    rank, split, tensors = _read(num_heads, heads, sharding, group)
+    rank, split, tensors = _rank_and_heads(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
     shared = sum(len(taken) for takers in tensors for taken in takers) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
@@ -226,7 +226,7 @@ tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shar
 heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_wholes)
 
 
-def _read(
+def _rank_and_heads(
     num_heads: int, heads: Sequence[int], sharding: list[int], group: str
 ) -> tuple[int, Sharding, tuple[Takers, ...]]:
     """Return (this rank, the sharding, for each tensor the heads that each rank needs).
@@ -304,18 +304,22 @@ def _swap(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: 
     )
     sent, received = like.new_empty(sum(sizes)), like.new_empty(sum(expected))
     for place, pieces in zip(sent.split(sizes), sources, strict=True):
-        for part, piece in _cut(place, pieces):
+        for part, piece in _parts_by_piece(place, pieces):
             part.copy_(piece)
     with communicating("the exchange of heads", ranks):
         dist.all_to_all_single(received, sent, expected, sizes, group=group_of(group))
     record("heads", sent=sent.nbytes, received=received.nbytes)
     for peer, place in enumerate(received.split(expected)):
-        arrived = zip(sources[peer], targets[peer], strict=True) if peer == ranks.rank else _cut(place, targets[peer])
+        arrived = (
+            zip(sources[peer], targets[peer], strict=True)
+            if peer == ranks.rank
+            else _parts_by_piece(place, targets[peer])
+        )
         for piece, target in arrived:
             target.add_(piece) if add else target.copy_(piece)
 
 
-def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts_by_piece(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (consecutive part of `flat` in the piece's shape, piece) for each piece; nothing if `flat` is empty."""
     if flat.numel():
         for part, piece in zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True):

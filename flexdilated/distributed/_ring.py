@@ -86,9 +86,9 @@ def turns_of(
 def _steps(num_ranks: int) -> Iterator[int]:
     """Yield, for each turn, the number of ranks by which its target follows a rank, modulo num_ranks: 1, -1, 2, -2, ...
 
-    The two nearest neighbours come first, so that the turns overlap if only neighbours need each other's keys. All
-    ranks use the same order; otherwise messages between three ranks could deadlock.
+    All ranks use the same order; otherwise messages between three ranks could deadlock.
     """
+    # The two nearest neighbours come first, so that the turns overlap if only neighbours need each other's keys.
     for step in range(1, num_ranks // 2 + 1):
         yield step
         if num_ranks - step != step:
@@ -149,7 +149,7 @@ class Ring:
             return
         mine = [self.k, self.v]
         if any(len(turn.sent) for turn in self.turns):
-            mine = [_written(x, self.codec) for x in mine]
+            mine = [_encoded(x, self.codec) for x in mine]
         begun: list[Posted] = []
         try:
             begun += [self._send_keys(turn, mine) for turn in self.turns[:1]]
@@ -183,7 +183,8 @@ class Ring:
     def room(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
         """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
 
-        W: bytes of an encoded row, in uint8; if the codec leaves rows unchanged, the head dim, in the dtype of `like`.
+        W: bytes of an encoded vector, in uint8; if the codec leaves vectors unchanged, the head dim, in the dtype of
+        `like`.
 
         like: a tensor (B, G, L, D) on the device of the buffer.
         """
@@ -225,7 +226,7 @@ class Gradients:
         Waits for the previous turn first, so that buffers of at most one turn are in memory.
         """
         self.settle()
-        send = [(_written(grad, self.codec), turn.source) for grad in grads]
+        send = [(_encoded(grad, self.codec), turn.source) for grad in grads]
         lease = self.ring.room(self.codec, len(turn.sent), self.totals[0])
         receive = [(x, turn.target) for x in lease.tensor]
         self.begun = turn, post("gradients", self.ring.ranks, send=send, receive=receive, lease=lease)
@@ -258,7 +259,7 @@ def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 
 
-def _written(x: Tensor, codec: Codec) -> Tensor:
+def _encoded(x: Tensor, codec: Codec) -> Tensor:
     return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
 
 

@@ -46,10 +46,10 @@ class Strands:
     runs: tuple[HeadRun, ...]
 
     def view(self, x: Shaped[Tensor, "B X N ..."], run: HeadRun) -> Shaped[Tensor, "B h F S ..."]:
-        """Return the view of x that holds the slots of one run of heads.
+        """Return the view of x that holds the slots of one head run.
 
-        X heads and N tokens of x; h heads of the run; F folds of S slots each. If run.step is 0, all heads share the
-        memory of one head of x.
+        X heads and N tokens of x; h heads of the head run; F folds of S slots each. If run.step is 0, all heads share
+        the memory of one head of x.
         """
         layout = self.layout
         rest, rest_stride = x.shape[3:], x.stride()[3:]
@@ -274,10 +274,8 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged.
-
-    The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
-    """
+    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged."""
+    # The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
     return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
@@ -348,7 +346,7 @@ Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, t
 
 
 def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[TokenGather, TokenGather]:
-    """Return (query side, key side) of a term: readers and writers of its tokens in q and in k and v.
+    """Return (queries, keys) of a term: readers and writers of its tokens in q and in k and v.
 
     groups: number of query heads for each key/value head.
     placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.

@@ -197,9 +197,7 @@ def _unseen(
     heads: index of each head's table.
     slots: number of slots of a head.
 
-    Blocks that another table lists are included.
-
-    Returns None if no table lists a block with such a slot.
+    Blocks that another table lists are included. Returns None if no table lists a block with such a slot.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True

@@ -370,7 +370,7 @@ class LongNetBackbone(Pretrained):
         self._check_one_rank("a call with caches")
         if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
             raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
-        seen = [cache._seen() for cache in caches]
+        seen = [cache._tokens_seen() for cache in caches]
         if len(seen) != len(self.blocks) or any(each != seen[0] for each in seen):
             numbers = [each[0] if len(set(each)) == 1 else each or 0 for each in seen]
             raise ValueError(

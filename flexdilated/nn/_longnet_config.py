@@ -320,7 +320,7 @@ class LongNetConfig:
     @property
     def attention_pattern(self) -> Pattern | Mixture:
         """`pattern` or the pattern of the branches, causal if `causal`; for all layers except those of `selection`."""
-        pattern = None if self.pattern is None else _read(self.pattern)
+        pattern = None if self.pattern is None else _pattern_of(self.pattern)
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
         return chosen_pattern(pattern, self.segment_lengths, self.dilation_rates, **options, how=_HOW)
 
@@ -330,7 +330,7 @@ class LongNetConfig:
         return _PLANNED if self.segment_lengths is None else max(self.segment_lengths)
 
 
-def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
+def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
     """Return a pattern unchanged, or read it from an expression or JSON. Raises TypeError for other values."""
     if isinstance(pattern, str):
         return masks.from_json(pattern) if pattern.lstrip().startswith("{") else masks.parse(pattern)
@@ -340,7 +340,7 @@ def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
 
 def _json(pattern: Pattern | Mixture | str) -> str:
     """JSON of a pattern, or of the pattern with this text. ValueError if it holds tensors, TypeError if functions."""
-    read = _read(pattern)
+    read = _pattern_of(pattern)
     if held := read.given_tensors():
         names = ", ".join(map(repr, held))
         raise ValueError(

@@ -83,7 +83,7 @@ class Pretrained(nn.Module):
         for name in (_CONFIG, _WEIGHTS):
             if not (place / name).is_file():
                 raise FileNotFoundError(f"a model's folder must hold {_CONFIG} and {_WEIGHTS}; {place} has no {name}")
-        model = cls(**_read(cls, place / _CONFIG), **options, device="meta")
+        model = cls(**_read_arguments(cls, place / _CONFIG), **options, device="meta")
         weights = store.load_file(place / _WEIGHTS, device=str(device))
         _check(model, weights)
         model.load_state_dict({name: each.to(dtype) for name, each in weights.items()}, assign=True)
@@ -99,7 +99,7 @@ def _safetensors() -> Any:
         ) from error
 
 
-def _read(cls: type[nn.Module], path: Path) -> dict[str, Any]:
+def _read_arguments(cls: type[nn.Module], path: Path) -> dict[str, Any]:
     """Read the constructor arguments of `cls` from the config.json at `path`.
 
     Raises ValueError if the file is invalid or of another class.

@@ -89,7 +89,7 @@ def block_mass(
         given = _Operands(queries[entries], keys[entries], shifts[entries], rows, columns, factor)
         for branch, times in Counter(rule.branches()).items():
             bound = _in_whole_blocks(call.bound(branch), rows, columns)
-            _add_branch(mass, times, bound, _listed(bound, sides), given)
+            _add_branch(mass, times, bound, _block_list(bound, sides), given)
     number = rows.cut(has_keys[..., None].to(mass.dtype)).sum((0, 3))
     return mass / number.clamp(min=1)
 
@@ -214,7 +214,7 @@ def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
 
 
 @outside_torch_modes
-def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
+def _block_list(bound: Bound, sides: tuple[int, int]) -> Blocks:
     """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
 
     They are cached unless they depend on the values of run-time tensors.

@@ -54,7 +54,7 @@ def refine(
     keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each row, so a
         row with blocks keeps at least one.
 
-    within and keep are evaluated for R and C whole blocks of the list's side. If any block moved, cache entries of the
+    within and keep are evaluated for R and C whole blocks of the list's size. If any block moved, cache entries of the
     old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
 
     Raises TypeError for a pattern of another kind, and ValueError unless it has one table per head, for tensors of
@@ -69,16 +69,16 @@ def refine(
     block_list(rows=(((0, 1), (0, 1), (1, 2)),), block=64)
     """
     require_int("moves", moves, minimum=0)
-    listed = _listed(pattern, importance)
+    listed = _listed_mask(pattern, importance)
     _check_numbers("scores", scores, tuple(importance.shape))
     mass, promise = importance.detach().cpu().double(), scores.detach().cpu().double()
-    block = pattern.block  # type: ignore[attr-defined]  # `_listed` checks the kind
+    block = pattern.block  # type: ignore[attr-defined]  # `_listed_mask` checks the kind
     droppable = listed & ~_most_massive(mass, listed)
     if keep is not None:
-        droppable &= ~_touched("keep", keep, listed, block)
+        droppable &= ~_nonempty_mask("keep", keep, listed, block)
     growable = ~listed & (promise > -torch.inf)
     if within is not None:
-        growable &= _touched("within", within, listed, block)
+        growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
     dropped, grown = _first(droppable, mass, exchanged), _first(growable, -promise, exchanged)
     if bool((exchanged == 0).all()):
@@ -87,7 +87,7 @@ def refine(
     return Refinement(block_list(listed & ~dropped | grown, block=block), dropped.nonzero(), grown.nonzero())
 
 
-def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
+def _listed_mask(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
     """Return True for the blocks that the pattern lists, in the shape of importance.
 
     Raises TypeError or ValueError for a pattern or an importance that `refine` cannot use.
@@ -138,7 +138,7 @@ def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
 
 
-def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
+def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
     """Return True for blocks, of `block` by `block` tokens, in which a pattern has a pair; (H, R, C) as in `listed`.
 
     name: the argument that holds the pattern, for errors.
@@ -218,8 +218,8 @@ class ImportanceTracker(nn.Module):
         self._arriving: tuple[dist.Work, Tensor] | None = None
         self.register_buffer("average", torch.zeros(shape, dtype=torch.float32, device=device))
         self.register_buffer("weight", torch.zeros(shape, dtype=torch.float32, device=device))
-        self.register_state_dict_pre_hook(_settled)
-        self.register_load_state_dict_pre_hook(_settled)
+        self.register_state_dict_pre_hook(_settle_pending)
+        self.register_load_state_dict_pre_hook(_settle_pending)
 
     @torch.no_grad()
     def update(self, mass: Float[Tensor, "H R C"]) -> None:
@@ -282,6 +282,6 @@ class ImportanceTracker(nn.Module):
         return self.__dict__.copy()
 
 
-def _settled(tracker: Any, *_: object) -> None:
+def _settle_pending(tracker: Any, *_: object) -> None:
     """Hook: finish the pending update before the state is read or replaced."""
     tracker._settle()

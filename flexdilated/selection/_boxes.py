@@ -84,7 +84,7 @@ class SelectionCall(NamedTuple):
     block, query_block: tokens of a key block and of a query block.
     whole: True if a query block is scored by all its queries, False if by its first.
     scorer: name of the scorer, or "module".
-    stride: side of the tiles of "antidiagonal", else 1.
+    stride: size of the tiles of "antidiagonal", else 1.
     kind, amount, most: rule of the choice, as in `choose`.
     share: which heads share one table of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
     coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.

@@ -185,12 +185,10 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def _ordered(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids.
-
-    A float32 converted to float64 ends in zero bits, into which the id is written. `topk` promises no order among equal
-    numbers, so a choice among ties could otherwise depend on the values of other rows.
-    """
+    """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids."""
+    # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0
+    # A float32 converted to float64 ends in 29 zero bits, into which the id is written.
     bits = rounded.double().view(torch.int64)
     return (bits | torch.where(rounded < 0, ids, _TIES - ids)).view(torch.float64)

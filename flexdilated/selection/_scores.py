@@ -134,7 +134,7 @@ def scores_of(
     # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
     factors = (queries,) if call.scorer == "mean" else _by_sign(queries)
     sides = zip(factors, pools, strict=True)
-    scores = sum(_products(x, pool) if lists is None else _listed(x, pool, lists) for x, pool in sides)
+    scores = sum(_products(x, pool) if lists is None else _scores_at_lists(x, pool, lists) for x, pool in sides)
     assert isinstance(scores, Tensor)
     if boxes.own is None:
         return scores
@@ -174,11 +174,8 @@ def _own(
 
 
 def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(negative part, positive part) of q.
-
-    A zero of q is in both parts, with half the gradient in each: the derivative of max(q * greatest, q * least) there
-    is the mean of greatest and least.
-    """
+    """(negative part, positive part) of q; a zero is in both, with half the gradient in each."""
+    # The derivative of max(q * greatest, q * least) at 0 is taken to be the mean of greatest and least.
     halved = torch.where(q == 0, 0.5 * q, q)
     return halved.masked_fill(q > 0, 0.0), halved.masked_fill(q < 0, 0.0)
 
@@ -221,7 +218,7 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
     return (groups @ k.to(q.dtype).mT).view(*q.shape[:3], k.shape[2])
 
 
-def _listed(
+def _scores_at_lists(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
     """Dot product of each query block's query with the pooled keys of its listed blocks, in its key/value head.

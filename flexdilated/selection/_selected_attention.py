@@ -385,14 +385,14 @@ def runs_over(
         ("gradients wanted", torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)),
     )
     place = (ranks.name, ranks.size, ranks.rank, ranks.device_type)
-    agreed = _agreed(place, sharding.numbers(), selector.largest_row, facts)
+    agreed = _own_ranges(place, sharding.numbers(), selector.largest_row, facts)
     # In a trace the result of a graph constant has no type until its integers are read.
     starts, lengths = ([index(number) for number in numbers] for numbers in agreed)
     return QueryRuns(starts, lengths, over, sharding)
 
 
 @graph_constant
-def _agreed(
+def _own_ranges(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.

@@ -85,7 +85,7 @@ class BlockSelector(nn.Module):
         needs future_in_choice=True.
     future_in_choice: allow "mean" with a causal `within`. For prefill: q and k must not require a gradient, a choice
         depends on later tokens of its query block, and decoding would choose other blocks.
-    stride: side of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
+    stride: size of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
 
     Keys with equal minima or maxima share the gradient of a pool equally.
 

@@ -189,7 +189,7 @@ def examine_attention_module(
             f"{', '.join(map(repr, needed))}, and for packed or padded batches pass calls=testing.Calls(packed=...) or "
             "testing.Calls(padded=...)"
         )
-    chosen = [MODULE_CHECKS[name] for name in _chosen(checks, skip)]
+    chosen = [MODULE_CHECKS[name] for name in _checks_to_run(checks, skip)]
     if lengths is None:
         tried = lengths_for(pattern, num_heads, max_tokens=most, examples=examples)
     else:
@@ -212,7 +212,7 @@ def examine_attention_module(
     return ModuleReport(name, repr(pattern), sizes, textwrap.fill(drawn, _WIDTH + 32), results)
 
 
-def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
+def _checks_to_run(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
     for given, listed in (("checks", checks or ()), ("skip", skip)):
         if isinstance(listed, str):
             raise TypeError(

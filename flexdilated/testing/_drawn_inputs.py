@@ -34,7 +34,7 @@ def lengths(
     """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. They shrink towards 1.
 
     around: edges, which are lengths at whose multiples a result may change; or a pattern, to use its `edges_of`.
-    blocks: further edges, such as block sides.
+    blocks: further edges, such as block sizes.
 
     Near an edge: 1 to 4 times the edge, or one less or more. The other half are 1, max_tokens or any.
     """

@@ -392,7 +392,7 @@ def _entry_numbers(batch: int, largest: int) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `same_document` pattern, with ids per batch entry or shared, documents on one side only, and padding."""
+    """Draw a `same_document` pattern: ids per batch entry or shared, documents of queries or keys only, padding."""
     sides = []
     for positions in (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys):
         rows = draw(st.sampled_from([1, sizes.batch]))
@@ -415,7 +415,7 @@ def _mask(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
 
 @st.composite
 def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `selected_blocks` pattern with block sides of 1 to 20 and one table for each group of heads.
+    """Draw a `selected_blocks` pattern with block sizes of 1 to 20 and one table for each group of heads.
 
     Row 0 of a table is for query block 0, or for the block of the first query.
     """

@@ -21,7 +21,7 @@ _NO_LENGTHS = ("seed", "head", "rows")
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
     """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
-    They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sides and so on.
+    They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sizes and so on.
     Of a custom function only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
@@ -57,7 +57,7 @@ def tokens(length: int) -> str:
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
     """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
 
-    They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sides and one more, and
+    They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sizes and one more, and
     the largest; if there are too many, evenly spaced ones of these. Raises ValueError if the pattern accepts none.
     """
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]

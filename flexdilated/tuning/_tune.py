@@ -79,7 +79,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
     """Return a function that runs the plan on x once, and returns (out,), or with `backward` (out, dq, dk, dv).
 
     engine: "aten" or "flex".
-    block_size: (query, key) side of the blocks; empty: those of the plan.
+    block_size: (queries, keys) of a block; empty: those of the plan.
     """
     num_kv_heads, scale, device = x.k.shape[1], x.q.shape[-1] ** -0.5, x.q.device
     if engine == "flex":
@@ -144,7 +144,7 @@ class Trialled:
 
     @property
     def name(self) -> str:
-        """Text of the layout, and of the block sides unless all are 128, such as "natural, blocks of 64"."""
+        """Text of the layout, and of the block sizes unless all are 128, such as "natural, blocks of 64"."""
         sides = sorted(set(way_of(self.option)[1]))
         return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
 
@@ -170,7 +170,7 @@ def measure(
 
     backward: time forward and backward.
     engine: None: the default of the device.
-    block_size: (query, key) block side of all options; empty: any that the engine offers.
+    block_size: (queries, keys) of a block in all options; empty: any that the engine offers.
     seconds: time for the rounds of each comparison beyond the first three.
 
     Raises RuntimeError if the results of two options differ by more than the precision of their dtype.

@@ -56,7 +56,7 @@ class MeasuredMachine:
     """Measured constants of a kind of device ("cpu", "cuda"), for the cost model.
 
     date: of the measurement, ISO 8601 in UTC.
-    spread: for each timed problem, by name, the time of its slowest run divided by that of its fastest.
+    spread: for each timed problem, by name, its longest measured time divided by its shortest.
     """
 
     machine: Machine
@@ -143,7 +143,8 @@ def _attention(
 ) -> _Work:
     """Make a problem to time: attention with this pattern, of batch 1, in natural order of the tokens.
 
-    Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: side of the blocks.
+    Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: queries, and keys, of a
+    block.
     """
     kind, order = device_kind(device), Layout(tokens)
     bound = pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)

@@ -107,7 +107,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
         firsts += [seen.k.first, single]
         counts += [seen.k.count, torch.ones_like(single)]
         if not bool(small.all()):
-            stack.append(_split(boxes.select(~small)))
+            stack.append(_halve_long_sides(boxes.select(~small)))
     return _ranges(torch.cat(firsts), torch.cat(counts), step)
 
 
@@ -170,7 +170,7 @@ def _key_runs(boxes: Box) -> tuple[int, Tensor]:
     return len(runs), number
 
 
-def _split(boxes: Box) -> Box:
+def _halve_long_sides(boxes: Box) -> Box:
     """Halve the sides of boxes longer than 16 positions; boxes with a common run of keys have common halves of it."""
     box, q = _halved(boxes.q)
     part, k = _halved(boxes.k.select(box))
@@ -282,7 +282,7 @@ def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
         between = joined_intervals(*_between(begin[some], end[some], n))
         found += [(begin[full], end[full]), between]
         doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
-        begin, end = _cut(begin[doubtful], end[doubtful])
+        begin, end = _cut_intervals(begin[doubtful], end[doubtful])
     return joined_intervals(*(torch.cat(side) for side in zip(*found, strict=True)))
 
 
@@ -324,7 +324,7 @@ def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> T
     return (run >= 0) & (end <= run_end[run.clamp(min=0)])
 
 
-def _cut(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_intervals(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Cut each interval [begin, end) into at most 8 non-empty parts of about equal length.
 
     Returns the begins and the ends of all parts, flat, in the order of the intervals.

@@ -72,7 +72,7 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 
     tables: indices of the masks to search.
     rows: query blocks to search.
-    sides: (query side, key side) of a block.
+    sides: (queries, keys) of a block.
 
     If the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In
     a union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
@@ -93,7 +93,7 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
 
     tables: indices of the masks to search.
     slots: query slots to search.
-    sides: (query side, key side) of a block.
+    sides: (queries, keys) of a block.
 
     Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
     part, as each part rules out different classes.
@@ -257,7 +257,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
     """
     rows, columns = shape
     rule = _shorter(rule, sides)
-    (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)
+    (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut_at_blocks, (rule.q, rule.k), shape, sides)
     nodes = q_number[key // columns % rows] * k_number[key % columns]
     for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
         block, index = enumerated(nodes[some])
@@ -268,7 +268,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
         yield from descend(rule, Nodes(number // (rows * columns), *runs), sides)
 
 
-def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
+def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
     """Cut pieces (runs of slots) at the boundaries of blocks; return (parts, begin, number).
 
     Block i contains the number[i] parts from index begin[i] on. blocks: number of blocks. block: slots per block.

@@ -52,7 +52,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(number of query slots, number of key slots, query side of a block, key side of a block)."""
+        """(number of query slots, number of key slots, queries of a block, keys of a block)."""
         return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
 
     @property
@@ -169,7 +169,7 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
 def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
     """Return the number of allowed pairs of each block; blocks that are known to have equal masks are evaluated once.
 
-    shape: (number of query slots, number of key slots, query side of a block, key side of a block).
+    shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
@@ -185,7 +185,7 @@ def evaluate(
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """Yield the dense masks of these blocks, a chunk of blocks at a time: True if allowed, False beyond the last slot.
 
-    shape: (number of query slots, number of key slots, query side of a block, key side of a block).
+    shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
     for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):

@@ -153,7 +153,7 @@ def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> 
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
     A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: (number
-    of query slots, number of key slots, query side of a block, key side of a block).
+    of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)

@@ -460,7 +460,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
     >>> masks.per_head([masks.causal(), masks.every()])
     per_head((causal(), every()))
     """
-    return PerHead(_listed(patterns))
+    return PerHead(_pattern_tuple(patterns))
 
 
 @constructor
@@ -478,10 +478,10 @@ def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     >>> masks.head_groups([masks.causal(), masks.every()])
     head_groups((causal(), every()))
     """
-    return HeadGroups(_listed(patterns))
+    return HeadGroups(_pattern_tuple(patterns))
 
 
-def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
+def _pattern_tuple(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence):
         raise TypeError(f"patterns must be a sequence, with one pattern for each head or group; got {patterns!r:.80}")
     return tuple(patterns)

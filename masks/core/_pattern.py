@@ -156,11 +156,8 @@ class Pattern(Expression):
 
     @cached_property
     def _rules_of_heads(self) -> dict[tuple[int, int], Pattern]:
-        """Cache of `for_head`, by (head, num_heads).
-
-        Every plan needs these rules, and combining them takes longer than a look-up.
-        """
-        return {}
+        """Cache of `for_head`, by (head, num_heads)."""
+        return {}  # every plan needs these rules, and combining them takes longer than a look-up
 
     def period(self) -> int | None:
         """Return a shift of query and key together, in tokens, that leaves the rule unchanged; None if none is known.

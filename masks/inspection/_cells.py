@@ -85,8 +85,8 @@ def count_cells(
     queries, keys: the window, in slots of `order`; None for all.
     order: None for natural order, where slots are positions.
     shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
-    sides: used if `shape` is None, (query side, key side) of a cell in slots; cells begin at multiples of these, and
-        cells at the window's borders are cut.
+    sides: used if `shape` is None, (queries, keys) of a cell in slots; cells begin at multiples of these, and cells at
+        the window's borders are cut.
     batch: index of the batch entry, if run-time tensors have a row for each.
 
     Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an

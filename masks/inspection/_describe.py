@@ -297,7 +297,7 @@ def _heads_table(counts: Description) -> str:
         of_branches = [_percent(own, sum(pairs)) for own in pairs] if len(branches) > 1 else []
         return name, f"{sum(pairs):,}", _percent(sum(pairs), counts.useful_pairs), *of_branches
 
-    rows = [row(_listed(sorted(numbers)), pairs) for pairs, numbers in list(alike.items())[:_MOST_LINES]]
+    rows = [row(_numbers_text(sorted(numbers)), pairs) for pairs, numbers in list(alike.items())[:_MOST_LINES]]
     if len(branches) > 1 and len(alike) > 1:
         rows.append(row("all", [each.pairs for each in branches]))
     names = [f"branch {number}" for number in range(1, len(branches) + 1)] if len(branches) > 1 else []
@@ -326,7 +326,7 @@ def _growth_table(counts: Description) -> str:
     return tabulate(rows, headers, disable_numparse=True, colalign=("right", "right"))
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _numbers_text(numbers: Sequence[int]) -> str:
     """Ascending numbers as text, shortened, such as "0 to 7" or "0, 2, ..., 14"."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1:

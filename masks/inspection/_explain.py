@@ -194,7 +194,7 @@ def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tu
     """Yield the block in natural order; then in residue-major order, if the rule is dilated and sizes are equal.
 
     sizes: number of queries and of keys.
-    sides: query side and key side of a block.
+    sides: (queries, keys) of a block.
     """
     mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
     zero, head = torch.tensor(0), torch.tensor(pair.head)

@@ -22,7 +22,7 @@ COUNTED = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "t
 
 @dataclass(frozen=True)
 class PlannedCounts:
-    """Number of pairs and blocks over all heads, in the layouts and block sides that the planner chose.
+    """Number of pairs and blocks over all heads, in the layouts and block sizes that the planner chose.
 
     useful_pairs: allowed pairs, once for each branch that allows them.
     computed_pairs: pairs in computed blocks.
@@ -60,7 +60,7 @@ def count_term(term: Term) -> PlannedCounts:
         return PlannedCounts(term.counted_pairs(), computed_pairs(term), *term.block_counts(), 0)
     if term.shape != "blocks":
         return _count_plain(term)
-    blocks, pairs = _listed(term)
+    blocks, pairs = _counted_blocks(term)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
     full = int(users[blocks.full].sum()) * term.folds
@@ -68,7 +68,7 @@ def count_term(term: Term) -> PlannedCounts:
     return PlannedCounts(term.multiplicity * useful * term.folds, computed, full, listed - full, blocks.nbytes)
 
 
-def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
+def _counted_blocks(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
     """(blocks in the list of a term, number of allowed pairs of each block)."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
@@ -156,6 +156,6 @@ def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
     if term.shape != "blocks":  # all heads have equal counts
         each = term.counted_pairs() // (term.multiplicity * len(term.heads))
         return torch.full((len(term.heads),), each)
-    blocks, pairs = _listed(term)
+    blocks, pairs = _counted_blocks(term)
     of_tables = torch.zeros(max(blocks.heads) + 1, dtype=torch.int64).index_add_(0, blocks.table.long(), pairs)
     return term.folds * of_tables[torch.tensor(blocks.heads)]

@@ -68,7 +68,7 @@ class Window(NamedTuple):
 class Picture:
     """Contents and options of a picture: one panel for each head and order of tokens, all of the same window.
 
-    block: (query side, key side) of blocks to draw, or None.
+    block: (queries, keys) of blocks to draw, or None.
     title: None for the pattern's expression.
     """
 
@@ -99,7 +99,7 @@ def window_of(
     Both axes have one scale; if one has over 4 times as many slots as the other, each has about `size` pixels instead.
 
     queries, keys: slots to draw, None for all.
-    block: (query side, key side) of blocks to draw, or None; the side of a cell then divides that of a block.
+    block: (queries, keys) of blocks to draw, or None; the size of a cell then divides that of a block.
 
     Raises ValueError for slots out of range, and for blocks smaller than a pixel.
     """
@@ -128,7 +128,7 @@ class WindowBlocks:
     """The blocks that overlap a window, with their counts of allowed pairs.
 
     cells: counts, one cell for each block.
-    sides: (query side, key side) of a block.
+    sides: (queries, keys) of a block.
     state: EMPTY, PARTIAL or FULL.
 
     As in block lists, a block cut short by the end of the sequence is never FULL.

@@ -57,8 +57,8 @@ def plot(
     head: one head or several.
     order: "natural", "residue" (the residue-major order of `masks.layout`) or both.
     queries, keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue".
-    block_size: None, one side or (query side, key side); allowed pairs are then dark in full blocks and light in
-        partial ones, masked pairs in computed blocks beige, and blocks that are not computed white.
+    block_size: tokens of a block, (queries, keys), or None for no blocks; allowed pairs are then dark in full blocks
+        and light in partial ones, masked pairs in computed blocks beige, and blocks that are not computed white.
     size: approximate pixels along the longer side of a panel.
     legend: draw a legend, with block counts.
     title: by default the expression; "" for none.

@@ -234,9 +234,9 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 def _even(slots: int, most: int) -> int:
     """Number of cells for `slots` slots: their largest divisor that is at most `most` and not far below it, if any.
 
-    Otherwise it is `most`. Divisors are preferred, as the borders of equally long cells coincide with those of segments
-    and blocks.
+    Otherwise it is `most`.
     """
+    # Divisors are preferred, as the borders of equally long cells coincide with those of segments and blocks.
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
 

@@ -135,8 +135,8 @@ class LocalWindow(Band):
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         """Return a window that is at least as wide and touches no further blocks (of q_side queries by k_side keys).
 
-        With side = gcd(q_side, k_side), `left` and `right` are kept if they are multiples of side; else each becomes
-        the next multiple minus 1.
+        With side = gcd(q_side, k_side), `left` and `right` are kept if they are multiples of it; else each becomes the
+        next multiple minus 1.
         """
         side = gcd(q_side, k_side)
         left, right = (

@@ -70,7 +70,7 @@ class BlockTable:
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
-        listed = (_compared if width <= _COMPARED else _halved)(self.entries.flatten(0, 1), device)
+        listed = (_test_by_comparing if width <= _COMPARED else _test_by_halving)(self.entries.flatten(0, 1), device)
         first_line = (table_of_head * rows).to(device, index_dtype(device, 0, self.entries.numel()))
 
         def seen(b, h, q, k):
@@ -157,7 +157,7 @@ class BlockTable:
 
     @cached_property
     def _picture(self) -> tuple[int, Tensor]:
-        """Return (side of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
+        """Return (size of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
 
         A cell is a square of blocks. sums[t, i, j]: listed blocks of table t in the cells above row i and left of
         column j.
@@ -175,7 +175,7 @@ class BlockTable:
         return cell, sums
 
 
-def _compared(entries: Tensor, device: torch.device) -> RowTest:
+def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
     """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
 
     It compares the column with each entry, for rows of few entries. Entries depend on the query only, so a kernel loads
@@ -193,7 +193,7 @@ def _compared(entries: Tensor, device: torch.device) -> RowTest:
     return listed
 
 
-def _halved(entries: Tensor, device: torch.device) -> RowTest:
+def _test_by_halving(entries: Tensor, device: torch.device) -> RowTest:
     named = by_halving(entries.shape[1], device)
     entries = entries.to(device, index_dtype(device, 0, entries.numel()))
     return lambda line, inside, column: named(entries, line, column) & inside
@@ -274,7 +274,7 @@ class BlockList(TableRule):
     block: int = at_least(1)
 
     def check(self) -> None:
-        object.__setattr__(self, "rows", _checked(self.rows))
+        object.__setattr__(self, "rows", _checked_rows(self.rows))
 
     def __hash__(self) -> int:
         return hash(self.text)  # a str caches its hash, a nested tuple does not
@@ -305,7 +305,7 @@ class BlockList(TableRule):
         return _of_head(self, head) if self.by_head else self
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Return self. Raises ValueError unless `block` divides, or is a multiple of, each of the two sides."""
+        """Return self. Raises ValueError unless `block` divides, or is a multiple of, both of these."""
         if any(self.block % side and side % self.block for side in (q_side, k_side)):
             raise ValueError(
                 "the blocks of a block_list cannot be rounded: list blocks whose side divides those "
@@ -371,10 +371,10 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     >>> masks.describe(masks.block_list([[0], [0, 1]], block=64), 128).useful_pairs  # 3 blocks of 64 x 64
     12288
     """
-    return BlockList(_listed(rows) if isinstance(rows, Tensor) else rows, block)  # type: ignore[arg-type]
+    return BlockList(_rows_of_tensor(rows) if isinstance(rows, Tensor) else rows, block)  # type: ignore[arg-type]
 
 
-def _listed(rows: Tensor) -> list[Any]:
+def _rows_of_tensor(rows: Tensor) -> list[Any]:
     if rows.dtype.is_floating_point or rows.dtype.is_complex:
         raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
     if rows.dim() not in (2, 3):
@@ -388,12 +388,12 @@ def _listed(rows: Tensor) -> list[Any]:
     if rows.dtype != torch.bool:
         return rows.tolist()
     if rows.dim() == 3:
-        return [_listed(table) for table in rows]
+        return [_rows_of_tensor(table) for table in rows]
     columns = rows.nonzero()[:, 1].split(rows.sum(1).tolist())
     return [row.tolist() for row in columns]
 
 
-def _checked(rows: Any) -> tuple[Any, ...]:
+def _checked_rows(rows: Any) -> tuple[Any, ...]:
     if not isinstance(rows, _SEQUENCES):
         raise TypeError(
             f"rows must be rows of block numbers, or one list of such rows for each head; got {type(rows).__name__}"
@@ -407,13 +407,13 @@ def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
     if isinstance(table, _SEQUENCES) and not table:
         raise ValueError(f"a block list needs at least one row of block numbers; got {name}={table!r}")
     if not isinstance(table, _SEQUENCES):
-        raise TypeError(_uneven(name, table))
+        raise TypeError(_mixed_rows_error(name, table))
     return tuple(_checked_row(row, f"{name}[{index}]") for index, row in enumerate(table))
 
 
 def _checked_row(row: Any, name: str) -> tuple[int, ...]:
     if not isinstance(row, _SEQUENCES) or _is_table(row):
-        raise TypeError(_uneven(name, row))
+        raise TypeError(_mixed_rows_error(name, row))
     # Tables can be large: entries are checked one by one only to report an error.
     if row and not (set(map(type, row)) == {int} and min(row) >= 0 and max(row) < NOTHING):
         for place, entry in enumerate(row):
@@ -430,7 +430,7 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, _SEQUENCES) and any(issubclass(kind, _SEQUENCES) for kind in set(map(type, value)))
 
 
-def _uneven(name: str, value: Any) -> str:
+def _mixed_rows_error(name: str, value: Any) -> str:
     rule = "rows must be rows of block numbers, or one list of such rows for each head, not a mix"
     return f"{rule}; got {name}={value!r:.60}"
 

@@ -173,7 +173,7 @@ class Axis:
     def seen(self, first: int, last: int) -> Ranges:
         """Return the places that the queries first, first + rate, ..., last see, as ascending ranges of step `rate`."""
         rate, residue = self.rate, first % self.rate
-        held = self._held(residue)
+        held = self._class_length(residue)
         begin, end = (self._begin(place // rate, held) for place in (first, last))
         stop = last // rate + 1 if self.is_causal else end + self.size
         if stop - begin >= held:
@@ -201,7 +201,7 @@ class Axis:
         low = high = torch.zeros_like(q.first)
         for residue in range(self.rate):
             box = Box(head, terms_of_class(q, self.rate, residue), terms_of_class(k, self.rate, residue))
-            bounds = self._count_in_class(box, self._held(residue))
+            bounds = self._count_in_class(box, self._class_length(residue))
             low, high = low + bounds.low, high + bounds.high
         return Bounds(low, high)
 
@@ -221,7 +221,7 @@ class Axis:
             inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
         return torch.where(inner, -1 - q.first % (self.rate * self.stride), q.first), ahead
 
-    def _held(self, residue: int) -> int:
+    def _class_length(self, residue: int) -> int:
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:

@@ -92,8 +92,8 @@ class MaskTable(Table):
     def _cells(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
         """(sums, sides): sums[t, i, j] is the number of allowed pairs in the first i by j cells of head t.
 
-        A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell with side 1. All
-        batch entries must share one mask.
+        A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell of size 1. All batch
+        entries must share one mask.
         """
         rows = self.only_row
         sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
@@ -115,8 +115,8 @@ class MaskTable(Table):
             box.area,
         )
         times = q.times * k.times
-        outer = times * _between(sums, table, q.outer, k.outer)
-        inner = times * _between(sums, table, q.inner, k.inner)
+        outer = times * _pairs_in_cells(sums, table, q.outer, k.outer)
+        inner = times * _pairs_in_cells(sums, table, q.inner, k.inner)
         missing = times * q.positions * k.positions - outer
         return Bounds(torch.maximum(inner, area - missing).clamp(min=0), torch.minimum(outer, area))
 
@@ -159,7 +159,7 @@ class _CellRange(NamedTuple):
         return cls(outer, inner, (outer[1] * side).clamp(max=size) - outer[0] * side, none + 1)
 
 
-def _between(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
+def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
     """Return the number of allowed pairs in cells q[0] to q[1] - 1 by k[0] to k[1] - 1 of each box; 0 if empty."""
     (q_first, q_stop), (k_first, k_stop) = ((first, torch.maximum(first, stop)) for first, stop in (q, k))
     by_stop, by_first = (sums[table, q_edge, k_stop] - sums[table, q_edge, k_first] for q_edge in (q_stop, q_first))

@@ -123,7 +123,8 @@ def random_blocks(
     """Pattern in which each block of `block` queries of each head sees `count` distinct key blocks, drawn at random.
 
     num_tokens: tokens that the blocks cover; positions beyond them see no key and are seen by no query.
-    block: tokens of a block. Kernels compute whole blocks, of side 128 by default: a multiple of it has no overcompute.
+    block: tokens of a block. Kernels compute whole blocks, of 128 tokens by default: a multiple of it has no
+        overcompute.
     count: number of key blocks of each query block.
     seed: in [0, 2**63).
     head: the head, counted over all devices, whose draw all heads use; None: each head has its own draw.

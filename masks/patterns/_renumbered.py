@@ -110,7 +110,7 @@ class After(_FromStart):
         return self.part.spacing()
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        counted = self._counted(keys)
+        counted = self._renumbered_range(keys)
         if query < self.start or not counted:
             return ()
         found = self.part.row(query - self.start, counted)
@@ -119,9 +119,9 @@ class After(_FromStart):
         return tuple(range(each.start + self.start, each.stop + self.start, each.step) for each in found)
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        self.part.check_tokens(self._counted(queries), self._counted(keys))
+        self.part.check_tokens(self._renumbered_range(queries), self._renumbered_range(keys))
 
-    def _counted(self, positions: range) -> range:
+    def _renumbered_range(self, positions: range) -> range:
         return range(max(0, positions.start - self.start), max(0, positions.stop - self.start))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:

@@ -314,7 +314,7 @@ def table_split(pattern: Expression) -> TableSplit | None:
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:
         return None
-    own = _parted(branches[chosen[0]])
+    own = _table_split(branches[chosen[0]])
     if own is None:
         return None
     beside = [
@@ -329,13 +329,13 @@ def _uses(pattern: Pattern) -> int:
     return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
 
 
-def _parted(pattern: Pattern) -> TableSplit | None:
+def _table_split(pattern: Pattern) -> TableSplit | None:
     if isinstance(pattern, SelectedBlocks | SelectedTable):
         return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None
     own = [part for part in pattern.direct_parts() if _uses(part)]
-    if len(own) != 1 or (inner := _parted(own[0])) is None:
+    if len(own) != 1 or (inner := _table_split(own[0])) is None:
         return None
     beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))
     rest, others = inner.rest, inner.others

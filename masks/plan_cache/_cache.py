@@ -374,7 +374,7 @@ def _text(pattern: Expression | str) -> str:
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 
 
-def _read(variable: str, unit: str, default: int) -> int:
+def _read_budget(variable: str, unit: str, default: int) -> int:
     text = os.environ.get(variable, str(default))
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
         raise ValueError(f"{variable} must be a whole number of {unit}, such as {default}; got {text!r:.40}")
@@ -382,11 +382,11 @@ def _read(variable: str, unit: str, default: int) -> int:
 
 
 def bytes_from_environment() -> int:
-    return _read(BYTES_VARIABLE, "bytes", DEFAULT_BYTES)
+    return _read_budget(BYTES_VARIABLE, "bytes", DEFAULT_BYTES)
 
 
 def entries_from_environment() -> int:
-    return _read(ENTRIES_VARIABLE, "entries", DEFAULT_ENTRIES)
+    return _read_budget(ENTRIES_VARIABLE, "entries", DEFAULT_ENTRIES)
 
 
 _cache: Cache | None = None

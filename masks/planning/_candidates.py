@@ -173,7 +173,7 @@ def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
-    """The option with all its block lists in square blocks of this side."""
+    """The option with all its block lists in square blocks of this size."""
     if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
         return option  # keeps a cost that is already computed
     terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
@@ -181,9 +181,9 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """The options, cheapest first, each in its cheapest block side.
+    """The options, cheapest first, each in its cheapest block size.
 
-    Sides other than 128 are tried only for options that cost at most twice the minimum. Options that cannot be the
+    Sizes other than 128 are tried only for options that cost at most twice the minimum. Options that cannot be the
     cheapest come last; their cost is not computed.
     """
     ruled_out = _ruled_out(options)
@@ -280,7 +280,7 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 class Choice:
     """Choice among the planner's ways to compute a pattern.
 
-    ways: for each distinct branch, the `layout` name of the chosen option, such as "natural", and the block side of
+    ways: for each distinct branch, the `layout` name of the chosen option, such as "natural", and the block size of
         each of its block lists.
     together: True if `ways` has a single item, for all branches together.
 
@@ -327,21 +327,21 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """(name, block side of each block list) of a way to compute a branch, as in `Choice.ways`."""
+    """(name, block size of each block list) of a way to compute a branch, as in `Choice.ways`."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_other_blocks(option: Option) -> tuple[Option, ...]:
-    """Return the option (a way to compute a branch), then copies of it in other block sides.
+    """Return the option (a way to compute a branch), then copies of it in other block sizes.
 
-    Each copy has all block lists in one of the sides for which the option's machine has rates.
+    Each copy has all block lists in one of the sizes for which the option's machine has rates.
     """
     others = (in_blocks_of(option, side) for side in option.machine.sides)
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 
 
 def _in_front(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """The options, with the one of this layout name and these block sides first; () if there is none."""
+    """The options, with the one of this layout name and these block sizes first; () if there is none."""
     for option in options:
         if option.layout == way[0]:
             for each in in_other_blocks(option):

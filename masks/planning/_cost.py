@@ -79,7 +79,7 @@ def least_seconds(
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of any block side.
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of any block size.
 
     given: order of the tokens in q, k and v.
     """
@@ -100,10 +100,10 @@ def _cost(
 def least_seconds_in_larger(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: OperandSizes
 ) -> float:
-    """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this side.
+    """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
 
-    side: larger than the present block side, so that all pairs computed at present are computed too.
-    cost: predicted cost in the present block side.
+    side: larger than the present block size, so that all pairs computed at present are computed too.
+    cost: predicted cost in the present block size.
     """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)

@@ -51,7 +51,7 @@ class Machine:
 
     dense_flops_per_s: attention over all pairs.
     causal_flops_per_s: causal attention, counting the pairs in blocks of 128 on and below the diagonal.
-    blocks: rates of block lists by block side, ascending; the planner compares these sides.
+    blocks: rates of block lists by block size, ascending; the planner compares these sizes.
     bytes_per_s: rate of gather and merge.
     launch_s: seconds of overhead of a kernel call.
     backward_ratio: time of a backward pass divided by that of its forward pass.
@@ -87,7 +87,7 @@ class Machine:
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this side, or of the nearest side that has rates."""
+        """Rates of blocks of this size, or of the nearest size that has rates."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property

@@ -299,7 +299,7 @@ def plan_at(
         offsets = (part.queries.start, part.span.start)
         bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch)
         best = plan(bound, device=device, allowed=allowed, operands=operands)
-        terms += [_placed(term, part, placement) for term in best.terms]
+        terms += [_placed_term(term, part, placement) for term in best.terms]
         places += best.places
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
     order, found = Layout(placement.num_queries), (tuple(terms), tuple(places))
@@ -323,7 +323,7 @@ def _over_all_runs(
     return Plan.of(bound, layout, tuple(options))
 
 
-def _placed(term: Term, part: Part, placement: Placement) -> Term:
+def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
     """Return a part's term with queries numbered by their index in the placement's q, and keys by position."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural

@@ -80,7 +80,7 @@ def choose_schedule(
     more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
     holds more exceeds the factor by which the ring receives more.
 
-    wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
+    wire_row_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
     Raises ValueError if the pattern does not fit the sharding's tokens and these heads.

@@ -153,7 +153,7 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
     total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
-        head, tail = _reached(branch, chunks, turns)
+        head, tail = _needed_bounds(branch, chunks, turns)
         _, *holders = _lineage(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
         # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
@@ -163,7 +163,7 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
     return total
 
 
-def _reached(
+def _needed_bounds(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
     """Return (head, tail): in chunk j, rank r needs the active keys at positions < head[r, j] or >= tail[r, j].

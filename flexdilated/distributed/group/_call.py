@@ -213,20 +213,20 @@ def check_agreement(
     not make the check within the group's timeout.
     """
     checks = _checks.setdefault(group_of(ranks.name), _Checks())
-    digest, call = _written(tuple(facts.items()))
+    digest, call = _digest_and_text(tuple(facts.items()))
     if ranks.size == 1 or digest in checks.agreed:
         return
     place = checks.next_place
     checks.count += 1
-    first, call = (digest, call) if once is None else _written((*facts.items(), *once().items()))
+    first, call = (digest, call) if once is None else _digest_and_text((*facts.items(), *once().items()))
     try:
         verdict = _verdict(ranks, place, first, call)
     except RuntimeError as error:  # stores raise no specific class
         limit_s = timeout_of(ranks).total_seconds()
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
-            f"{_absent(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A peer "
-            f"may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
+            f"{_absent_text(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A "
+            f"peer may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
         raise ValueError(verdict)
@@ -262,7 +262,7 @@ def begun_elsewhere(ranks: Ranks) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
+def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
     """Return (digest of the facts, the facts as JSON); facts are (name of an argument, its value) pairs."""
     text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in facts})
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
@@ -292,10 +292,13 @@ def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
     return verdict
 
 
-def _absent(ranks: Ranks, place: str) -> str:
+def _absent_text(ranks: Ranks, place: str) -> str:
     store = group_of(ranks.name).get_group_store()
     try:
-        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that began it"
+        return (
+            _ranks_text([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])])
+            or "a rank that began it"
+        )
     except RuntimeError:
         return "the process that keeps the group's store"
 
@@ -311,13 +314,14 @@ def disagreement(calls: Sequence[dict[str, str]]) -> str:
     for rank, call in enumerate(calls):
         holders.setdefault(_as_call({name: call.get(name, "not given") for name in differing}), []).append(rank)
     shown = [
-        f"{_named(who)} {'has' if len(who) == 1 else 'have'} {call}" for call, who in list(holders.items())[:_SHOWN]
+        f"{_ranks_text(who)} {'has' if len(who) == 1 else 'have'} {call}"
+        for call, who in list(holders.items())[:_SHOWN]
     ]
     more = [f"{len(holders) - _SHOWN} more calls"] * (len(holders) > _SHOWN)
     return f"all ranks must make the same call; they disagree in {', '.join(differing)}: {'; '.join(shown + more)}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Text such as "ranks 0, 1, 5"; "" for no ranks."""
     if not ranks:
         return ""

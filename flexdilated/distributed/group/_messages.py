@@ -59,7 +59,7 @@ class Posted:
             self.lease.release()
 
     def _wait(self, works: list[dist.Work]) -> None:
-        with communicating(_named(self.role), self.ranks):
+        with communicating(_transfer_text(self.role), self.ranks):
             while works:
                 works[0].wait()
                 del works[0]
@@ -82,7 +82,7 @@ def post(
     if not operations:
         return posted
     try:
-        with communicating(_named(role), ranks):
+        with communicating(_transfer_text(role), ranks):
             works = dist.batch_isend_irecv(operations)
     except BaseException:
         posted.drop()
@@ -98,7 +98,7 @@ def post(
     return posted
 
 
-def _named(role: Role) -> str:
+def _transfer_text(role: Role) -> str:
     return f"sending and receiving {role}"
 
 

@@ -206,11 +206,11 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     own = x.movedim(dim, 0).contiguous()
     whole = own.new_empty(split.num_tokens, *own.shape[1:])
     runs = split.ranges(ranks.rank)
-    for run, rows in zip(runs, _cut(own, runs), strict=True):
+    for run, rows in zip(runs, _rows_of_runs(own, runs), strict=True):
         whole[run.start : run.stop] = rows
     _swap(
         ranks,
-        send=[(rows, peer) for peer in ranks.others for rows in _cut(own, runs)],
+        send=[(rows, peer) for peer in ranks.others for rows in _rows_of_runs(own, runs)],
         receive=[(whole[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
     )
     return whole.movedim(0, dim).contiguous()
@@ -232,7 +232,7 @@ def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> 
     _swap(
         ranks,
         send=[(rows[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
-        receive=[(part, peer) for peer in ranks.others for part in _cut(parts[peer], runs)],
+        receive=[(part, peer) for peer in ranks.others for part in _rows_of_runs(parts[peer], runs)],
     )
     total = torch.zeros_like(own, dtype=sum_dtype(own))
     for part in parts:
@@ -272,7 +272,7 @@ def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> Non
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
 
 
-def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
+def _rows_of_runs(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
     """Split a rank's rows into its runs (contiguous ranges of positions), each of which is one message."""
     return rows.split([len(run) for run in runs])
 

@@ -278,7 +278,7 @@ def _programs(
     if not bindings:
         return [(EntryRange(slice(None)), program_of(call, None, kind, choice, operands, written=written))]
     rule = call.kept_rules(bindings)
-    packed, visible = _packed(call, rule, batch), None
+    packed, visible = _joined_entries(call, rule, batch), None
     if packed is not None:
         call, groups = packed
     else:
@@ -301,7 +301,7 @@ def _programs(
     return found
 
 
-def _packed(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
+def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
     """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
 
     None if it is not possible or not useful: if the numbers of queries and keys differ, positions do not start at 0,

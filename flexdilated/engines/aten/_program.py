@@ -193,7 +193,7 @@ def make_program(
     """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
     given: token order of q, k and v.
-    block_size: (query side, key side) of blocks in tokens; empty for the default of each term.
+    block_size: (queries, keys) of blocks in tokens; empty for the default of each term.
     slots_at_once: maximum number of tokens, summed over heads, in a term whose operands are copied; larger terms are
         split where possible.
     placement: positions of the tokens if the plan is for tokens at arbitrary positions; None if they are consecutive.
@@ -288,8 +288,9 @@ Entries = EntryRange | Packed
 def _start(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
     """Return the result of a step as a tensor shaped as x, in float32 or wider, if it covers every token; else None.
 
-    A sum over steps can then start from it, without a scatter into zeros. slots: the result, in the side's token order.
+    slots: the result, in the side's token order.
     """
+    # A sum over steps can start from it, without a scatter into zeros.
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
     return None if tokens is None else tokens.to(sum_dtype(x))
 

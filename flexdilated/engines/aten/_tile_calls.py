@@ -77,21 +77,21 @@ class BlockRanges:
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
         """Gather the listed blocks into n rows of `length` tokens; every listed block must be complete in x."""
-        picked = self._cut(x).index_select(1, self.blocks.flatten())
+        picked = self._in_blocks(x).index_select(1, self.blocks.flatten())
         return picked.unflatten(1, self.blocks.shape).flatten(2, 3)[:, :, : self.length]
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Copy row i of `part` to the blocks of list i of x, in place; no block may be listed twice."""
-        self._cut(x).index_copy_(1, self.blocks.flatten().long(), self._cut(part.flatten(1, 2)).to(x.dtype))
+        self._in_blocks(x).index_copy_(1, self.blocks.flatten().long(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets the sum."""
         missing = self.blocks.shape[1] * self.side - self.length
         if missing:
             part = pad(part, (0,) * (2 * part.dim() - 6) + (0, missing))
-        self._cut(x).index_add_(1, self.blocks.flatten(), self._cut(part.flatten(1, 2)).to(x.dtype))
+        self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
-    def _cut(self, x: Tensor) -> Tensor:
+    def _in_blocks(self, x: Tensor) -> Tensor:
         """View (X, S, ...) as (X, blocks, side, ...), without an incomplete last block, so an index moves a block."""
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
@@ -153,7 +153,7 @@ class KernelCalls:
     """Kernel calls that together compute attention under a block-sparse mask.
 
     rule: the mask as a function of query and key slots.
-    shape: (query slots, key slots, query side, key side of a block).
+    shape: (query slots, key slots, queries of a block, keys of a block).
     heads: for each table, its heads.
     complete: True if every query is in a problem.
     key_slots: number of slots to which keys must be padded.
@@ -206,7 +206,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
-    calls = list(_grouped(lists, blocks, ids))
+    calls = list(_batched_calls(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
     listed = (call.keys for call in calls if isinstance(call.keys, BlockRanges))
     cut = any(keys.length < keys.blocks.shape[1] * keys.side for keys in listed)
@@ -292,7 +292,7 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
     return sums.index_add_(0, torch.repeat_interleave(length), values)
 
 
-def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
+def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
     A list is the key blocks of one block row. First come groups of lists with equal masks, which share one mask tensor,
@@ -328,11 +328,11 @@ def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 
 
 def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
-    """Yield ascending indices of problems: runs with evenly spaced queries and keys, then all other problems at once.
+    """Yield ascending indices of problems: sequences with evenly spaced queries and keys, then all other problems.
 
     row, columns: block row and key blocks of each problem.
 
-    A run has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
+    A sequence has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
     """
     first = columns[:, 0].long()
     unbroken = columns[:, -1].long() - first == columns.shape[1] - 1

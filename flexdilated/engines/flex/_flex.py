@@ -56,7 +56,7 @@ def run_flex(
         out, lse = nothing(q, k, v, sinks)
         return out, lse if returns_lse else None
     if kernel is None and not device_kind(q.device).flex_trains:
-        q, k = _widened(q), _widened(k)
+        q, k = _pad_head_dim(q), _pad_head_dim(k)
     # FlexAttention has no lse on CPU. Elsewhere an unused lse is cheap, while a second compiled function is not.
     needs_lse = returns_lse or program.shares_rows or sinks is not None or device_kind(q.device).flex_trains
     features = features._replace(return_lse=needs_lse)
@@ -119,13 +119,11 @@ def compiled_flex(
     return own
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Pad head dims below 24 to 24 with zeros, for CPU kernels.
-
-    For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
-    smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
-    first queries, whose results become 0 or NaN.
-    """
+def _pad_head_dim(x: Tensor) -> Tensor:
+    """Pad head dims below 24 to 24 with zeros, for CPU kernels."""
+    # For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
+    # smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
+    # first queries, whose results become 0 or NaN.
     return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
 
@@ -283,10 +281,7 @@ def flex_in_graph(q, k, v, **options):
 
 @own_op("flexdilated::own_buffer")
 def _own_buffer(x: Tensor) -> Tensor:
-    """Return a contiguous copy that inductor cannot see through.
-
-    Its CPU template for FlexAttention reads the shape of the buffer behind a view, instead of the view's.
-    """
+    # Inductor's CPU template for FlexAttention reads the shape of the buffer behind a view, instead of the view's.
     return x.clone(memory_format=torch.contiguous_format)
 
 

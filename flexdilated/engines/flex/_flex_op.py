@@ -205,7 +205,7 @@ def _check_sides(q: Tensor, call: Call) -> None:
 
 
 def _check_table(q: Tensor, call: Call) -> None:
-    """Raise ValueError if FlashAttention's kernels do not support the sides of the call's selected blocks."""
+    """Raise ValueError if FlashAttention's kernels do not support the sizes of the call's selected blocks."""
     table = selected_parts(call.pattern)
     if table is None or not takes_table(table, call):
         return
@@ -266,7 +266,7 @@ def flex(
     bindings: the pattern's run-time tensors, sorted by name.
     call: pattern and sizes.
 
-    Raises ValueError for tensors and block sides that FlexAttention's kernels do not support.
+    Raises ValueError for tensors and block sizes that FlexAttention's kernels do not support.
     """
     if not features.drops:
         return _in_parts(q, k, v, bindings, call, features)

@@ -67,7 +67,7 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """True if both lengths (queries, keys) are multiples of the block's sides; kernels then need no bounds checks.
+    """True if both lengths (queries, keys) are multiples of those of the block; kernels then need no bounds checks.
 
     torch's own check does not suffice: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples
     of 128, although the last of larger blocks then has tiles beyond the tokens.
@@ -90,10 +90,8 @@ def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dic
 
 
 def _as_wide_as_rows(tables: Tables) -> Tables:
-    """Cut block lists to width 1 where a row (or column) of the mask has a single block.
-
-    Programs pad such lists to width 2, which FlashAttention refuses.
-    """
+    """Cut block lists to width 1 where a row (or column) of the mask has a single block."""
+    # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}
     return {name: each[..., :1] if single.get(name.removeprefix("full_")) else each for name, each in tables.items()}

@@ -186,7 +186,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
     """Return the smallest (queries, keys) of square blocks for which a term's block lists are short.
 
     Lists of long sequences can fill gigabytes; they are short if they have at most _MOST_NUMBERS numbers. The search
-    begins with blocks so large that even full lists are short, and halves the side while the lists, at most twice as
+    begins with blocks so large that even full lists are short, and halves their size while the lists, at most twice as
     long after each halving, stay short.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)

@@ -46,7 +46,7 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 
 
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
-    """Return (queries, keys) of the kernel's blocks, for selected blocks of these sides.
+    """Return (queries, keys) of the kernel's blocks, for selected blocks of these sizes.
 
     unit: queries that are gathered as one unit, 0 if none are.
 
@@ -310,16 +310,16 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _read(x, index)
+        return _take_or_zero(x, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (inverse,) = grads, ctx.saved_tensors
-        total = _read(grad, inverse.flatten(2)).unflatten(2, inverse.shape[2:])
+        total = _take_or_zero(grad, inverse.flatten(2)).unflatten(2, inverse.shape[2:])
         return total.sum(3, dtype=sum_dtype(grad)).to(grad.dtype), None, None
 
 
-def _read(x: Tensor, index: Tensor) -> Tensor:
+def _take_or_zero(x: Tensor, index: Tensor) -> Tensor:
     batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
     head = torch.arange(x.shape[1], device=x.device)[:, None]
     found = x[batch, head, index.clamp(min=0)]

@@ -150,9 +150,10 @@ class _At:
 def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
     """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)).
 
-    begin: changes the expression, not the result. The forward passes 0 and the backward 1: equal expressions would be
-        merged in the joint graph, saved to memory and read again, where arithmetic in registers is cheaper.
+    begin: 0 in the forward and 1 in the backward; the result does not depend on it.
     """
+    # Equal expressions of forward and backward would be merged in the joint graph, saved to memory and read again,
+    # where arithmetic in registers is cheaper; `begin` makes them unequal.
     dtype = index_dtype(x.device, 0, 0)
     head = torch.arange(begin, heads + begin, device=x.device, dtype=dtype) - begin
     return head[:, None], torch.arange(begin, length + begin, device=x.device, dtype=dtype) - begin
@@ -165,7 +166,7 @@ def _to_slots(x: Tensor, at: _At, slots: int, begin: int) -> Tensor:
     if at.kind == "segments":
         inside = (token >= 0) & (token < x.shape[2])
         held = inside if held is None else held & inside
-    return _read(x, at.source(head), token, held, 0.0)
+    return _take_slots(x, at.source(head), token, held, 0.0)
 
 
 def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Tensor:
@@ -178,10 +179,10 @@ def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Ten
     if at.kind == "segments":
         inside = slot < x.shape[2]
         active = inside if active is None else active & inside
-    return _read(x, place, slot, active, empty)
+    return _take_slots(x, place, slot, active, empty)
 
 
-def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
+def _take_slots(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
     if there is None:
         return x[:, head, index]
     found = x[:, head, torch.where(there, index, 0)]
@@ -225,7 +226,7 @@ def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
 def sides_of(
     term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
 ) -> tuple[SideGather, SideGather]:
-    """Return (query side, key side) of a term: how its queries and keys are gathered from q and from k and v.
+    """Return (queries, keys) of a term: how its queries and keys are gathered from q and from k and v.
 
     The tensors hold all tokens, or those of a placement if it is not None. groups: number of query heads for each
     key/value head.
@@ -237,7 +238,7 @@ def sides_of(
         q_index = term.q.tokens()[:, 0]
         if isinstance(term, IntervalTerm):
             q_index = torch.where(q_index < 0, -1, placement.query_slots().of(q_index))
-        k_index = _located(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
+        k_index = _token_indices(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
         q = _by_index(q_index, heads, num_heads, 1, num_queries, device)
         return q, _by_index(k_index, heads, num_heads, groups, num_keys, device)
     if isinstance(term, PaddedTerm):
@@ -260,7 +261,7 @@ def _of_segments(
     if heads is None and groups > 1 and bool((offsets.view(-1, groups) == offsets[::groups, None]).all()):
         offsets, groups = offsets[::groups], 1
     offsets = offsets.to(device)
-    _fixed(offsets)
+    _mark_static(offsets)
     rows = _rows(heads, num_heads, device, offsets=offsets)
     return SideGather(SlotRule("segments", groups, order.step, order.segment, order.width), rows, order.start)
 
@@ -316,17 +317,19 @@ def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, *
     places[list(heads)] = torch.arange(len(heads), dtype=torch.int32)
     both = torch.tensor(heads, dtype=torch.int32, device=device), places.to(device)
     for each in both:
-        _fixed(each)
+        _mark_static(each)
     return SlotIndex(*both, **tables)
 
 
-def _fixed(x: Tensor) -> None:
+def _mark_static(x: Tensor) -> None:
     """Mark the sizes of x as static for torch.compile: they do not depend on sequence lengths."""
     if device_kind(x.device).flex_trains:
         _torch_private.mark_static(x)
 
 
-def _located(positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement) -> Int64[Tensor, "H S"]:
+def _token_indices(
+    positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement
+) -> Int64[Tensor, "H S"]:
     """Return the token index, in the key tensor of each head, of the key at each position.
 
     -1 for positions that are not in the placement.

@@ -199,11 +199,9 @@ def flash_backward(
 
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
-    """True if the backward on CPU is faster or more accurate in float32 than in the dtype of q.
-
-    PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over blocks of rows in q's dtype; with few rows the
-    blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
-    """
+    """True if the backward on CPU is faster or more accurate in float32 than in the dtype of q."""
+    # PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over blocks of queries in q's dtype; with few
+    # queries the blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
     return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
 
 
@@ -266,9 +264,9 @@ def _device_kernels(x: Tensor) -> ModuleType | None:
 def _positive(scale: float, needed: bool) -> tuple[float, float]:
     """Return (factor on q, scale of the kernel), which together give the scores of `scale`; (1, scale) if not `needed`.
 
-    needed: True if the kernel's scale must be above 0, as it hides keys by -inf before it scales: a negative scale
-        would give +inf, and 0 NaN.
+    needed: True if the kernel's scale must be above 0.
     """
+    # A kernel that hides keys by -inf before it scales: a negative scale would give +inf, and 0 NaN.
     if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale
     return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

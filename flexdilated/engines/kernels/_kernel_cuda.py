@@ -69,12 +69,9 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
 
 
 def _preferred(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
-    """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp).
-
-    As in torch, cuDNN up to 9.15.0 is not preferred: its kernels fail on lengths that are not multiples of 128, see
-    pytorch#169849.
-    """
+    """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp)."""
     flash, cudnn, efficient = KERNELS
+    # As in torch: kernels of cuDNN up to 9.15.0 fail on lengths that are not multiples of 128, see pytorch#169849.
     is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN
     return (cudnn, flash, efficient) if capability >= _HOPPER and is_sound else KERNELS
 

@@ -116,7 +116,7 @@ def _attentions(model: nn.Module) -> list[Candidate]:
             named[name] = module
     for name, module in named.items():
         if not any(_holds(name, inner) for inner in (*found, *named)):
-            found[name] = Candidate(name, module, refused=_unknown(module))
+            found[name] = Candidate(name, module, refused=_unknown_reason(module))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -124,7 +124,7 @@ def _holds(outer: str, inner: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
-def _unknown(module: nn.Module) -> str:
+def _unknown_reason(module: nn.Module) -> str:
     match type(module).__module__.partition(".")[0]:
         case "flexdilated":
             return "it attends by a pattern already"

@@ -179,11 +179,11 @@ def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         "misshapen": [f"{name} {got} for {needed}" for name, (got, needed) in sizes.items() if got != needed],
     }
     if any(faults.values()):
-        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names)
+        listed = "; ".join(f"{len(names)} {kind}: {_names_text(names)}" for kind, names in faults.items() if names)
         raise ValueError(f"the state_dict must have exactly the parameters of {type(module).__name__}; {listed}")
     module.load_state_dict(dict(state_dict))
 
 
-def _listed(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

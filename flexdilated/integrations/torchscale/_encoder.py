@@ -370,11 +370,9 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to other tokens.
-
-        torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at the
-        end of the sequence, so outputs after the first segment move to later tokens.
-        """
+        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to other tokens."""
+        # torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at
+        # the end of the sequence, so outputs after the first segment move to later tokens.
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0
 
     def _attend(

@@ -32,7 +32,7 @@ def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches:
 
     They go from 1024 to the number of tiles of the largest slide, which is first rounded down to a power of 2.
 
-    max_slide_size, tile_size: sides of that square slide and of a tile, in pixels.
+    max_slide_size, tile_size: widths of that square slide and of a tile, in pixels.
 
     Raises ValueError for slides of fewer than 1024 tiles, and for fewer than 2 branches.
 
@@ -58,8 +58,8 @@ class SlideEncoderConfig:
 
     encoder: configuration of its layers.
     tile_dim: features per tile.
-    grid_size: number of tiles along each side of the grid of positions.
-    tile_size: side of a tile in pixels.
+    grid_size: number of tiles along each axis of the grid of positions.
+    tile_size: width of a tile in pixels.
     pooling: "cls", the output of the class token, or "mean" over the tiles.
     norm_eps: epsilon of the layer norm after pooling.
 

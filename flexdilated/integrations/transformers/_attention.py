@@ -325,7 +325,7 @@ def attention(
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         _refuse("a layer that selects blocks", features, "give the layer a pattern")
-        return _selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
+        return _attend_selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     if given is not None:
         _refuse("a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache")
@@ -359,7 +359,7 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _selected(
+def _attend_selected(
     layer: SelectedAttention,
     mask: Visibility,
     replaces: bool,
@@ -439,7 +439,6 @@ def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
 
     what: the part that does not support them.
     advice: text of the remedy.
-
     """
     for name, value in features.items():
         if value is not None:

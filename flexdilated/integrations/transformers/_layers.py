@@ -64,7 +64,7 @@ def choose(
     layers = attention_layers(model)
     kept = {layer: reason for path, reason in left.items() for layer in attention_layers(model.get_submodule(path))}
     if pattern is None:
-        chosen, compose = _stored(model, len(layers))
+        chosen, compose = _stored_patterns(model, len(layers))
     elif isinstance(pattern, Mapping):
         strangers = [number for number in pattern if number not in range(len(layers))]
         if strangers:
@@ -205,7 +205,7 @@ def _text(pattern: LayerPattern) -> str:
         return repr(pattern)
 
 
-def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
+def _stored_patterns(model: Any, num_layers: int) -> tuple[list[Any], str]:
     """Read the patterns that `store_patterns` wrote into a model's config: (a pattern or None for each layer, compose).
 
     Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.

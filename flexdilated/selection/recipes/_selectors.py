@@ -259,7 +259,7 @@ class SeerGate(nn.Module):
         q = q.unflatten(1, (k.shape[1], -1))
         q = q.sum(2, keepdim=True) if self.share == "group" else q
         begins = torch.arange(k.shape[2], device=k.device) * self.block
-        q, k = _turned(q, positions, self.base), _turned(k, begins, self.base)
+        q, k = _rotate(q, positions, self.base), _rotate(k, begins, self.base)
         return (q @ k.unsqueeze(2).mT).flatten(1, 2) * k.shape[-1] ** -0.5
 
     def extra_repr(self) -> str:
@@ -268,7 +268,7 @@ class SeerGate(nn.Module):
         return f"{sizes}, share={self.share!r}, base={self.base}"
 
 
-def _turned(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
+def _rotate(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
     """Apply rotary embedding to x: channels i and i + E/2 are rotated by the angle position * base^(-2 i / E)."""
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)

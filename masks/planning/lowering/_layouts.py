@@ -220,19 +220,19 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
     """Return one tile shape, that with the fewest computed pairs, or the best two if that number is an estimate.
 
-    Sides are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128 (a
-    block), are compared. If the sides of the best tile do not divide the grid, blocks extend over several tiles, and
-    the number of pairs is an estimate.
+    Lengths are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128
+    (a block), are compared. If the lengths of the best tile do not divide the grid, blocks extend over several tiles,
+    and the number of pairs is an estimate.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
     most = max(map(prod, tiles))
-    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached(rule, tile))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached_pairs(rule, tile))
     divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
     return best[:1] if divides else best[:2]
 
 
-def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+def _reached_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
     """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
     return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 

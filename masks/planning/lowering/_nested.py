@@ -65,7 +65,7 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
 
 
 def _size(branch: Pattern) -> tuple[int, int]:
-    base, _ = _split(branch)
+    base, _ = _dilated_and_rest(branch)
     return (0, 0) if base is None else (base.segment, base.rate)
 
 
@@ -86,7 +86,7 @@ class _Chain:
     @classmethod
     def of(cls, branches: Mapping[Pattern, int], bound: Bound) -> _Chain | None:
         aligned = bound.q_offset == bound.k_offset == 0 and bound.num_queries == bound.num_keys
-        split = [(*_split(branch), times) for branch, times in branches.items()]
+        split = [(*_dilated_and_rest(branch), times) for branch, times in branches.items()]
         bases = [base for base, _, _ in split if base is not None]
         if not aligned or len(bases) < 2 or len(bases) < len(split) or any(rest != split[0][1] for _, rest, _ in split):
             return None
@@ -164,7 +164,7 @@ class _Rectangle(NamedTuple):
     stride: int
 
 
-def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
+def _dilated_and_rest(branch: Pattern) -> tuple[Dilated | None, Pattern]:
     """(dilated factor, other factor) if the other factor is `every` or `causal`; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]

@@ -34,7 +34,9 @@ class SharedListTerm(Term):
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
         """Number of computed blocks over all heads: full ones as `plain`, partial ones as `masked`; `runs` is 0."""
-        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
+        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._block_masks(
+            self.block_side, self.block_side
+        )
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
         return ListedBlocks(0, full, partial)
 
@@ -54,11 +56,11 @@ class SharedListTerm(Term):
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be padded to whole blocks of these sides.
+        """The block list over all slots; segments must be padded to whole blocks of these sizes.
 
         settle: not used, as full and partial blocks are known exactly.
         """
-        full, partial = self._listed(q_block, k_block)
+        full, partial = self._block_masks(q_block, k_block)
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
         table = torch.zeros(len(row), dtype=torch.int32)
@@ -66,7 +68,7 @@ class SharedListTerm(Term):
         unknown, shape = torch.full_like(table, UNKNOWN), (self.q.num_slots, self.k.num_slots, q_block, k_block)
         return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
+    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         """(full, partial): masks of the blocks of each segment; an order without segments is one segment."""
         raise NotImplementedError
 
@@ -86,7 +88,7 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """The term with segments padded to whole blocks of these sides."""
+        """The term with segments padded to whole blocks of these sizes."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
@@ -108,7 +110,7 @@ class PaddedTerm(SharedListTerm):
         q, k = self.q.moved(q_tokens), self.k.moved(k_tokens)
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
+    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         """(full, partial): masks of the blocks of each segment."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
@@ -132,11 +134,13 @@ class PaddedTerm(SharedListTerm):
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
         lonely_k = torch.where(no_queries, k_first, q_past.maximum(k_first) if self.is_causal else k_past)
-        queries = self._marked(q_first, lonely_q, self.q)
-        return queries, self._marked(lonely_k, k_past, self.k)
+        queries = self._interval_mask(q_first, lonely_q, self.q)
+        return queries, self._interval_mask(lonely_k, k_past, self.k)
 
     @staticmethod
-    def _marked(first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], order: Padded) -> Bool[Tensor, "1 H S"] | None:
+    def _interval_mask(
+        first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], order: Padded
+    ) -> Bool[Tensor, "1 H S"] | None:
         if bool((first >= past).all()):
             return None
         slot = torch.arange(order.num_slots)
@@ -271,7 +275,7 @@ class IntervalTerm(SharedListTerm):
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
+    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
         """(full, partial): masks of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
@@ -305,10 +309,10 @@ class IntervalTerm(SharedListTerm):
         """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
         dtype = index_dtype(device, 0, self.k.num_slots)
         rows = torch.tensor(self.q.rows, dtype=dtype, device=device)
-        return _between(rows, *(limit.to(device, dtype) for limit in self.limits))
+        return _interval_mask_mod(rows, *(limit.to(device, dtype) for limit in self.limits))
 
 
-def _between(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[Tensor, "T Q"]) -> MaskMod:
+def _interval_mask_mod(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[Tensor, "T Q"]) -> MaskMod:
     def seen(b, h, q, k):
         row = rows[h]
         return (low[row, q] <= k) & (k < high[row, q])

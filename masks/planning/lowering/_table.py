@@ -336,7 +336,7 @@ class TableTerm(Term):
 
     @property
     def listed_blocks(self) -> ListedBlocks:  # type: ignore[override]
-        """The computed pairs, as blocks of side 1."""
+        """The computed pairs, as blocks of size 1."""
         return ListedBlocks(0, self.work.computed_pairs, 0)
 
     def counted_pairs(self) -> int:

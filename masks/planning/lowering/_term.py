@@ -49,8 +49,8 @@ class KeyWeights:
 class PairWeights:
     """Periodic integer weight of a pair (q slot, k slot), equal for all heads: table[q % period][k % period].
 
-    For causal terms whose queries are the tokens of the last key slots. The period is the side of the square table, and
-    the key slot of the first query is a multiple of it.
+    For causal terms whose queries are the tokens of the last key slots. The period is the number of rows of the square
+    table, and the key slot of the first query is a multiple of it.
     """
 
     table: _Table
@@ -78,10 +78,8 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift.
-
-        Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
-        """
+        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift."""
+        # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
@@ -101,9 +99,9 @@ class CountedPairs:
 
         A view of a cached tensor: do not modify it.
         """
-        return self._shared("pair counts", self._counted)
+        return self._cached_or_cut("pair counts", self._count_pairs)
 
-    def _shared(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
+    def _cached_or_cut(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
         """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
 
         A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones.
@@ -120,7 +118,7 @@ class CountedPairs:
         return found[:, : bound.num_queries, : bound.num_keys]
 
     @outside_torch_modes
-    def _counted(self) -> Int16[Tensor, "#H Q K"]:
+    def _count_pairs(self) -> Int16[Tensor, "#H Q K"]:
         bound = self.bound
         heads = torch.tensor(bound.masked_heads)[:, None, None]
         q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset
@@ -142,7 +140,7 @@ class CountedPairs:
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
-        return self._shared("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
+        return self._cached_or_cut("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
 
 Weights = KeyWeights | PairWeights | CountedPairs
@@ -224,7 +222,7 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """The term with segments padded to whole blocks of these sides; self if its order has no padding."""
+        """The term with segments padded to whole blocks of these sizes; self if its order has no padding."""
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
