@@ -25,6 +25,7 @@ class Schedule:
     `linear`, `cosine` and `cubic`.
 
     curve: "linear", "cosine" or "cubic".
+    start, end, steps, begin: as in `linear`.
     widths: maximum number of distinct values, including start and end, at least 2.
 
     Raises TypeError or ValueError for other values.
@@ -95,9 +96,9 @@ def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
 def cosine(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """Make a `Schedule` along half a period of a cosine, slow at both ends: RigL's annealing, arXiv 1911.11134.
 
-    The `Schedule` is a function from a training step to an integer. The value is
-    end + (start - end) * (1 + cos(pi * t)) / 2 with t = (step - begin) / steps, clamped to [0, 1], rounded to one of
-    the schedule's `values`. Arguments and errors: as for `linear`.
+    The `Schedule` is a function from a training step to an integer. The value is end + (start - end) * (1 + cos(pi *
+    t)) / 2 with t = (step - begin) / steps, clamped to [0, 1], rounded to one of the schedule's `values`. Arguments and
+    errors are those of `linear`.
 
     >>> fd.schedules.cosine(32, 8, 100)(10), fd.schedules.cosine(32, 8, 100)(90)
     (32, 8)
@@ -110,7 +111,7 @@ def cubic(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) 
     """Make a `Schedule` along a cubic, fast at first: end + (start - end) * (1 - t)^3, t = (step - begin) / steps.
 
     The `Schedule` is a function from a training step to an integer. t is clamped to [0, 1], and the value is rounded to
-    one of the schedule's `values`. Arguments and errors: as for `linear`.
+    one of the schedule's `values`. Arguments and errors are those of `linear`.
     Source: Zhu and Gupta, arXiv 1710.01878, section 3.
 
     >>> fd.schedules.cubic(64, 8, 100)(20), fd.schedules.linear(64, 8, 100)(20)

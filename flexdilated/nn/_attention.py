@@ -59,6 +59,7 @@ class BlockSparseAttention(nn.Module):
     and it can be pickled, copied and moved like any module. The attribute `pattern` may be read, and used with
     `attend`.
 
+    pattern: a pattern or mixture; run-time tensors that it only names are passed to the call as `bindings`.
     dropout: probability of dropping an attention weight, in training.
     sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
         exp(sink) to every softmax denominator.

@@ -133,6 +133,7 @@ class LongNetConfig:
     """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
     vocab_size: number of token ids, for token ids in and logits out; None for embedded inputs in and features out.
+    embed_dim, num_heads: width of the model, and query heads of each block; num_heads divides embed_dim.
     depth: number of blocks.
     causal: True intersects the branches or the pattern with `masks.causal()`, so that no token attends to later ones;
         False for an encoder.

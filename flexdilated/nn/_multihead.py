@@ -164,6 +164,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
     compute the same function.
 
+    embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in `nn.MultiheadAttention`.
+    segment_lengths, dilation_rates: the branches, as in `masks.longnet`.
     offsets, heads: as in `masks.longnet`.
     engine: as in `attend`.
     pattern: a pattern or mixture that replaces segment_lengths, dilation_rates, offsets and heads; values of run-time

@@ -56,6 +56,7 @@ def assert_attention_close(
 
     gradients: also compare the gradients of q, k and v for a fixed functional of `out` (and `lse`), which must then
         depend on q, k and v by autograd; the graph is retained.
+    margin: factor on the error budgets.
 
     The other arguments are those of `attend`; k and v are (B, G, M, D), where G divides H. Memory for all N x M pairs
     is needed, so use small inputs. The error shows the first wrong row, and the keys that each branch of the pattern

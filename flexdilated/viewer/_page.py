@@ -52,6 +52,7 @@ def page(
 
     num_tokens: number of queries.
     num_keys: by default num_tokens.
+    num_heads: number of heads, over all devices.
     head: the global head shown first.
     batch: index of the batch entry, for run-time tensors.
     title: heading of the page; None for a default.

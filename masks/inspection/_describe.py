@@ -188,6 +188,8 @@ def describe(
     Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
 
     num_keys: num_queries by default.
+    num_heads: number of query heads, over all devices.
+    head_dim: of queries, keys and values, for the predicted time.
     q_offset, k_offset: positions of the first query and key.
     device: kind of device for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision
         elsewhere.

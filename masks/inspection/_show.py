@@ -140,6 +140,7 @@ def show(
 
     Print the returned HeatMap.
 
+    num_tokens: number of queries, and of keys.
     order: "natural", or "residue" for the residue-major order of `masks.layout`.
     queries, keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order.
     size: (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn

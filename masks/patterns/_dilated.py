@@ -269,6 +269,7 @@ def longnet(
 ) -> Mixture | Pattern:
     """LongNet's combination of `dilated` patterns (branches): one for each segment length and its dilation rate.
 
+    segment_lengths, dilation_rates: segment length, in tokens, and dilation rate of each branch.
     heads: "all" returns a mixture in which every head has every branch, and a pair counts once for each branch that
         allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); for a single branch it returns that pattern.
         "grouped" returns a set pattern in which each of the consecutive groups of heads has one branch. This is the

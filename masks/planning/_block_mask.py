@@ -58,6 +58,7 @@ def block_mask(
         num_heads_global, by default head_offset + num_heads.
     q_offset, k_offset: positions of the first query and key.
     layout: order of the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`.
+    device: device of the mask.
     block_size: tokens of a block, or (queries, keys).
 
     The mask's batch axis has length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads

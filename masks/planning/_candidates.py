@@ -59,7 +59,7 @@ class Option:
     """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
     layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
-    terms: in the order of their computation.
+    terms: those of the branch, or of all branches.
     shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp.
 
     For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands: sizes of these

@@ -173,10 +173,16 @@ def recommended_layout(
 ) -> Layout | None:
     """The order in which a whole model should keep its tokens for this pattern, by predicted cost; None for natural.
 
+    num_tokens: length of the sequences.
+    num_heads: number of query heads, over all devices.
+    device: kind of device for whose constants costs are predicted.
+
     The result depends on the values of run-time tensors that the pattern carries; if they differ by batch entry, costs
     are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number of
-    tokens at tracing. Raises ValueError if run-time tensors are missing or do not fit; inside torch.compile, for every
-    pattern with run-time tensors.
+    tokens at tracing.
+
+    Raises ValueError if run-time tensors are missing or do not fit; inside torch.compile, for every pattern with
+    run-time tensors.
 
     >>> masks.recommended_layout(masks.causal(), 1024, num_heads=4) is None  # natural order is best
     True
