@@ -44,8 +44,10 @@ class Dropout(NamedTuple):
         row = _hashed(self.seed[0] + _wrapped(place * _STEP))
         for x in (b, h, q):
             row = _hashed(row ^ x.to(torch.int32))
+        # Odd factors are invertible modulo 2^32: no row or key maps all its pairs to one number.
         pair = (row | 1) * (_hashed(self.seed[1] ^ k.to(torch.int32)) | 1)
         pair = (pair ^ _shifted(pair, 15)) * _SECOND
+        # Uniform signed 32-bit numbers are below -2^31 + p * 2^32 with probability p.
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
     def shares(self, places: tuple[int, ...]) -> ScoreMod:

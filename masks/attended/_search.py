@@ -166,6 +166,7 @@ def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
 def _key_runs(boxes: Box) -> tuple[int, Tensor]:
     """Return (number of distinct runs of keys, index of the run of each box)."""
     longest = int(boxes.k.count.max()) + 1 if len(boxes.head) else 1
+    # Counts are below `longest`, so equal numbers mean equal runs.
     runs, number = (boxes.k.first * longest + boxes.k.count).unique(return_inverse=True)
     return len(runs), number
 

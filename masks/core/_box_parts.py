@@ -159,7 +159,7 @@ def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
     below = 1  # exclusive bound of all numbers
     for column in columns:
         column = column - column.min()
-        if below * (int(column.max()) + 1) >= 1 << 62:
+        if below * (int(column.max()) + 1) >= 1 << 62:  # the product could exceed int64: renumber both, without gaps
             number, column = (each.unique(return_inverse=True)[1] for each in (number, column))
             below = int(number.max()) + 1
         span = int(column.max()) + 1

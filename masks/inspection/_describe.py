@@ -189,7 +189,7 @@ def describe(
 
     num_keys: num_queries by default.
     num_heads: number of query heads, over all devices.
-    head_dim: of queries, keys and values, for the predicted time.
+    head_dim: of queries, keys and values, for the predicted time and the FLOP.
     q_offset, k_offset: positions of the first query and key.
     device: kind of device for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision
         elsewhere.

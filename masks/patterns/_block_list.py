@@ -207,7 +207,8 @@ def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Te
     halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
 
     def named(entries, line, column):
-        place = column - column
+        place = column - column  # zeros of its shape and dtype
+        # All entries before `place` are below `column`, after each step.
         for half in halves:
             place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
         return entries[line, place] == column

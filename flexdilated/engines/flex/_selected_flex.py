@@ -189,8 +189,10 @@ def _tables_of_rows(
     tables: dict[str, Tensor] = {}
     for prefix, listed in (("", named & ~full), ("full_", full)):
         tables[f"{prefix}kv_num_blocks"] = listed.sum(-1, dtype=torch.int32)
+        # A stable sort puts the listed blocks first and keeps their order.
         order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
         tables[f"{prefix}kv_indices"] = rows.gather(-1, order).int()
+        # Blocks that are not listed are written to an extra column, which is cut off.
         dense = torch.zeros(*rows.shape[:3], columns + 1, dtype=torch.int8, device=rows.device)
         dense = dense.scatter(3, torch.where(listed, rows, columns), 1)[..., :columns].mT
         tables[f"{prefix}q_num_blocks"] = dense.sum(-1, dtype=torch.int32)

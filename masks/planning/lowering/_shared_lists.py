@@ -281,10 +281,12 @@ class IntervalTerm(SharedListTerm):
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low
         row = torch.arange(low.shape[1]).expand_as(low)[some] // q_block
+        # A query touches the blocks from that of `low` to that of `high` - 1: +1 where they begin, -1 after their end.
         touched = torch.zeros(rows, columns + 1, dtype=torch.int32)
         one = torch.ones_like(row, dtype=torch.int32)
         touched.index_put_((row, low[some] // k_block), one, accumulate=True)
         touched.index_put_((row, (high[some] - 1) // k_block + 1), -one, accumulate=True)
+        # A block is full if it begins at or after `low`, and ends at or before `high`, of every query.
         latest = torch.zeros(rows * q_block, dtype=torch.int64)
         latest[: low.shape[1]] = low.amax(0)
         soonest = torch.zeros(rows * q_block, dtype=torch.int64)  # 0 beyond the last slot: no block is full there
@@ -298,7 +300,7 @@ class IntervalTerm(SharedListTerm):
         """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         low, high = self.limits
         steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
-        one = (high > low).long()
+        one = (high > low).long()  # +1 where a query's keys begin, -1 after their end; the sum counts queries of a key
         seen = steps.scatter_add(1, low, one).scatter_add(1, high, -one).cumsum(1)[:, :-1]
         found = (low == high) & (self.q.positions >= 0), (seen == 0) & (self.k.positions >= 0)
         rows = list(self.q.rows)

@@ -299,6 +299,7 @@ class TableProblems:
             blocks, order = column.flatten()[pairs].sort(stable=True)
             block, counts = blocks.unique_consecutive(return_counts=True)
             height = min(_MOST_ROWS, 1 << max(0, int(counts.float().mean().ceil()) - 1).bit_length())
+            # Pairs sorted by key block; those of a block fill whole problems of `height` places, the rest is -1.
             tiles = (counts + height - 1) // height
             before = (tiles.cumsum(0) - tiles).repeat_interleave(counts) * height
             inside = torch.arange(len(pairs)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
