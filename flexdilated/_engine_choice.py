@@ -50,7 +50,8 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
-        and for calls that these cannot serve. For meta tensors the result is always "aten".
+        and for calls that these cannot serve. For meta tensors the result is always "aten", in an export to ONNX
+        "reference".
     sides: requested block sizes in tokens, () for none.
 
     Raises ValueError if the engine cannot serve the call; the text names an engine that can.

@@ -49,9 +49,7 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Row of a `PlanReport`: `terms` equal terms.
-
-    The terms differ only in the positions of their tokens.
+    """Row of a `PlanReport`: one kernel's part of the plan, a term, or several equal ones.
 
     branch: number of the branch of the pattern, from 1, or "all" if the plan computes all branches of a mixture
         together.
@@ -62,6 +60,7 @@ class PlannedTerm:
     times: how often each pair counts in the softmax.
     heads: number of query heads.
     folds: number of separate attention problems per head, each of `queries` by `keys` tokens.
+    terms: number of equal terms, which differ only in the positions of their tokens.
     """
 
     branch: int | str
@@ -119,7 +118,7 @@ class PlanReport(PlanSize):
     computed_pairs: pairs in the blocks that are computed.
     all_pairs: pairs of dense attention.
     block_list_bytes: bytes of the block lists, which stay in the cache.
-    terms: parts of the chosen plan.
+    terms: those of the chosen plan.
     options: all ways that were compared.
     measured: timings, empty unless requested.
     attention_memory: one call of `attend`.

@@ -12,7 +12,7 @@ from ._score_mod import ScoreMod
 
 
 class Features(NamedTuple):
-    """What a call of attention asks for beside its pattern and sizes.
+    """Features of a call of attention, apart from its pattern and sizes.
 
     scale: factor on the scores.
     score_mod: fixed, see `fixed`.

@@ -345,8 +345,8 @@ def expected(
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Fixed pseudo-random float64 gradients of out and lse, in their shapes, from which a backward pass starts.
 
-    They are multiples of 1/16, exact in every dtype. Those of lse are 0 in rows without keys, and all 0 without
-    `through_lse`.
+    They are multiples of 1/16, exact in every dtype. The cotangents of lse are 0 in rows without keys, and all 0
+    without `through_lse`.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
@@ -359,8 +359,8 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 class _Terms:
     """Float64 tensors from which error limits are computed.
 
-    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. Of all pairs, (B, H, N,
-    M): times, the number of branches that allow it; scores; and weights, by the softmax, 0 for pairs not allowed.
+    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. For all pairs, (B, H,
+    N, M): times, the number of branches that allow it; scores; and weights, by the softmax, 0 for pairs not allowed.
     """
 
     q: Tensor

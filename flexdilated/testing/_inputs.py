@@ -22,7 +22,7 @@ def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
     """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
     They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sizes and so on.
-    Of a custom function only the period is known.
+    For a custom function only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
     return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))

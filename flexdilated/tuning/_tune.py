@@ -165,7 +165,7 @@ def measure(
 ) -> tuple[list[Trialled], Choice]:
     """Time the options for each branch, then those for all branches together; return (timed options, the fastest).
 
-    Of a branch, options are timed whose predicted time is at most 4 times the least one. Options that compute all
+    The timed options of a branch have a predicted time of at most 4 times the least one. Options that compute all
     branches together are compared with the fastest option of each branch.
 
     backward: time forward and backward.

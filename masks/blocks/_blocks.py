@@ -96,11 +96,13 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """List the non-empty blocks of a rule (a pattern over reordered queries and keys).
+    """List the non-empty blocks of a rule.
 
-    settle=True evaluates the pairs of blocks that bounds on their number leave undecided, so that the list is exact.
-    With settle=False they are not evaluated: a listed block may have no allowed pair, and a full one may be listed as
-    partial. Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
+    q_block, k_block: slots of a block.
+    settle: True evaluates the pairs of blocks that bounds on their number leave undecided, so that the list is exact.
+        If False, a listed block may have no allowed pair, and a full one may be listed as partial.
+
+    Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
     """
     at_once = max(1, _SLOTS_AT_ONCE // max(rule.num_slots))
     rows = range(rule.in_blocks(q_block, k_block)[0])

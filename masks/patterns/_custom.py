@@ -351,8 +351,8 @@ def _check_mask_mod(name: str, recorded: Recorded) -> bool:
 def _largest_grid(function: MaskMod) -> Places:
     """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
-    Of a few sizes it is the largest at which the function does not index beyond the end of a captured tensor.
-    Positions begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
+    It is the largest of a few sizes at which the function does not index beyond the end of a captured tensor. Positions
+    begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
     grid: Places = ()

@@ -70,7 +70,7 @@ def selected_rows(call: Call, selection: TableSplit, bindings: Sequence[Tensor],
 class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
-    set: index of the head set of each problem; a head set is the g query heads that share a table and a key/value head.
+    set: index of the head set of each problem; g query heads each.
     query: index of each query in the call.
     block: index of each key block.
     place: index of each query's result among the results of its head set before their merge, which has one for each

@@ -35,11 +35,10 @@ from ._traced import MAKERS, traced
 def static_program(
     call: Call, device: torch.device, choice: Choice | None = None, operands: OperandSizes | None = None
 ) -> FlexProgram:
-    """Return the FlexProgram (a plan made executable) of a call without run-time tensors; cached.
+    """Return the FlexProgram of a call without run-time tensors; cached.
 
-    Run-time tensors are mask data that are passed with a call. choice: measured options of the planner; None for those
-    of lowest predicted cost. operands: sizes of the tensors, on which predicted costs depend; None for the device's
-    usual ones.
+    choice: measured options of the planner; None for those of lowest predicted cost. operands: sizes of the tensors, on
+    which predicted costs depend; None for the device's usual ones.
     """
     allowed = replace(allowed_on(device), residues=not call.placement)  # queries of a placement stay in order
 
@@ -60,7 +59,7 @@ def allowed_on(device: torch.device) -> Allowed:
 def run_time_program(
     call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
 ) -> FlexProgram:
-    """Return the FlexProgram (a plan made executable) of a call for these values of its run-time tensors; cached.
+    """Return the FlexProgram of a call for these values of its run-time tensors; cached.
 
     bindings: the tensors, sorted by name.
     batch: number of batch entries.
@@ -83,7 +82,7 @@ def run_time_program(
 def blank_program(
     call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
 ) -> FlexProgram:
-    """Return the FlexProgram (a plan made executable) of a call for placeholder values of its run-time tensors; cached.
+    """Return the FlexProgram of a call for placeholder values of its run-time tensors; cached.
 
     bindings: the tensors, of which only the shapes matter.
     batch: number of batch entries.
@@ -152,8 +151,7 @@ def _(q, k, bindings, *arguments):
 def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
     """Yield (tensor, padded width) for each tensor of a program that depends on values of run-time tensors.
 
-    The padded width is that of the last dim and is enough for all values. Run-time tensors are mask data that are
-    passed with a call.
+    The padded width is that of the last dim and is enough for all values.
     """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device

@@ -109,7 +109,7 @@ class Portable:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """Those tensors that score_mod reads and that require a gradient."""
+        """The tensors that score_mod reads and that require a gradient."""
         return tuple(x for x in self.tensors if x.requires_grad)
 
     def reading(self, tensors: Sequence[Tensor]) -> Portable:

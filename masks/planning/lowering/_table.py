@@ -37,7 +37,7 @@ _CELLS = 1 << 18  # pairs evaluated at once
 class Batch(NamedTuple):
     """n attention problems of equal shape, for one kernel call for each tensor in `sets`, which share the rest.
 
-    A head set is the g query heads that share a table and a key/value head.
+    A head set has g query heads.
 
     sets: index of the head set of each problem.
     query: index of each query in the call.
