@@ -1,4 +1,4 @@
-"""Operands in the form that kernels need: rows contiguous in memory, hidden slots zeroed.
+"""Operands in the form that kernels need: vectors contiguous in memory, hidden slots zeroed.
 
 Hidden slots are queries of a term that see no key, and keys that no query sees; their values must not affect a result.
 Kernels compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key
@@ -76,10 +76,10 @@ _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
-    """Return x if each row (last dim) is contiguous and rows do not overlap in memory, else a contiguous copy.
+    """Return x if its vectors (last dim) are contiguous and do not overlap in memory, else a contiguous copy.
 
-    Kernels rely on both, and few of them check. Rows are not contiguous after `transpose`, `stack(..., -1)`, `expand`
-    or a slice with a step along the channels; they overlap after `unfold`.
+    Kernels rely on both, and few of them check. Vectors are not contiguous after `transpose`, `stack(..., -1)`,
+    `expand` or a slice with a step along the channels; they overlap after `unfold`.
     """
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check
@@ -191,7 +191,7 @@ def _unseen(
 
     Heads with equal block lists share a table of them.
 
-    seen: above 0 at slots in an allowed pair; it has one row for each row (or column) of blocks of the first table,
+    seen: above 0 at slots in an allowed pair; it has one row for each query block (or key block) of the first table,
         then of the next.
     places: row in `seen` of each listed block.
     heads: index of each head's table.

@@ -56,7 +56,7 @@ def block_mass(
     scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call. If k has only some
         of the keys in the lse, shares are still relative to all of them.
     block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in `masks.block_list`.
-        The first row is the block of query 0's position, the first column that of key 0's.
+        The result begins with the blocks of query 0 and of key 0.
 
     Computes only blocks in which the pattern has pairs, in chunks, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
@@ -111,8 +111,8 @@ def pooled_scores(
     as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
 
     lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
-        makes rows comparable: if all queries have keys, exp(score) times the number of keys in the block is a lower
-        bound of the mass that the block would add. Rows whose queries all have no keys are then -inf.
+        makes query blocks comparable: if all queries have keys, exp(score) times the number of keys in the block is a
+        lower bound of the mass that the block would add. The scores of a query block without keys are then -inf.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
         `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
@@ -250,7 +250,7 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Attention shares of n blocks (row, column) in h heads, summed over the blocks' queries and the batch entries.
+    """Attention shares of n (query block, key block) pairs in h heads, summed over queries and batch entries.
 
     heads: indices on this device.
     rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.

@@ -19,7 +19,7 @@ from ..masks.planning import bound_blocks, shared_terms
 
 
 class Refinement(NamedTuple):
-    """Result of `refine`: the new pattern, and (head, row, column) of each dropped and each added (grown) block."""
+    """Result of `refine`: the new pattern, and (head, query block, key block) of dropped and added blocks."""
 
     pattern: Pattern
     dropped: Int64[Tensor, "n 3"]
@@ -42,8 +42,8 @@ def refine(
 
     Each head keeps its number of blocks. The rule is RigL's (arXiv 1911.11134, section 3), which drops by least
     magnitude and grows by largest gradient; here by least attention mass and by largest score. Ties are resolved by
-    lower row, then lower column. The result depends on the arguments alone, so ranks with equal arguments get equal
-    patterns.
+    lower query block, then lower key block. The result depends on the arguments alone, so ranks with equal arguments
+    get equal patterns.
 
     pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
         them, such as `causal()`, for attention.
@@ -51,8 +51,8 @@ def refine(
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
     moves: number of blocks to replace in each head, at least 0; fewer if fewer blocks can be dropped or added.
     within: blocks in which this pattern has no pair are never added; None allows all.
-    keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each row, so a
-        row with blocks keeps at least one.
+    keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each query
+        block, so a query block with blocks keeps at least one.
 
     within and keep are evaluated for R and C whole blocks of the list's size. If any block moved, cache entries of the
     old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
@@ -133,7 +133,7 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """True, in each row, for the listed block with most mass; the first among ties, none if no block is listed."""
+    """True for each query block's listed block with most mass; the first among ties, none if no block is listed."""
     best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
 
@@ -159,8 +159,8 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
 def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
     """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
-    Returns True for these blocks. number[h] must not exceed the number of such blocks in head h. Ties are
-    resolved by lower row, then lower column.
+    Returns True for these blocks. number[h] must not exceed the number of such blocks in head h. Ties are resolved by
+    lower query block, then lower key block.
     """
     order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
     chosen = torch.arange(order.shape[1]) < number[:, None]
@@ -175,7 +175,7 @@ class ImportanceTracker(nn.Module):
     later updates count more, without a bias towards 0 at the start. For a block that was restarted, only later updates
     count; its importance is 0 until the next one.
 
-    num_heads, rows, columns: the shape of the mass.
+    num_heads, rows, columns: the shape of the mass, in heads, query blocks and key blocks.
     decay: in [0, 1); 0 keeps only the latest update.
     group: a process group whose ranks average their mass; None, the default: no communication. `update` starts the
         all-reduce, and the next use of the average waits for it. All ranks then have a bitwise equal average, from
@@ -249,7 +249,7 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def restart(self, blocks: Int64[Tensor, "n 3"]) -> None:
-        """Forget the past updates of blocks, given as (head, row, column), such as `grown` in a `Refinement`.
+        """Forget the past updates of blocks, (head, query block, key block), such as `grown` in a `Refinement`.
 
         A block that enters the pattern is then judged only by updates from now on.
         """

@@ -23,7 +23,7 @@ _SHRINK_TRIES = 500
 _WINDOWS, _WINDOW = 24, 48  # number of tested windows of a periodic rule, and their sides
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
-# Of block lists: block sides, layout rates, and tries to draw sizes that the pattern takes.
+# Of block lists: block sizes, layout rates, and tries to draw sizes that the pattern takes.
 _BLOCK_SIDES, _RATES, _SIZE_TRIES = (1, 2, 3, 4, 5, 8, 13, 16), (1, 1, 2, 3, 5), 50
 
 

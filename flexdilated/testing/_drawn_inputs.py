@@ -227,9 +227,9 @@ def document_ids(
 ) -> Tensor:
     """Strategy for int64 tensors (batch, num_tokens) for `masks.documents`: the document 0, 1, ... of each position.
 
-    padding: also draw rows that end with padding, of id -1.
+    padding: also draw sequences that end with padding, of id -1.
 
-    They shrink towards one document in every row.
+    They shrink towards one document in every sequence.
     """
     require_int("batch", batch, minimum=1)
     rows = []

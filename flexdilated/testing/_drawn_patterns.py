@@ -359,7 +359,7 @@ def run_time_compositions(
 def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
     """Draw a `documents` pattern of ascending ids, for each batch entry or for all, with padding.
 
-    Padding is at the end of a row, or in place of document 0 or 1. positions: length of a row.
+    Padding is at the end of a sequence, or in place of document 0 or 1. positions: length of a sequence.
     """
     rows = draw(st.sampled_from([1, batch]))
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))

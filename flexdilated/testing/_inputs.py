@@ -113,7 +113,7 @@ def values(
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """Copy x to rows with gaps of three elements between them, at an offset of five elements in a buffer."""
+    """Copy x to vectors with gaps of three elements between them, at an offset of five elements in a buffer."""
     *sizes, D = x.shape
     buffer = x.new_full((5 + x[..., 0].numel() * (D + 3),), 7.0)
     room = buffer[5:].view(*sizes, D + 3)[..., :D]

@@ -122,7 +122,7 @@ def _hull(indices: Sequence[int]) -> range:
 def _union(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges.
 
-    Ranges of equal step and residue that touch, as rows of one rule mostly do, are joined first.
+    Ranges of equal step and residue that touch, as those of one rule mostly do, are joined first.
     """
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []

@@ -253,7 +253,7 @@ def _descend_classes(
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
     """Yield the leaves (bounded parts) of the blocks with the flat (table, row, column) indices `key`.
 
-    shape: (number of rows of blocks, number of columns of blocks).
+    shape: (number of query blocks, number of key blocks).
     """
     rows, columns = shape
     rule = _shorter(rule, sides)

@@ -119,7 +119,7 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Iterator[tuple[Tensor, ...]]:
     """Yield parts of the tensors (table, row, column, full, pairs) of `Blocks`, in the order of the list.
 
-    Halves the range of tables, then of block rows, while too many blocks are undecided.
+    Halves the range of tables, then of query blocks, while too many blocks are undecided.
     """
     found = _search(rule, tables, rows, sides, settle)
     if found is not None:
@@ -138,9 +138,9 @@ def _halves(some: range) -> tuple[range, range]:
 
 
 def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
-    """Return bounds on the allowed pairs of each possibly non-empty block in these tables and block rows.
+    """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    None if too many blocks are undecided and the range of tables or rows can be halved.
+    None if too many blocks are undecided and the range of tables or query blocks can be halved.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -201,7 +201,7 @@ def evaluate(
 def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
     """Sum the bounds of the leaves (parts) of each block; return one leaf for each block, sorted by its coordinates.
 
-    shape: numbers of rows and columns of blocks.
+    shape: numbers of query blocks and key blocks.
     """
     table, row, column, low, high = map(torch.cat, zip(*found, strict=True))
     num_rows, num_columns = shape
@@ -231,7 +231,7 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Estimate the mean number of listed blocks of a table, by kind of row, from evenly sampled rows and tables.
+    """Estimate the mean number of listed blocks of a table, by kind of query block, from an even sample.
 
     q_block, k_block: sides of a block, in slots. Blocks that bounds leave undecided are counted, so estimates tend to
     be too high. Exact for small masks.

@@ -96,7 +96,7 @@ class Bound:
     def entry(self, batch: int) -> Bound:
         """Return the `Bound` of the single batch entry with index `batch`.
 
-        Run-time tensors, such as document ids, are reduced to the row of this entry.
+        Run-time tensors, such as document ids, are reduced to the values of this entry.
         """
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 

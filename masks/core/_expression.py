@@ -349,12 +349,12 @@ class Expression:
     def num_entries(self) -> int:
         """Return the number of batch entries that have a rule of their own; 1 if all entries share one rule.
 
-        It is the largest number of rows of a run-time tensor, which must have its values: see `resolve`.
+        It is the largest batch size of a run-time tensor, which must have its values: see `resolve`.
         """
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time tensor has one row or `batch` rows; see `resolve` for their values."""
+        """Raise ValueError unless each run-time tensor has batch size 1 or `batch`; see `resolve` for their values."""
         for leaf in self.leaves() if self.varies else ():
             if leaf.entries not in (1, batch):
                 raise ValueError(
@@ -389,7 +389,7 @@ class Expression:
         Heads are counted over all devices: this device holds `num_heads` heads from `head_offset` on. Query i has
         position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset + num_heads.
 
-        batch: number of batch entries; with the default 1 it is the largest number of rows of the pattern's run-time
+        batch: number of batch entries; with the default 1 it is the largest batch size of the pattern's run-time
             tensors, if it has any.
 
         Run-time tensors that the pattern carries are read when `bind` is called. Zero keys of padding are no pairs and

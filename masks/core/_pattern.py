@@ -142,7 +142,7 @@ class Pattern(Expression):
         return self
 
     def of_entry(self, batch: int) -> Pattern:
-        """Return this leaf for the batch entry with index `batch`, with its row of a run-time tensor if it has one."""
+        """Return this leaf for batch entry `batch`, with that entry's values of a run-time tensor if it has one."""
         return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -194,7 +194,7 @@ class Pattern(Expression):
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
-        """Return the positions below N that at least one of `queries` sees; None unless the rule lists each row's keys.
+        """Return the positions below N that at least one of `queries` sees; None unless the rule lists a query's keys.
 
         Only for the rule of one head, see `for_head`. queries: True for each position that is asked about.
         """

@@ -87,7 +87,7 @@ def count_cells(
     shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
     sides: used if `shape` is None, (queries, keys) of a cell in slots; cells begin at multiples of these, and cells at
         the window's borders are cut.
-    batch: index of the batch entry, if run-time tensors have a row for each.
+    batch: index of the batch entry, if run-time tensors differ by entry.
 
     Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
     estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that

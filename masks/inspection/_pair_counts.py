@@ -92,7 +92,7 @@ def _full_blocks(term: Term) -> int:
     if term.shape == "dense":
         return rows * columns
     lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
-    # All queries of a row of blocks attend to the keys up to its first query.
+    # All queries of a query block attend to the keys up to its first query.
     return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))
 
 

@@ -63,7 +63,7 @@ def plot(
     size: approximate pixels along the longer side of a panel.
     legend: draw a legend, with block counts.
     title: by default the expression; "" for none.
-    batch: index of the batch entry, if run-time tensors have a row for each.
+    batch: index of the batch entry, if run-time tensors differ by entry.
 
     Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, with reproducible
     bytes. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.

@@ -149,7 +149,7 @@ def show(
     color: use 256 ANSI colors.
     ascii: use only ASCII characters.
     head: one of num_heads.
-    batch: index of the batch entry, if run-time tensors have a row for each.
+    batch: index of the batch entry, if run-time tensors differ by entry.
 
     Time does not grow with the number of tokens. Raises ValueError or TypeError for heads, entries, windows and sizes
     that do not fit, and for tokens that the pattern does not take.

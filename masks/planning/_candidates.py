@@ -23,7 +23,7 @@ _MAX_PARTS = 6
 _MOST_MASKED_PAIRS = 1 << 20
 # Blocks of another side gain at most this factor over blocks of 128: costlier options are not tried in them.
 _WORTH_OTHER_BLOCKS = 2
-# A smaller gain is within the error of the estimate: the block side then stays, and terms without block lists are
+# A smaller gain is within the error of the estimate: the block size then stays, and terms without block lists are
 # preferred.
 _CLEARLY = 0.95
 

@@ -117,7 +117,7 @@ CPU = Machine(
     backward_ratio=2.6,
     calls_a_list=4,
 )
-# The only block side that FlexAttention's kernels accept on all accelerators.
+# The only block size that FlexAttention's kernels accept on all accelerators.
 ACCELERATOR = Machine(
     dense_flops_per_s=400e12,
     causal_flops_per_s=400e12,

@@ -1,8 +1,7 @@
 """Grouping of block lists into batched kernel calls.
 
-A block list is one row of a block-sparse mask: a tile of queries and the key blocks that it sees. A problem is dense
-attention of such a tile over its keys, possibly with a mask; a kernel call batches problems of equal shape. A slot is
-the place of a token in the reordered sequence that the kernel reads, a stretch the slots of one problem.
+A block list has the key blocks of one query block. A problem is dense attention of such a query block over its keys,
+possibly with a mask; a kernel call batches problems of equal shape.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
     table: index of the block-sparse mask that the problems are part of; equal heads share one.
-    row: first block row of each problem in that mask.
+    row: first query block of each problem in that mask.
     columns: block columns of each problem in it.
     masks: for each block, index of its mask in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks,
         else m = n; None if every pair is allowed.
@@ -220,7 +219,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 @dataclass(frozen=True)
 class _Lists:
-    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one block row of one table.
+    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block of one table.
 
     Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks. num_queries, num_keys: number of
     tokens. masked: True if a block is only partly allowed. code: fingerprint of the list's masks, equal for lists of
@@ -268,7 +267,7 @@ def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tenso
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
-    """Join consecutive block rows that have equal key blocks and no mask into one list with more queries."""
+    """Join consecutive query blocks that have equal key blocks and no mask into one list with more queries."""
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)
@@ -295,8 +294,8 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
-    A list is the key blocks of one block row. First come groups of lists with equal masks, which share one mask tensor,
-    where a group is large enough for its own call; then all other lists. ids: mask index of each listed block.
+    A list is the key blocks of one query block. First come groups of lists with equal masks, which share one mask
+    tensor, where a group is large enough for its own call; then all other lists. ids: mask index of each listed block.
     """
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))
@@ -330,7 +329,7 @@ def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
     """Yield ascending indices of problems: sequences with evenly spaced queries and keys, then all other problems.
 
-    row, columns: block row and key blocks of each problem.
+    row, columns: query block and key blocks of each problem.
 
     A sequence has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
     """

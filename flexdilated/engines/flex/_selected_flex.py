@@ -1,9 +1,9 @@
 """Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-The table has a row for each query block, which names the key blocks that these see. A row of whole kernel tiles is a
-row of a BlockMask. The queries of smaller rows, down to a single query, are gathered: they are copied once for each
-block that their row selects, copies are sorted by block, each block's copies begin at a tile, and the results are
-merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
+The table has a row for each query block, which names the key blocks that these see. Query blocks of whole kernel tiles
+are query blocks of a BlockMask. The queries of smaller ones, down to a single query, are gathered: they are copied once
+for each block that their query block selects, copies are sorted by block, each block's copies begin at a tile, and the
+results are merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def attend_selected(
     of: sizes.
     rest: mask by global head and positions.
     where: offsets of the call.
-    rows: for each row, a query block, the key blocks that it selects; block 0 has the call's first key, row 0 its first
-        query. Blocks outside the keys are ignored, a block that a row names twice counts once.
-    classes: for rows and blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
+    rows: key blocks that each query block selects; key block 0 has the call's first key, query block 0 its first query.
+        Blocks outside the keys are ignored, a block that is named twice counts once.
+    classes: for query and key blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
     """
     blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
@@ -176,7 +176,7 @@ def _tables_of_rows(
     classes: Int32[Tensor, "h R C"] | None,
     columns: int,
 ) -> dict[str, Tensor]:
-    """Return the block tables of a BlockMask in which each row lists the key blocks `rows` where `named` is True.
+    """Return the block tables of a BlockMask whose query blocks list the key blocks `rows` where `named` is True.
 
     classes: 2 for blocks that are full, else 1; None: no block is listed as full.
     columns: number of key blocks.
@@ -201,7 +201,7 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
+    """Places of gathered queries in the kernel's tiles: each holds a unit of queries and a key block that it selects.
 
     Pairs are sorted by block; the pairs of each block begin at a tile.
 
@@ -303,9 +303,9 @@ def _run(
 
 
 class _Gathered(torch.autograd.Function):
-    """Autograd function (x, index, inverse) -> rows of x (dim 2) by index, 0 for a negative index.
+    """Autograd function (x, index, inverse) -> vectors of x (dim 2) by index, 0 for a negative index.
 
-    The gradient is a gather too. inverse: for each row of x, along the last dim, the indices of its copies in the
+    The gradient is a gather too. inverse: for each vector of x, along the last dim, the indices of its copies in the
     result; negative for no copy.
     """
 

@@ -83,7 +83,7 @@ class Prepared:
     rest: mask that also applies to pairs in selected blocks.
     held: holders of the run-time tables that `rest` reads.
     where: offsets of the call.
-    classes: 2 for each (row, key block) in which `rest` allows every pair, else 1; None if not known.
+    classes: 2 for each (query block, key block) in which `rest` allows every pair, else 1; None if not known.
     skipped: number of the table's rows before the first query's.
     """
 
@@ -149,7 +149,7 @@ def _tables_of(call: Call, count: int) -> tuple[int, ...]:
 
 
 def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return, for each (row, key block), 2 if both are whole and the rule allows all their pairs, else 1: (h, R, C).
+    """Return, for each (query block, key block), 2 if both are whole and the rule allows all their pairs, else 1.
 
     One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
     """
@@ -203,7 +203,7 @@ def selected_flex(
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
     """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
 
-    table: key blocks that each row, a query block, selects. t tables: T, or one for each head.
+    table: key blocks that each query block selects. t tables: T, or one for each head.
     """
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables

@@ -200,7 +200,7 @@ def flash_backward(
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
     """True if the backward on CPU is faster or more accurate in float32 than in the dtype of q."""
-    # PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over blocks of queries in q's dtype; with few
+    # PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over query blocks in q's dtype; with few
     # queries the blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
     return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
 

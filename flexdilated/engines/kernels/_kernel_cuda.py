@@ -162,7 +162,7 @@ def _per_key_head(x: Tensor, groups: int) -> Tensor:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its rows are aligned to 16 bytes."""
+    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its vectors are aligned to 16 bytes."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))

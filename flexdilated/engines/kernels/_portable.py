@@ -1,6 +1,6 @@
 """The kernel of engine "portable": attention under a BlockMask in plain torch operations, on any device.
 
-Each row of query blocks is a batch of matrix products with its key blocks and a softmax. Chunks of rows bound the
+Each query block is a batch of matrix products with its key blocks and a softmax. Chunks of query blocks bound the
 scores that exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
 `attention`, for graphs of torch.compile and for second derivatives.
 """
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from .._score_mod import ScoreMod, modified
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
-# T lists, one for each block row of a mask's heads and batch entries, W entries of the longest; Q, K sides of a block
+# T lists, one for each query block of a mask's heads and batch entries, W entries of the longest; Q, K tokens of a block
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
@@ -113,7 +113,7 @@ class _ProblemChunk:
 
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
 
-    problem: index of the query block in the flattened (batch, heads, block rows).
+    problem: index of the query block in the flattened (batch, heads, query blocks).
     block: indices of key blocks in the flattened (batch, key/value heads, blocks).
     hidden: True for pairs that are not allowed, of each problem (y = x) or equal for all that share a list (y = 1);
         None if all are allowed.
@@ -128,7 +128,7 @@ class _ProblemChunk:
 
 @dataclass(frozen=True, eq=False)
 class _Problems:
-    """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
+    """Block lists of a BlockMask, one for each query block of its batch entries and heads, and the sizes of q and k.
 
     columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
     order: indices of the lists in descending order of length, in which `spans` are counted.

@@ -217,7 +217,7 @@ class LongNetEncoder(nn.Module):
         sharding: replaces that of the module in this call, with a mesh; None keeps it.
 
         Raises ValueError or TypeError for an input or a mask that does not fit. With padding="zeros" and a mask or a
-        mesh, raises ValueError for a sequence whose rows torchscale would shift.
+        mesh, raises ValueError for a sequence whose tokens torchscale would shift.
         """
         require_batch("x", x, "batch, tokens", self.config.embed_dim)
         sequences = Sequences.of(x, self.config, key_padding_mask, self.over_ranks, sharding)

@@ -61,12 +61,12 @@ def set_pattern(
         or a function from a layer's module to its pattern. A layer without a pattern, or with None, keeps the model's
         rule. By default, patterns come from the model's config, where `save_pretrained` stores them. In place of a
         pattern, a layer may get a `fd.SelectedAttention`: it then selects its keys from the data, within its selector's
-        rule and, with compose="and", the model's. Its blocks count from the first position of a row, padding included.
-        It is neither written into the config nor registered as a submodule: optimize the parameters of its gate
-        separately.
+        rule and, with compose="and", the model's. Its blocks count from the first position of a sequence, padding
+        included. It is neither written into the config nor registered as a submodule: optimize the parameters of its
+        gate separately.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
         "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
-        positions count from a row's first token, so a padded row has the outputs of the unpadded row.
+        positions count from a sequence's first token that is not padding, so padding does not change its outputs.
     name: the `attn_implementation` to register and to set.
 
     A part with a config of its own that cannot be served, such as a vision tower that makes its masks itself, keeps the
@@ -100,7 +100,7 @@ class Visibility:
     """Replacement of a mask tensor: the model's rule and padding as patterns, without the patterns of layers.
 
     function: the model's mask function (batch, head, query, key) -> bool; None allows all pairs.
-    begin: pattern that divides each row into documents, from whose starts positions count; None for undivided rows.
+    begin: pattern that divides each sequence into documents, from whose starts positions count; None for no division.
     unpadded: pattern of unpadded keys within a document; None if all are unpadded.
     tensors: run-time tensors of `begin` and `unpadded`.
     q_offset, kv_offset: positions of the first query and key.
@@ -255,8 +255,8 @@ def _on_host(x: Tensor) -> Tensor:
 def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
     """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
-    Positions from L on are padding. Returns (pattern of documents that begins each row at its first unpadded token,
-    pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
+    Positions from L on are padding. Returns (pattern of documents that begins each sequence at its first unpadded
+    token, pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
     nothing; in a compiled graph the values are unknown, so both are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))

@@ -65,7 +65,7 @@ class FlexdilatedCache(Cache):
         as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    For inference, with batches without padding, so that all rows have equal positions.
+    For inference, with batches without padding, so that all sequences have equal positions.
     Raises ValueError if a layer's rule lets a query see keys that are not appended yet, for padding and packed
     sequences, for attention of another library, and for models that compute keys from the cache's output, such as from
     latents; use a `DynamicCache` for these.

@@ -27,7 +27,7 @@ _GROUPS, _VISIBLE = "groups", "visible"
 class Reading:
     """The rule of a mask function, as patterns: a pair is allowed if all three patterns that are not None allow it.
 
-    begin: pattern that divides a row into documents and allows pairs within a document only; None for undivided rows.
+    begin: pattern that divides a sequence into documents and allows pairs within a document only; None for no division.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
         the rule has none.
     beside: constraints by tensors with an entry per token, such as groups of image tokens; None if the rule has none.
@@ -51,8 +51,8 @@ class Reading:
 def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | None) -> Reading:
     """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
-    begin: pattern that divides each row into documents, from whose first tokens positions are counted; None to count
-        from the start of the row.
+    begin: pattern that divides each sequence into documents, from whose first tokens positions are counted; None to
+        count from the start of the sequence.
 
     If the function itself counts positions from the starts of packed sequences, the result has a pattern of these
     sequences in place of `begin`.
