@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from .._score_mod import ScoreMod, modified
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
-# T lists, one for each query block of a mask's heads and batch entries, W entries of the longest; Q, K tokens of a block
+# T lists, one for each query block of a mask's heads and batch entries, W entries of the longest; Q, K: a block
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
