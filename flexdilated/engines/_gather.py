@@ -31,7 +31,7 @@ class HeadRun:
     start: int
 
     def alone(self, place: int) -> HeadRun:
-        """Return a run of one head of this run: the term's head `place`."""
+        """Return a head run of one head of this one: the term's head `place`."""
         return HeadRun(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
@@ -48,8 +48,7 @@ class Strands:
     def view(self, x: Shaped[Tensor, "B X N ..."], run: HeadRun) -> Shaped[Tensor, "B h F S ..."]:
         """Return the view of x that holds the slots of one head run.
 
-        X heads and N tokens of x; h heads of the head run; F folds of S slots each. If run.step is 0, all heads share
-        the memory of one head of x.
+        If run.step is 0, all heads share the memory of one head of x.
         """
         layout = self.layout
         rest, rest_stride = x.shape[3:], x.stride()[3:]
@@ -61,10 +60,7 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in the slots of all heads of the term: a view where strides allow it, else a copy.
-
-        X heads and N tokens of x; H heads of the term; F folds of S slots each.
-        """
+        """Gather from x the tokens in all slots of the term: a view where strides allow it, else a copy."""
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -77,7 +73,6 @@ class Strands:
         """Return the slots as a tensor (B, heads, tokens, ...) if they are all tokens of all heads in order; else None.
 
         heads, tokens: sizes of the full tensor.
-
         """
         return slots.flatten(2, 3) if self.every(heads, tokens) else None
 
@@ -88,7 +83,7 @@ class Strands:
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Add the vector in each slot to the slot's token in x, in place.
 
-        If several heads of the term (H) read one head of x (X), their vectors are summed.
+        If several heads of the term read one head of x, their vectors are summed.
         """
         for run in self.runs:
             part = slots[:, run.begin : run.end]
@@ -98,17 +93,14 @@ class Strands:
             self.view(x, run).add_(part)
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the vector in each slot to the slot's token in x, in place.
-
-        X heads and N tokens of x; H heads of the term.
-        """
+        """Write the vector in each slot to the slot's token in x, in place."""
         for run in self.runs:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots (the term's places for tokens).
+        """Set `reached` to True, in place, at the tokens of all slots.
 
-        Returns True if none of them was True before. reached: one value for each of X heads and N tokens.
+        Returns True if none of them was True before.
         """
         views = [self.view(reached, run) for run in self.runs]
         fresh = not any(bool(view.any()) for view in views)
@@ -125,7 +117,7 @@ class Strands:
     ) -> None:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
-        part, part_lse: output and natural log-sum-exp of the term, for its H heads, F folds and S slots.
+        part, part_lse: output and natural log-sum-exp of the term.
         """
         for run in self.runs:
             chosen = slice(run.begin, run.end)
@@ -176,8 +168,8 @@ class Whole:
 class Picked:
     """Reader and writer of one side of a term by an index tensor of shape (heads, folds, slots).
 
-    Slot s of fold f (segment f) of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index
-    of a single head serves all heads.
+    Slot s of fold f of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
+    head serves all heads.
     """
 
     heads: tuple[int, ...]
@@ -188,10 +180,7 @@ class Picked:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in the slots of all heads of the term, into a new tensor.
-
-        X heads and N tokens of x; H heads of the term; F folds of S slots each.
-        """
+        """Gather from x the tokens in all slots of the term, into a new tensor."""
         taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -202,25 +191,19 @@ class Picked:
         return None
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed.
-
-        X heads and N tokens of x; H heads of the term.
-        """
+        """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed."""
         for few, index, own in self._parts(x):
             few.index_add_(2, index, slots[:, own].flatten(2, 3))
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the vector in each slot to the slot's token in x, in place.
-
-        X heads and N tokens of x; H heads of the term.
-        """
+        """Write the vector in each slot to the slot's token in x, in place."""
         for few, index, own in self._parts(x):
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots (the term's places for tokens).
+        """Set `reached` to True, in place, at the tokens of all slots.
 
-        Returns True if none of them was True before. reached: one value for each of X heads and N tokens.
+        Returns True if none of them was True before.
         """
         before = self.take(reached)
         self.put(reached, torch.ones_like(before))
@@ -229,9 +212,8 @@ class Picked:
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
-        part, part_lse: output and natural log-sum-exp of the term, of shapes (B, H, F, S, D) and (B, H, F, S), for F
-            folds of S slots.
-        out, lse: (B, heads, tokens, D) and (B, heads, tokens).
+        part, part_lse: output and natural log-sum-exp of the term, (B, H, F, S, D) and (B, H, F, S).
+        out, lse: (B, X, N, D) and (B, X, N).
         """
         sums = self.take(out), self.take(lse)
         merge_(*sums, part, part_lse)
@@ -325,7 +307,7 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Cut the heads of a term into runs that a single strided view of the tensor covers, as long as possible.
+    """Cut the heads of a term into head runs that a single strided view of the tensor covers, as long as possible.
 
     heads, starts: head of the tensor and token in slot 0, for each head of the term.
     """
@@ -407,7 +389,7 @@ def _side(
 def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
     """Return these token indices as a Compact: one arithmetic progression per head, repeated over equally spaced folds.
 
-    Returns None if they have another form. H heads, F folds, S slots each.
+    Returns None if they have another form.
     """
     _, folds, length = slots.shape
     step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1

@@ -351,7 +351,6 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.crop(self, tokens_to_remove)
 
     def offload(self) -> None:
-        """Raise ValueError, as offloading is not supported."""
         _Layer.offload(self)
 
 

@@ -93,7 +93,6 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         keys = k_past - k_first
         if not self.is_causal:
@@ -111,7 +110,6 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
     def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """(full, partial): masks of the blocks of each segment."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
@@ -129,7 +127,6 @@ class PaddedTerm(SharedListTerm):
         return listed & whole, listed & ~whole
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
@@ -271,7 +268,6 @@ class IntervalTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(q_block), k=self.k.in_blocks_of(k_block))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
 
@@ -297,7 +293,6 @@ class IntervalTerm(SharedListTerm):
         return full[None], ((touched.cumsum(1)[:, :-1] > 0) & ~full)[None]
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H Q"] | None, Bool[Tensor, "1 H K"] | None]:
-        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         low, high = self.limits
         steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
         one = (high > low).long()  # +1 where a query's keys begin, -1 after their end; the sum counts queries of a key
@@ -308,7 +303,6 @@ class IntervalTerm(SharedListTerm):
         return queries, keys
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
         dtype = index_dtype(device, 0, self.k.num_slots)
         rows = torch.tensor(self.q.rows, dtype=dtype, device=device)
         return _interval_mask_mod(rows, *(limit.to(device, dtype) for limit in self.limits))
