@@ -455,7 +455,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
     patterns: one set pattern (not a mixture) for each head, counted over all devices; binding to another number of
         heads raises ValueError.
 
-    Raises TypeError for a value that is not a sequence of set patterns.
+    Raises TypeError for a value that is not a sequence of set patterns, ValueError for an empty one.
 
     >>> masks.per_head([masks.causal(), masks.every()])
     per_head((causal(), every()))
@@ -473,7 +473,7 @@ def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     If the heads do not divide evenly, the first groups have one head more; binding to fewer heads than groups raises
     ValueError.
 
-    Raises TypeError for a value that is not a sequence of set patterns.
+    Raises TypeError for a value that is not a sequence of set patterns, ValueError for an empty one.
 
     >>> masks.head_groups([masks.causal(), masks.every()])
     head_groups((causal(), every()))

@@ -41,8 +41,9 @@ class Progression:
 class Box:
     """n boxes of attention pairs: box i has each query of q's i-th progression with each key of k's i-th progression.
 
-    head: global head of each box, int64 of shape (n,). `area` is the number of pairs of each box; `select(index)`
-        indexes the n boxes.
+    head: global head of each box, int64 of shape (n,).
+
+    `area` is the number of pairs of each box; `select(index)` indexes the n boxes.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> masks.extend.Box(torch.tensor([0]), rows, rows).area
@@ -121,6 +122,7 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
     Both are tensors of shape (n,). Where no term is congruent, the number is 0 and the index is arbitrary.
     """
+    # Solves first + step * index = residue modulo `modulus`, by the inverse of step / divisor modulo modulus / divisor.
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
     distance = torch.remainder(residue - progression.first, modulus)
@@ -168,8 +170,8 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
     """Return bounds on the allowed pairs of boxes that extend over several runs of positions, such as segments.
 
     number: number of runs in each box.
-    area: number of pairs of each box. pairs_in(i): number of allowed pairs of each box in its i-th run; no pair crosses
-        runs.
+    area: number of pairs of each box.
+    pairs_in: function (i) -> number of allowed pairs of each box in its i-th run; no pair crosses runs.
 
     Exact up to EXACT_RUNS (8) runs; with more, bounds are 0 and the area.
 
@@ -248,6 +250,7 @@ def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts
     lag.
     """
     step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
+    # Lags with shift + step * lag = 0 modulo `rate` are one residue class modulo `period`, if `divisor` divides shift.
     divisor = gcd(step, rate)
     period = rate // divisor
     residue = -shift.div(divisor, rounding_mode="floor") * pow(step // divisor, -1, period)
