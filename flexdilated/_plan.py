@@ -118,7 +118,7 @@ class PlanReport(PlanSize):
     computed_pairs: pairs in the blocks that are computed.
     all_pairs: pairs of dense attention.
     block_list_bytes: bytes of the block lists, which stay in the cache.
-    terms: those of the chosen plan.
+    terms: the terms of the chosen plan.
     options: all ways that were compared.
     measured: timings, empty unless requested.
     attention_memory: one call of `attend`.

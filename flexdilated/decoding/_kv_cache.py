@@ -393,7 +393,6 @@ class KVCache:
             self._reader.check_crop(num_tokens)
 
     def _arguments(self) -> dict[str, Any]:
-        """Arguments of the cache by name."""
         names, reader = ("pattern", "num_heads", "capacity", "undo", "scale", "engine"), self._reader
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
         return {name: getattr(self, name) for name in names} | where

@@ -52,7 +52,7 @@ class RowPart:
 
     rows: the queries.
     slots: token indices of the n keys in the key tensor.
-    keys: where the positions of these keys are among those of `seen`.
+    keys: slice of `seen.keys` with the positions of these keys.
     pairs: True where a row sees a key; None if every row sees every key.
     blind: True for rows that see no key of the part; None if every row sees one.
     level: index of the output buffer; parts of one level have no head in common, so they share one.

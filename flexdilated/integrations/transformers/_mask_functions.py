@@ -30,8 +30,9 @@ class Reading:
     begin: pattern that divides a sequence into documents and allows pairs within a document only; None for no division.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
         the rule has none.
-    beside: constraints by tensors with an entry per token, such as groups of image tokens; None if the rule has none.
-    tensors: run-time tensors of these patterns, by name; `read` omits those of its argument `begin`.
+    beside: further constraints, by tensors with an entry per token, such as groups of image tokens; None if the rule
+        has none.
+    tensors: run-time tensors of these patterns, by name, except the tensors of a `begin` that the caller gave.
     """
 
     positions: Pattern | None
