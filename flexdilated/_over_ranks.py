@@ -106,8 +106,12 @@ class OverRanks:
         """Attention of this rank's queries over the keys of all ranks.
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
-        it. sharding: replaces that of these settings in this call; None keeps it. options: further keywords of
-        `distributed.attend`, such as scale. Raises ValueError for a score_mod with the schedule "ring".
+        it.
+
+        sharding: replaces that of these settings in this call; None keeps it.
+        options: further keywords of `distributed.attend`, such as scale.
+
+        Raises ValueError for a score_mod with the schedule "ring".
         """
         sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
         options |= {"score_mod": score_mod, "bindings": bindings, "sharding": sharding}

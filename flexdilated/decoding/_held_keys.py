@@ -198,8 +198,10 @@ class HeldKeys:
     ) -> list[range]:
         """Ranges of held positions that at least one query in [query, query + num_queries) may see, in ascending order.
 
-        They consist of whole pages of 64 keys, so a range may include a few keys that no such query sees. num_queries:
-        by default all later queries. sources: rules of these queries; None for the buffer's own rules.
+        They consist of whole pages of 64 keys, so a range may include a few keys that no such query sees.
+
+        num_queries: by default all later queries.
+        sources: rules of these queries; None for the buffer's own rules.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []

@@ -171,9 +171,11 @@ def exchange_op(
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse, received k, received v).
 
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
-    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
-    run-time tensors, sorted by name; with dropout followed by its seed. constants: the other arguments of the call
-    (pattern, scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
+    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys.
+
+    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
+    constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
+        `PlainCall.constants` returns.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -233,9 +235,11 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, sorted by name; with
-    dropout followed by its seed, which is not read. constants: the other arguments of the call (pattern, sharding,
-    process group and so on) as the text that `PlainCall.constants` returns.
+    heads are padded. Of q only the shape is used.
+
+    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed, which is not read.
+    constants: the other arguments of the call (pattern, sharding, process group and so on) as the text that
+        `PlainCall.constants` returns.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
@@ -315,8 +319,11 @@ def exchange(
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
 
-    Every rank must make this call, and run its backward. call: the pattern, the engine and other plain arguments.
+    Every rank must make this call, and run its backward.
+
+    call: the pattern, the engine and other plain arguments.
     bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+
     One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward
     another returns the gradients, which the owners add up in float32 or wider. With engines "aten" and "portable" the
     call is one op, which overlaps each transfer with work on this rank's keys; with "flex", or a score_mod, only the

@@ -43,7 +43,10 @@ class ExchangePlan:
     message are ordered by KV head, then by token as in these ranges.
 
     Received vectors go into one tensor (B, G, R, D), where R is the length of the head with most vectors; the padding
-    of shorter heads is never read. local: positions that this rank holds. num_tokens: tokens of all ranks.
+    of shorter heads is never read.
+
+    local: positions that this rank holds.
+    num_tokens: tokens of all ranks.
     """
 
     received: Tokens

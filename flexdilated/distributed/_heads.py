@@ -257,8 +257,10 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: f
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
 
-    It is in float32 or wider if `widen` is True and some head goes to several ranks. shard: (B, X, L, D), all heads of
-    this rank's tokens. takers: for each rank, the heads that it receives.
+    It is in float32 or wider if `widen` is True and some head goes to several ranks.
+
+    shard: (B, X, L, D), all heads of this rank's tokens.
+    takers: for each rank, the heads that it receives.
     """
     shared = sum(map(len, takers)) > shard.shape[1]
     dtype = sum_dtype(shard) if widen and shared else shard.dtype

@@ -63,8 +63,10 @@ def turns_of(
     """Return the turns of a rank in a ring, one for each other rank: the tokens that it receives and sends; cached.
 
     A run (contiguous range of positions) of a shard is sent whole if some query of the receiver needs a key of it.
-    Sender and receiver decide that independently, from the sharding and the rule. rule: the pattern with the values of
-    its run-time tensors. heads: the query heads on this device, of num_heads_global.
+    Sender and receiver decide that independently, from the sharding and the rule.
+
+    rule: the pattern with the values of its run-time tensors.
+    heads: the query heads on this device, of num_heads_global.
     """
 
     def build() -> tuple[Turn, ...]:
@@ -269,9 +271,11 @@ def ring_op(
 ) -> tuple[Tensor, Tensor]:
     """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
 
-    Every rank must make this call, and run its backward. bindings: the pattern's run-time tensors, for the whole
-    sequence, sorted by name; with dropout followed by its seed. constants: the other arguments of the call (pattern,
-    scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
+    Every rank must make this call, and run its backward.
+
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
+        `PlainCall.constants` returns.
 
     Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
     previous shard. The backward sends the shard again, and the gradients of its keys return to the owner. The gradients
@@ -312,8 +316,10 @@ def ring_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's q, k and v, from the results out and lse of `ring_op` and their gradients.
 
-    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner. grad_lse:
-    None if lse has no gradient. bindings, constants: as in `ring_op`.
+    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner.
+
+    grad_lse: None if lse has no gradient.
+    bindings, constants: as in `ring_op`.
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)

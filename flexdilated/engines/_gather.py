@@ -39,7 +39,8 @@ class HeadRun:
 class Strands:
     """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
-    layout: token in each slot. runs: all heads of the term, in groups that one strided view covers.
+    layout: token in each slot.
+    runs: all heads of the term, in groups that one strided view covers.
     """
 
     layout: Compact
@@ -266,8 +267,10 @@ def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
 def claim_rows(sides: Sequence[TokenGather], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
     """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
 
-    Returns (fresh, complete). sides: query sides of terms, in the order of their computation. fresh[i]: True if no
-    earlier side writes to a row of side i. complete: True if the fresh sides write to all rows of all heads.
+    Returns (fresh, complete): fresh[i] is True if no earlier side writes to a row of side i, `complete` if the fresh
+    sides write to all rows of all heads.
+
+    sides: query sides of terms, in the order of their computation.
     """
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
@@ -366,9 +369,11 @@ def _side(
 ) -> Strands | Picked:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked. heads:
-    the term's heads. tensor_heads: head of the tensor that each of them reads. locate(head, tokens): indices in the
-    tensor of these tokens of the layout.
+    It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked.
+
+    heads: the term's heads.
+    tensor_heads: head of the tensor that each of them reads.
+    locate: function (head, tokens) -> indices in the tensor of these tokens of the layout.
     """
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)

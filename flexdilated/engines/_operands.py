@@ -259,8 +259,10 @@ def _marks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (indices of n blocks, mask of queries in an allowed pair, mask of keys in an allowed pair).
 
-    The masks have shapes (n, q_block) and (n, k_block). index: all blocks to look at. ids, masks: as from
-    `distinct_masks`; without masks the blocks are evaluated.
+    The masks have shapes (n, q_block) and (n, k_block).
+
+    index: all blocks to look at.
+    ids, masks: as from `distinct_masks`; without masks the blocks are evaluated.
     """
     if masks is None:
         begin = 0

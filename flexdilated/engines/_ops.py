@@ -111,9 +111,10 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 def written(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
     """Write constants of a call as one text, which `read_written` reads.
 
-    Custom ops take it as an argument, because a text is a constant of graphs and exported programs. texts: long strings
-    without line breaks, such as patterns in JSON, which are stored unchanged, one per line. values: other constants,
-    stored by their repr in the first line.
+    Custom ops take it as an argument, because a text is a constant of graphs and exported programs.
+
+    texts: long strings without line breaks, such as patterns in JSON, which are stored unchanged, one per line.
+    values: other constants, stored by their repr in the first line.
     """
     return "\n".join([", ".join([f"{each!r}" for each in values]), *texts])
 

@@ -327,10 +327,12 @@ def generate(
 ) -> Int64[Tensor, "B new"]:
     """Draw the tokens that follow `tokens`, and return these new tokens only.
 
-    Their number is max_new_tokens, or less if all sequences have drawn `stop` earlier. stop: after its first new `stop`
-    a sequence contains only `stop`; None for no such token. next_logits: function that takes the next tokens (B, n)
-    and returns the logits (B, V) of the token after them; it must remember the tokens of earlier calls. It is called
-    with the prompt in chunks of prefill_chunk tokens, then with each new token.
+    Their number is max_new_tokens, or less if all sequences have drawn `stop` earlier.
+
+    stop: after its first new `stop` a sequence contains only `stop`; None for no such token.
+    next_logits: function that takes the next tokens (B, n) and returns the logits (B, V) of the token after them; it
+        must remember the tokens of earlier calls. It is called with the prompt in chunks of prefill_chunk tokens, then
+        with each new token.
     """
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:

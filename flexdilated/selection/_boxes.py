@@ -272,9 +272,11 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
 class _Evaluated(NamedTuple):
     """Boxes (query block, key block) that bounds do not decide, evaluated pair by pair.
 
-    row, block: query block and key block of each box. pairs: number of its pairs that `within` allows; gain: number of
-    these that `always` does not allow. candidate: True if the box may be chosen. view: mask of the keys of the block
-    that the query block sees. queries: mask of the queries of the query block that see a key of the key block.
+    row, block: query block and key block of each box.
+    pairs: number of its pairs that `within` allows; gain: number of these that `always` does not allow.
+    candidate: True if the box may be chosen.
+    view: mask of the keys of the block that the query block sees.
+    queries: mask of the queries of the query block that see a key of the key block.
     """
 
     row: Int64[Tensor, " x"]
@@ -340,8 +342,10 @@ def _sides(
     """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
     The first mask is None if all queries see a key, or all first queries of query blocks where only these are scored;
-    the second is None if all keys are seen. whole: boxes in which `within` allows every pair. some: the boxes that were
-    evaluated pair by pair.
+    the second is None if all keys are seen.
+
+    whole: boxes in which `within` allows every pair.
+    some: the boxes that were evaluated pair by pair.
     """
     num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
     queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)

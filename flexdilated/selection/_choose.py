@@ -86,10 +86,14 @@ class TopP:
 class Threshold:
     """Choose, for each query block, every candidate block with a share of at least t.
 
-    A share is the softmax of the block's score over the query block's candidates. t: above 0, at most 1. most: maximum
-    number of chosen blocks per query block; a longer choice is cut to the largest shares, and the query block counts in
-    `Selection.cut`.
+    A share is the softmax of the block's score over the query block's candidates.
+
+    t: above 0, at most 1.
+    most: maximum number of chosen blocks per query block; a longer choice is cut to the largest shares, and the query
+        block counts in `Selection.cut`.
+
     Raises TypeError or ValueError for other values.
+
     Source: SeerAttention, arXiv 2410.13276.
 
     >>> fd.Threshold(0.02, most=16)

@@ -71,8 +71,10 @@ def summaries(
     """One query for each query block in `part`, in float32 or wider.
 
     With `rows.whole` it is the mean of the query block's queries that see a key, else the query block's first query; it
-    is 0 if none of these sees a key. part: range of query block indices. sees: mask of queries that see a key; None if
-    all do.
+    is 0 if none of these sees a key.
+
+    part: range of query block indices.
+    sees: mask of queries that see a key; None if all do.
     """
     if not rows.whole:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)

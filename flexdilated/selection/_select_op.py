@@ -352,8 +352,8 @@ def selection_sides(
 ) -> tuple[Tensor, Tensor]:
     """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some query block sees).
 
-    bindings: run-time tensors of the patterns, sorted by name. constants, q_offset:
-    `SelectionCall.arguments`.
+    bindings: run-time tensors of the patterns, sorted by name.
+    constants, q_offset: `SelectionCall.arguments`.
     """
     call = SelectionCall.of(constants, q_offset)
     rows = call.rows(q, k)

@@ -101,8 +101,10 @@ def longnets(
     """Strategy for `masks.longnet` of 1 to max_branches branches, with any segment lengths and rates.
 
     Segment lengths and rates are at most max_number and 7; a rate need not divide its segment length. Both offset rules
-    are drawn. heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads. padding: with
-    padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
+    are drawn.
+
+    heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads.
+    padding: with padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
     """
     return _Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 

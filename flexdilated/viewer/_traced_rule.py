@@ -278,8 +278,10 @@ class _TracedRule:
 class _Path:
     """One run of a rule's `reason` on a traced pair, in which every truth value is decided.
 
-    The first decisions are `answers`, later ones True. decisions: map from node to decision. named: indices of the
-    parts that the reason names.
+    The first decisions are `answers`, later ones True.
+
+    decisions: map from node to decision.
+    named: indices of the parts that the reason names.
     """
 
     def __init__(self, rule: _TracedRule, answers: Sequence[bool]) -> None:

@@ -271,7 +271,10 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
 def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
     """Cut pieces (runs of slots) at the boundaries of blocks; return (parts, begin, number).
 
-    Block i contains the number[i] parts from index begin[i] on. blocks: number of blocks. block: slots per block.
+    Block i contains the number[i] parts from index begin[i] on.
+
+    blocks: number of blocks.
+    block: slots per block.
     """
     stretch, run = _runs_in(pieces, SlotIntervals.of_rows(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)

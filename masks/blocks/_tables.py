@@ -65,7 +65,10 @@ def _side(
     """Return (partial counts, partial indices, full counts, full indices), as a BlockMask has them.
 
     A row lists the `minor` indices (for example key blocks) of the blocks with one head and one `major` index (query
-    block). major, minor: these indices of each listed block. shape: (number of major indices, number of minor indices).
+    block).
+
+    major, minor: these indices of each listed block.
+    shape: (number of major indices, number of minor indices).
     """
     counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]

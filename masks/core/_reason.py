@@ -72,7 +72,10 @@ class Pair:
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
         """Return a clause on the positions of this pair that satisfy `holds`, such as: query 3 and key 5 are <what>.
 
-        None if neither the query nor the key satisfies it. holds: predicate of a position. what: the end of the clause.
+        None if neither the query nor the key satisfies it.
+
+        holds: predicate of a position.
+        what: the end of the clause.
         """
         sides = ((self.the_query, self.query), (self.the_key, self.key))
         names = [name for name, position in sides if holds(position)]

@@ -95,7 +95,8 @@ class Rectangles:
     def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return two tensors (first, is_only) with one entry for each progression, 0 to number - 1.
 
-        first: index of a rectangle of the progression, 0 if it has none. is_only: True if it has exactly one.
+        first: index of a rectangle of the progression, 0 if it has none.
+        is_only: True if it has exactly one.
         """
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
         return first, self.run.bincount(minlength=number) == 1

@@ -62,7 +62,8 @@ class _FromStart(OnePart):
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
         """Return (allowed, text, reason of `part`) for the pair with positions counted from `start`.
 
-        allowed: True if `part` allows this pair; the text states it. where: words that follow `start` in the text.
+        allowed: True if `part` allows this pair; the text states it.
+        where: words that follow `start` in the text.
         """
         inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         verdict = "allowed" if inner.allowed else "forbidden"

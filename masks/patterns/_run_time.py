@@ -434,8 +434,11 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
 def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
-    It is a copy, so that later changes of the caller's tensor do not change the rule. what: name of the mask, for
-    errors. dims: what its last dims count, as arguments of a score_mod.
+    It is a copy, so that later changes of the caller's tensor do not change the rule.
+
+    what: name of the mask, for errors.
+    dims: what its last dims count, as arguments of a score_mod.
+
     Raises TypeError for other dtypes, and ValueError for other floats.
     """
     if not (tensor.dtype == torch.bool or tensor.is_floating_point()):

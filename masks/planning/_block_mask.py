@@ -105,8 +105,10 @@ def block_mask(
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
     """Return the block lists of a term, from the cache if it has them.
 
-    There is one item for each batch entry if run-time tensors differ by entry, else a single item. bound: the pattern,
-    bound to sizes, that the term belongs to. block_size: (queries, keys).
+    There is one item for each batch entry if run-time tensors differ by entry, else a single item.
+
+    bound: the pattern, bound to sizes, that the term belongs to.
+    block_size: (queries, keys).
     """
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),

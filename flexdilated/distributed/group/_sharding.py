@@ -222,8 +222,10 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """Reduce-scatter: return this rank's tokens, along dim, of the sum of all ranks' `whole`.
 
-    The sum is in float32 or wider and in the order of the ranks. sharding: `Sharding.numbers()`. group: name of the
-    process group.
+    The sum is in float32 or wider and in the order of the ranks.
+
+    sharding: `Sharding.numbers()`.
+    group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
     _check(ranks, "the gradient of unshard", whole, dim, split)

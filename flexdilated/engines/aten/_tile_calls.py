@@ -221,9 +221,11 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 class _Lists:
     """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block of one table.
 
-    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks. num_queries, num_keys: number of
-    tokens. masked: True if a block is only partly allowed. code: fingerprint of the list's masks, equal for lists of
-    equal length with equal masks; 0 if not masked.
+    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks.
+
+    num_queries, num_keys: number of tokens.
+    masked: True if a block is only partly allowed.
+    code: fingerprint of the list's masks, equal for lists of equal length with equal masks; 0 if not masked.
     """
 
     table: Int64[Tensor, " m"]

@@ -106,10 +106,12 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    LRU caches keep the maps and the compiled functions. structure: such as `FlexProgram.structure`. function: code to
-    compile; None for the code that runs a FlexProgram.
-    Each compiled function has a separate code object: torch counts recompilations per code object and stops compiling
-    at a limit, which all callers of the code would share.
+    LRU caches keep the maps and the compiled functions.
+
+    structure: such as `FlexProgram.structure`.
+    function: code to compile; None for the code that runs a FlexProgram. Each compiled function has a separate code
+        object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the
+        code would share.
     """
 
     @lru_cache(maxsize=64)

@@ -37,8 +37,8 @@ def static_program(
 ) -> FlexProgram:
     """Return the FlexProgram of a call without run-time tensors; cached.
 
-    choice: measured options of the planner; None for those of lowest predicted cost. operands: sizes of the tensors, on
-    which predicted costs depend; None for the device's usual ones.
+    choice: measured options of the planner; None for those of lowest predicted cost.
+    operands: sizes of the tensors, on which predicted costs depend; None for the device's usual ones.
     """
     allowed = replace(allowed_on(device), residues=not call.placement)  # queries of a placement stay in order
 

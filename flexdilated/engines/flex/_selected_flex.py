@@ -279,9 +279,11 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse).
 
-    Rows without keys have output 0 and lse -inf. position: function that returns the position of a gathered query; None
-    if queries are in order. inside: mask of the pairs of gathered queries with the blocks they are gathered for; None
-    if queries are not gathered.
+    Rows without keys have output 0 and lse -inf.
+
+    position: function that returns the position of a gathered query; None if queries are in order.
+    inside: mask of the pairs of gathered queries with the blocks they are gathered for; None if queries are not
+        gathered.
     """
 
     def query_at(b, h, query):

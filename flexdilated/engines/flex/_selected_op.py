@@ -183,8 +183,10 @@ def selected_flex(
 ) -> tuple[Tensor, Tensor]:
     """Return (out in float32 or wider, natural lse) over the pairs in the table's selected blocks.
 
-    Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph. bindings: all
-    run-time tensors of the call's pattern, sorted by name. parts: the split of the pattern.
+    Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph.
+
+    bindings: all run-time tensors of the call's pattern, sorted by name.
+    parts: the split of the pattern.
     """
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():

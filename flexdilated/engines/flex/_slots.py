@@ -49,10 +49,12 @@ class SlotIndex(NamedTuple):
 class SlotRule(torch.nn.Module):
     """Rule that gathers one side of a term into its slots.
 
-    A module, because a compiled graph has a module's numbers as constants. kind: "all", slot i is token i; "heads",
-    slot i is token i of some heads; "segments", slot i is token i % width * step plus the offset of the head in segment
-    i // width of `segment` tokens; "index", by index tensors. numbers: (groups, step, segment, width) for "segments",
-    else (groups,); `groups` consecutive heads of the term read one head of the tensor.
+    A module, because a compiled graph has a module's numbers as constants.
+
+    kind: "all", slot i is token i; "heads", slot i is token i of some heads; "segments", slot i is token i % width *
+        step plus the offset of the head in segment i // width of `segment` tokens; "index", by index tensors.
+    numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive heads of the term read
+        one head of the tensor.
     """
 
     def __init__(self, kind: str, *numbers: int) -> None:

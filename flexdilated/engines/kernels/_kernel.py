@@ -155,8 +155,11 @@ def flash_forward(
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
     """(out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
 
-    G may be a divisor of H. is_causal: query i sees keys 0 to i. mask: added to the scores, in the dtype of q or in
-    float32, on CPU only; a query with a row of -inf has lse 0, not -inf.
+    G may be a divisor of H.
+
+    is_causal: query i sees keys 0 to i.
+    mask: added to the scores, in the dtype of q or in float32, on CPU only; a query with a row of -inf has lse 0, not
+        -inf.
     """
     other = _device_kernels(q)
     factor, scale = _positive(scale, is_causal or other is not None)

@@ -215,9 +215,13 @@ class _Problems:
     ) -> Bool[Tensor, "y t _ LK"] | None:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
-        None if every pair is allowed. partial: number of blocks with a mask, which come first in each list. beyond:
-        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_ProblemChunk`. y is 1 if
-        all problems that share a list agree.
+        None if every pair is allowed.
+
+        partial: number of blocks with a mask, which come first in each list.
+        beyond: True for keys after the last block of a list or the last key.
+        b, h, q, k: places of a `_ProblemChunk`.
+
+        y is 1 if all problems that share a list agree.
         """
         masked = span.masked * self.sides[1]
         if not masked:

@@ -37,8 +37,10 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 def layer_pattern(layer: nn.Module) -> tuple[LayerPattern | None, bool]:
     """Return (pattern, replaces) as `set_pattern` stored them on a layer; (None, False) if it stored nothing.
 
-    pattern: None for a layer that keeps the model's rule. replaces: True for compose="replace", where a pattern is used
-    without the model's rule; no effect if the pattern is None.
+    pattern: None for a layer that keeps the model's rule.
+    replaces: True for compose="replace", where a pattern is used without the model's rule; no effect if the pattern is
+        None.
+
     Raises ValueError if a loaded config has patterns that were not yet set on the layers.
     """
     own = getattr(layer, _OWN, None)

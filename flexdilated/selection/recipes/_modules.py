@@ -297,8 +297,10 @@ class NativeSparseAttention(nn.Module):
         """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
 
         It is the sum, over the windows that overlap the block and the query heads of the key/value head, of the
-        window's attention weight times the number of its strides inside the block. keys, lse: compressed keys, and the
-        log-sum-exp of attention to them. position: position of each query.
+        window's attention weight times the number of its strides inside the block.
+
+        keys, lse: compressed keys, and the log-sum-exp of attention to them.
+        position: position of each query.
         """
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride

@@ -24,8 +24,10 @@ def terms_by_layout(
 ) -> dict[str, list[Term]]:
     """Map from layout name to the terms of a branch in that layout.
 
-    Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16". residues: include the residue-major
-    order of all tokens. gathered: include terms over only the active tokens of each head.
+    Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16".
+
+    residues: include the residue-major order of all tokens.
+    gathered: include terms over only the active tokens of each head.
     """
     # Parts of a union are also tried in separate orders; an order for all parts must have few classes.
     most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
