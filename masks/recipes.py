@@ -49,7 +49,6 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
     rate: dilation rate of the window; the paper raises it in two heads of its upper layers, see `per_head`.
 
     Raises ValueError for a radius below 0, and for num_global or rate below 1.
-
     Source: Longformer, arXiv 2004.05150, section 3.1.
     """
     require_int("radius", radius, minimum=0)
@@ -75,7 +74,6 @@ def bigbird(
 
     Raises ValueError for a radius below 0, a seed outside [0, 2**63), other numbers below 1, and num_random above the
     number of blocks.
-
     Source: BigBird, arXiv 2007.14062, section 2; defaults as in its base models.
     """
     require_int("radius", radius, minimum=0)
@@ -107,7 +105,6 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     Every head has the union of both patterns ("factors") of section 4.3, as in the merged head of section 5.1.
 
     Raises ValueError for a stride or summary below 1, and for a summary above the stride.
-
     Source: Sparse Transformer, arXiv 1904.10509.
     """
     require_int("stride", stride, minimum=1)
@@ -124,7 +121,6 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
     Positional encodings are up to the caller: the paper counts positions within the cache.
 
     Raises ValueError for recent or num_sinks below 1.
-
     Source: StreamingLLM, arXiv 2309.17453, section 3.2.
     """
     require_int("recent", recent, minimum=1)
@@ -142,7 +138,6 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
     local_window_size: window in tokens; each side has half of it, rounded down to whole blocks.
 
     Raises ValueError for a block_size below 1 and for a local_window_size below 0.
-
     Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
@@ -160,7 +155,6 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
     block_size: tokens per block.
 
     Raises ValueError for an empty `dilation_rates`, and for a rate or block_size below 1.
-
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
     steps = require_ints("dilation_rates", dilation_rates, minimum=1)
@@ -180,7 +174,6 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
     local_window_size, block_size: as in `darcstar_local_window`.
 
     Raises ValueError for a block_size below 1, and for the other arguments below 0.
-
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
@@ -203,7 +196,6 @@ def darcstar_hierarchical(
 
     Raises TypeError or ValueError unless `levels` is a sequence of at least one such pair, with strides of at least 1
     and window sizes of at least -1; ValueError for a block_size below 1.
-
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` of that package.
     """
     require_int("block_size", block_size, minimum=1)

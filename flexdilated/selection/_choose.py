@@ -93,7 +93,6 @@ class Threshold:
         block counts in `Selection.cut`.
 
     Raises TypeError or ValueError for other values.
-
     Source: SeerAttention, arXiv 2410.13276.
 
     >>> fd.Threshold(0.02, most=16)
