@@ -239,14 +239,13 @@ def attention_memory(
     drops: bool = False,
     score_mod: ScoreMod | None = None,
 ) -> AttentionMemory:
-    """Predict the memory of `attend` on a kind of device, by engine "aten" on "cpu", "flex" elsewhere, or "portable".
+    """Predict the memory of `attend` on a kind of device, such as "cpu", without computing anything.
 
     Up to 1,048,576 tokens it plans the call, and counts what is alive: for aten and portable in a run of the engine on
     meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
-    inside kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is
-    needed.
+    inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
 
-    engine: None takes the device's default, aten or flex.
+    engine: "aten", "flex" or "portable"; None takes the device's default.
     drops: True with attention dropout, which aten lacks.
     score_mod: as in `attend`; aten takes none. It is called on meta tensors, and gradients of tensors that it captures
         are not counted.
