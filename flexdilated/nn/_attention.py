@@ -64,7 +64,8 @@ class BlockSparseAttention(nn.Module):
     sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
         exp(sink) to every softmax denominator.
     num_heads: only with sinks=True.
-    scale, enable_gqa, engine, block_size, autotune: as in `attend`. Invalid values raise ValueError or TypeError.
+    scale: factor on the scores, a number; None: 1 / sqrt(D).
+    enable_gqa, engine, block_size, autotune: as in `attend`; autotune must be False with a mesh.
     mesh: the ranks that share the sequence, a DeviceMesh of one dimension; None for one device. With a mesh, q, k, v
         and the output are this rank's tokens, at the positions that `sharding` assigns to it (None: contiguous shards
         of equal length); a padding mask and bindings are for the whole sequence.
@@ -72,7 +73,7 @@ class BlockSparseAttention(nn.Module):
         sequence for some heads.
     codec, error_bound, pool: as in `distributed.attend`.
 
-    The gradients of `sinks` must be summed over the ranks.
+    The gradients of `sinks` must be summed over the ranks. Invalid values raise ValueError or TypeError.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.BlockSparseAttention(masks.local_window(left=31, right=0))

@@ -110,12 +110,14 @@ def pooled_scores(
     By these scores `fd.refine` chooses among the blocks that a block list leaves out. They are computed for all blocks,
     as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
 
+    block: tokens of a block, or (of queries, of keys); the last block may be shorter.
     lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
         makes query blocks comparable: if all queries have keys, exp(score) times the number of keys in the block is a
         lower bound of the mass that the block would add. The scores of a query block without keys are then -inf.
+    scale: factor on the scores, a number; None: 1 / sqrt(D).
+    enable_gqa: as in `attend`.
 
-    block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
-        `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
+    The result is float32, or float64 for float64 inputs, and has no gradient.
 
     Raises ValueError or TypeError for inputs that do not fit together.
 

@@ -116,7 +116,8 @@ class SelectedAttention(nn.Module):
         Query i has position q_offset + i and key j position j. With a mesh q_offset must be 0, and the sharding gives
         the positions.
 
-        enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too.
+        enable_gqa, sinks: as in `attend`.
+        scale: factor on the scores, a number, also for the scorer; None: 1 / sqrt(D).
         bindings, within: as in the `forward` of `BlockSelector`.
         return_selection: return the `Selection`, too; its scores have a gradient only with "bias". With a mesh all its
             fields are for the query blocks of this rank's tokens, in the order of these tokens.
@@ -236,7 +237,8 @@ class SelectedAttention(nn.Module):
         from the pools alone.
 
         num_heads: query heads.
-        capacity, scale: as in `KVCache`.
+        capacity: as in `KVCache`.
+        scale: factor on the scores, a number; None: 1 / sqrt(D).
 
         Raises ValueError for a selector with future_in_choice=True, for a `within` that is not causal or has run-time
         tensors, with a mesh, and for a module that scores unless `always` covers each query's own block, since a module

@@ -58,9 +58,9 @@ def assert_attention_close(
         depend on q, k and v by autograd; the graph is retained.
     margin: factor on the error budgets.
 
-    The other arguments are those of `attend`; k and v are (B, G, M, D), where G divides H. Memory for all N x M pairs
-    is needed, so use small inputs. The error shows the first wrong row, and the keys that each branch of the pattern
-    allows in it.
+    The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G
+    divides H. Memory for all N x M pairs is needed, so use small inputs. The error shows the first wrong row, and the
+    keys that each branch of the pattern allows in it.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())

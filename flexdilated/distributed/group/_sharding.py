@@ -137,7 +137,7 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     x must be equal on all ranks; that is not checked.
 
     mesh: one dimension.
-    dim: dimension of the tokens.
+    dim: dimension of the tokens; the default is that of (B, H, N, D).
     sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
     Gradients are of the sum of all ranks' losses, and each rank's x is a separate variable: x.grad is the gradient of
@@ -160,7 +160,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
     mesh: one dimension.
-    dim: dimension of the tokens.
+    dim: dimension of the tokens; the default is that of (B, H, L, D).
     sharding: None means equal shards, `Sharding(W * L, W)`.
 
     All ranks must have one dtype, and one shape except along dim; a rank may have no tokens.

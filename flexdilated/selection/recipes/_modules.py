@@ -103,7 +103,10 @@ class CoarseToFineAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output in the shape of q.
 
-        Query i has position q_offset + i, key j position j; other arguments are as in `attend`.
+        Query i has position q_offset + i, key j position j.
+
+        scale: factor on the scores, a number; None: 1 / sqrt(D).
+        enable_gqa: as in `attend`.
 
         Raises ValueError or TypeError for inputs that do not fit together.
         """
