@@ -37,7 +37,7 @@ from ._held_keys import HeldKeys
 class Reader:
     """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern fit for a `KVCache`.
 
-    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`; scale is a number.
 
     The attribute `sources` contains the distinct rules of the heads, by which `HeldKeys` decides which keys to keep;
     `ends` has the ends of chunks.

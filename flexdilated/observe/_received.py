@@ -52,7 +52,8 @@ def attention_received(
 
     multiplicity: number of the pattern's branches that allow the pair.
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
-    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global, layout: as in that call.
+    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global, layout: as in that call; offsets are
+        numbers, not tensors.
 
     A query distributes 1 over its keys, and nothing if its lse is -inf. So a head's entries sum to the number of its
     queries with keys, less the share of sinks and of zero keys (of padding="zeros"), which the lse includes. If the lse

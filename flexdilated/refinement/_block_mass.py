@@ -53,8 +53,8 @@ def block_mass(
     entries, call it once per entry.
 
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
-    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call. If k has only some
-        of the keys in the lse, shares are still relative to all of them.
+    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call; offsets are
+        numbers, not tensors. If k has only some of the keys in the lse, shares are still relative to all of them.
     block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in `masks.block_list`.
         The result begins with the blocks of query 0 and of key 0.
 
