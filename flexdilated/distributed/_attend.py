@@ -156,7 +156,8 @@ def attend(
     score_mod: as in `flexdilated.attend`, with positions in the whole sequence, for schedules "exchange" and "auto",
         which then is "exchange". All ranks must give equal functions, which are not compared; errors that it raises
         come after keys were sent.
-    scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`.
+    scale, enable_gqa, sinks, head_offset, num_heads_global, block_size, return_lse: as in `flexdilated.attend`.
+    engine: "aten" (on CPU), "flex" or "portable"; None: as in `flexdilated.attend`.
 
     Gradients of sinks, of a scale and of tensors that score_mod captures are those of this rank's queries only: sum
     them over the ranks. A rank without tokens has no gradient (None) of captured tensors.

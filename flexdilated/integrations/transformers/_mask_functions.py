@@ -268,7 +268,7 @@ class _PairRule:
         return _PairRule(unions=((self, other),))
 
     def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
-        """Convert to patterns, and add their run-time tensors to `tensors`; `begin`: as in `pattern_from_mask_function`."""
+        """Convert to patterns, and add their run-time tensors to `tensors`; begin: see `pattern_from_mask_function`."""
         if self.nothing:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
