@@ -19,7 +19,7 @@ from ..masks.core import outside_torch_modes, within
 
 
 class StoredRun(NamedTuple):
-    """Keys at positions [first, first + length), stored at indices (slots) [slot, slot + length) of the buffer."""
+    """Keys at positions [first, first + length), stored at indices [slot, slot + length) of the buffer."""
 
     first: int
     slot: int
@@ -44,7 +44,7 @@ class HeldKeys:
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
         stored.
     sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
-    capacity: fixed number of slots; None to grow.
+    capacity: fixed number of tokens of the buffer; None to grow.
     undo: keys that one of the last `undo` queries can see are kept, too.
     """
 
@@ -98,7 +98,7 @@ class HeldKeys:
         self._write(k, v, first)
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
-        """Write k and v after the last used slot; the buffer must have room."""
+        """Write k and v after the last used index; the buffer must have room."""
         slot, length = self.num_used, k.shape[2]
         self.keys[:, :, slot : slot + length] = k
         self.values[:, :, slot : slot + length] = v
@@ -118,7 +118,7 @@ class HeldKeys:
                 first += part.stop - part.start
 
     def shrink(self, query: int) -> None:
-        """Shrink the buffer if queries from position `query` can see less than about a quarter of its slots.
+        """Shrink the buffer if queries from position `query` can see less than about a quarter of its tokens.
 
         A buffer with a fixed capacity is not shrunk.
         """
@@ -131,7 +131,7 @@ class HeldKeys:
     def snapshot(self) -> HeldKeys:
         """Copy of the current state that shares the buffers with this object.
 
-        Appending to either object later does not overwrite slots that the copy uses, unless tokens are dropped before.
+        Appending to either object later does not overwrite tokens that the copy uses, unless tokens are dropped before.
         """
         other = copy(self)
         other.runs = list(self.runs)

@@ -160,7 +160,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of keys and values, unused slots included."""
+        """Bytes of the buffers of keys and values, unused room included."""
         return sum(cohort.nbytes for cohort in self._cohorts)
 
     @advises(
@@ -355,8 +355,8 @@ class KVCache:
         numbers: as from `_check`.
 
         Each cohort comes with its number of new tokens. A call changes these copies, and stores them at its end, so a
-        call that raises changes nothing. They share the buffers: appending writes only to slots after the held keys, or
-        to new buffers.
+        call that raises changes nothing. They share the buffers: appending writes only after the held keys, or to new
+        buffers.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]

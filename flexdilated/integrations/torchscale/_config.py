@@ -29,11 +29,12 @@ class LongNetEncoderConfig:
     merge_grad: "exact", or "detached": the weights that merge the branches have no gradient, as in torchscale.
     norm_eps: epsilon of all layer norms.
     final_norm: True for a layer norm after the last layer.
-    dropout: probability, in training, of zeroing an element of the input and of each residual branch's output.
+    dropout: probability, in training, of zeroing an element of the input, and of the output of each attention and
+        feed-forward.
     attention_dropout: probability, in training, of dropping an attention weight.
     activation_dropout: probability, in training, of zeroing an element inside the feed-forward, after its activation.
-    drop_path: probability, in training, that a batch entry skips a residual branch of the last layer; it grows linearly
-        from 0 at the first layer.
+    drop_path: probability, in training, that a batch entry skips the attention, or the feed-forward, of the last layer;
+        it grows linearly from 0 at the first layer.
     engine: as in `attend`.
 
     num_heads divides embed_dim.
