@@ -155,9 +155,9 @@ class PackedBlocks:
     """`Blocks` compressed by zlib; `unpack` restores them exactly.
 
     shape, heads: as in `Blocks`.
-
-    The list is cut into parts; lengths: number of blocks in each part; data: compressed bytes of each part. Blocks are
-    stored as distances from the previous block of the part, as distances repeat for regular patterns.
+    lengths: number of blocks in each part of the list.
+    data: compressed bytes of each part, in which blocks are stored as distances from the previous block, as distances
+        repeat for regular patterns.
     """
 
     shape: tuple[int, int, int, int]

@@ -60,10 +60,10 @@ class Option:
 
     layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
     terms: those of the branch, or of all branches.
+    machine: constants of the device, for the cost.
+    given: order of the tokens in q, k and v.
+    operands: sizes of q, k and v.
     shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp.
-
-    For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands: sizes of these
-    tensors.
     """
 
     branch: Expression
