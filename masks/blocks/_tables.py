@@ -193,7 +193,7 @@ def _to_bytes(blocks: Blocks, part: slice) -> bytes:
 
 
 def _from_bytes(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Decompress `written`, compressed bytes from `_to_bytes`, into the slice `part` of `blocks`, in place."""
+    """Decompress `written`, the compressed result of `_to_bytes`, into the slice `part` of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
