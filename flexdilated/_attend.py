@@ -132,10 +132,10 @@ def attend(
 
     dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
         branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
-        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash"
-        have no dropout.
-    scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all,
-        may be learned.
+        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
+        no dropout.
+    scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all, may
+        be learned.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in FlexAttention. h is
         a global head; q_idx and k_idx are positions, with any offsets and layout. It is called once, here; later
@@ -158,12 +158,12 @@ def attend(
         elsewhere and for calls that these cannot serve, such as dropout or training with a score_mod on CPU; while
         torch.onnx.export traces, it takes dense attention in plain operations. A named engine that cannot serve the
         call raises ValueError.
-    block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
-        CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
+    block_size: tokens of a block of block-sparse masks, or (queries, keys). None: on CPU chosen for the pattern, with
+        "flash" the size that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
         passed on unchecked. Excluded are BACKEND, which engine determines, and options that the block lists and lengths
         of the call determine.
-    autotune: True to time the planner's token orders and block sides for this call the first time, and use the fastest
+    autotune: True to time the planner's token orders and block sizes for this call the first time, and use the fastest
         from then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results
         are used.
 
@@ -237,7 +237,7 @@ def planned_call(
     """Check these arguments of `attend`; return (q, pattern and sizes as plain values, run-time tensors, scale).
 
     A tensor as scale is multiplied into q. The run-time tensors, which the pattern carries or `bindings` holds, are
-    ordered by name.
+    sorted by name.
     """
     heads = check_sizes(pattern, q, place)
     check_layout(place.layout, q, k)
@@ -277,10 +277,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """Return True if devices of this kind, such as "cuda", have autocast.
-
-    torch.compile runs it and takes the result as a constant, as torch 2.11 cannot trace it.
-    """
+    # torch.compile runs this function and takes the result as a constant, as torch 2.11 cannot trace it.
     return torch.amp.is_autocast_available(kind)
 
 

@@ -50,8 +50,11 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
-    and for calls that these cannot serve. For meta tensors the result is always "aten". sides: requested block sides in
-    tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names an engine that can.
+        and for calls that these cannot serve. For meta tensors the result is always "aten", in an export to ONNX
+        "reference".
+    sides: requested block sizes in tokens, () for none.
+
+    Raises ValueError if the engine cannot serve the call; the text names an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
@@ -92,8 +95,10 @@ def planned_engine(
     """Return the name of the engine that computes a call of `attend` for which `fd.plan` plans, as `choose_engine`.
 
     engine: the device's default, "portable", or None for the default and for calls that it cannot serve "portable".
-    device: kind of device, such as "cpu"; "cuda" is assumed to have Triton. head_dim: the smaller one of queries and
-    values. Raises ValueError for another engine, and if the engine cannot serve the call.
+    device: kind of device, such as "cpu"; "cuda" is assumed to have Triton.
+    head_dim: the smaller one of queries and values.
+
+    Raises ValueError for another engine, and if the engine cannot serve the call.
     """
     chosen = device_kind(device).engine if engine is None else engine
     choices = (device_kind(device).engine, "portable")

@@ -31,10 +31,12 @@ SCHEDULES = ("auto", "exchange", "ring", "heads")
 class OverRanks:
     """Immutable settings for the attention of a module whose tokens are sharded over the ranks of a mesh.
 
-    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank attends over the
-    whole sequence for some of the heads. sharding: assignment of tokens to ranks, for calls of one sequence length;
-    None: contiguous shards of equal length, for any length. codec, error_bound, pool: as in `distributed.attend`; with
-    "heads", codec and pool must be None. ranks: this process's group and rank, derived from the mesh.
+    mesh: a DeviceMesh of one dimension.
+    schedule: as in `distributed.attend`, or "heads": each rank attends over the whole sequence for some of the heads.
+    sharding: assignment of tokens to ranks, for calls of one sequence length; None: contiguous shards of equal length,
+        for any length.
+    codec, error_bound, pool: as in `distributed.attend`; with "heads", codec and pool must be None.
+    ranks: this process's group and rank, derived from the mesh.
 
     When it is unpickled, the mesh must be equal, and `ranks` is that of the unpickling process. Raises ValueError or
     TypeError for settings that do not fit together.
@@ -104,8 +106,12 @@ class OverRanks:
         """Attention of this rank's queries over the keys of all ranks.
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
-        it. sharding: replaces that of these settings in this call; None keeps it. options: further keywords of
-        `distributed.attend`, such as scale. Raises ValueError for a score_mod with the schedule "ring".
+        it.
+
+        sharding: replaces that of these settings in this call; None keeps it.
+        options: further keywords of `distributed.attend`, such as scale.
+
+        Raises ValueError for a score_mod with the schedule "ring".
         """
         sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
         options |= {"score_mod": score_mod, "bindings": bindings, "sharding": sharding}
@@ -135,8 +141,9 @@ class OverRanks:
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
     """Return the `OverRanks` of these arguments, or None if mesh is None.
 
-    rest: the other fields of `OverRanks`, by name. Raises ValueError without a mesh if schedule is not "auto" or a
-    field is not None.
+    rest: the other fields of `OverRanks`, by name.
+
+    Raises ValueError without a mesh if schedule is not "auto" or a field is not None.
     """
     if mesh is not None:
         return OverRanks(mesh, schedule, **rest)

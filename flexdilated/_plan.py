@@ -49,14 +49,18 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Row of a `PlanReport`: `terms` equal terms, where a term is a part of the plan that one kernel computes.
+    """Row of a `PlanReport`: one kernel's part of the plan, a term, or several equal ones.
 
-    The terms differ only in the positions of their tokens. branch: number of the branch of the pattern, from 1, or
-    "all" if the plan computes all branches of a mixture together. layout: name of the token order. shape: structure of
-    the mask, such as "dense", "causal" or "blocks of 128", or "table of blocks of 1 x 1" for a table of selected blocks
-    that is read without block lists. rule: the allowed pairs, as text. times: how often each
-    pair counts in the softmax. heads: number of query heads. folds: number of separate attention problems per head,
-    each of `queries` by `keys` tokens.
+    branch: number of the branch of the pattern, from 1, or "all" if the plan computes all branches of a mixture
+        together.
+    layout: name of the token order.
+    shape: structure of the mask, such as "dense", "causal" or "blocks of 128", or "table of blocks of 1 x 1" for a
+        table of selected blocks that is read without block lists.
+    rule: the allowed pairs, as text.
+    times: how often each pair counts in the softmax.
+    heads: number of query heads.
+    folds: number of separate attention problems per head, each of `queries` by `keys` tokens.
+    terms: number of equal terms, which differ only in the positions of their tokens.
     """
 
     branch: int | str
@@ -75,10 +79,14 @@ class PlannedTerm:
 class WeighedOption:
     """One way to compute a branch of a pattern, with its predicted forward cost; a row of a `PlanReport`.
 
-    The cost is of one batch entry. branch: number of the branch, from 1, or "all" for all branches of a mixture
-    together. layout: name of the token order. computed_pairs: (query, key) pairs over all heads. moved_bytes: bytes
-    read and written to gather q, k and v and to merge outputs. launches: number of kernel launches. chosen: True for
-    the option that `attend` uses.
+    The cost is of one batch entry.
+
+    branch: number of the branch, from 1, or "all" for all branches of a mixture together.
+    layout: name of the token order.
+    computed_pairs: (query, key) pairs over all heads.
+    moved_bytes: bytes read and written to gather q, k and v and to merge outputs.
+    launches: number of kernel launches.
+    chosen: True for the option that `attend` uses.
     """
 
     branch: int | str
@@ -106,12 +114,19 @@ class MeasuredOption:
 class PlanReport(PlanSize):
     """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
-    useful_pairs: (query, key) pairs that the pattern allows; computed_pairs: pairs in the blocks that are computed;
-    all_pairs: pairs of dense attention. Pairs and FLOPs are over all heads and batch entries. block_list_bytes: bytes
-    of the block lists, which stay in the cache. terms: parts of the chosen plan; options: all ways that were compared;
-    measured: timings, empty unless requested. planned: the plan itself. attention_memory: one call of `attend`.
+    useful_pairs: (query, key) pairs that the pattern allows.
+    computed_pairs: pairs in the blocks that are computed.
+    all_pairs: pairs of dense attention.
+    block_list_bytes: bytes of the block lists, which stay in the cache.
+    terms: the terms of the chosen plan.
+    options: all ways that were compared.
+    measured: timings, empty unless requested.
+    planned: the plan itself.
+    attention_memory: one call of `attend`.
     model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training
-    without and with gradient checkpointing; None without `layers`. Memory is computed on first use.
+        without and with gradient checkpointing; None without `layers`.
+
+    Pairs and FLOPs are over all heads and batch entries. Memory is computed on first use.
     """
 
     useful_pairs: int
@@ -263,24 +278,32 @@ def plan(
     """Report how `attend` computes self-attention of num_tokens tokens with this pattern: time, work and memory.
 
     Returns a `PlanReport` with the chosen way, the alternatives with predicted seconds, and memory in bytes; `print` it
-    for tables. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. value_dim: head dim of values;
-    None: head_dim. dtype: of tensors and weights, float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is
-    predicted, without a GPU. layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim,
-    with values of head dim head_dim; None: of the call alone. dropout_p, score_mod: as in `attend`, for the choice of
-    the engine and for memory; inference is planned without dropout, and gradients of tensors that score_mod captures
-    are not counted. engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in
-    `attend`; predicted seconds are those of the device's default. A table of selected blocks is counted as "aten"
-    reads it, one of single keys also as "portable" does, and for other engines as block lists. measure: True to time
-    the alternatives on this machine's CPU; otherwise no attention is computed.
+    for tables.
+
+    num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
+    value_dim: head dim of values; None: head_dim.
+    dtype: of tensors and weights, float32, bfloat16 or float16.
+    device: "cpu" or "cuda"; "cuda" is predicted, without a GPU.
+    layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim, with values of head dim
+        head_dim; None: of the call alone.
+    dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
+        dropout, and gradients of tensors that score_mod captures are not counted.
+    engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
+        seconds are those of the device's default. A table of selected blocks is counted as "aten" reads it, one of
+        single keys also as "portable" does, and for other engines as block lists.
+    measure: True to time the alternatives on this machine's CPU; otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
     With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
     without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of computed
-    (query, key) pairs, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`. order: as in
-    `distributed.Sharding`. schedule, codec: as in `distributed.attend`, without codec "auto". `device`, `layers`,
-    `dropout_p`, `score_mod`, `engine` and `measure` must then be left out.
+    (query, key) pairs, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
+
+    order: as in `distributed.Sharding`.
+    schedule, codec: as in `distributed.attend`, without codec "auto".
+
+    `device`, `layers`, `dropout_p`, `score_mod`, `engine` and `measure` must then be left out.
 
         >>> loads = fd.plan(masks.longnet((64, 256), (1, 4)) & masks.causal(), 1024, ranks=4, order='zigzag')
         >>> loads.max_over_mean['pairs']
@@ -371,7 +394,7 @@ def _shape(term: Term) -> str:
 
 
 def _terms(best: Plan) -> Iterator[PlannedTerm]:
-    """Yield the terms (parts computed by one kernel) of each branch's chosen option; equal terms share one entry."""
+    """Yield the terms of each branch's chosen option; equal terms share one entry."""
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(
             (

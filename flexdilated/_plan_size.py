@@ -21,11 +21,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PlanSize:
     """A pattern and the sizes of attention, and of a LongNet with this attention, for which `plan` makes a report.
 
-    pattern: with values for its run-time tensors (mask data). num_kv_heads: a divisor of num_heads. head_dim: of
-    queries and keys; value_dim: of values. dtype: of tensors and weights. device: "cpu" or "cuda". layers: depth of the
-    LongNet, whose width is num_heads * head_dim; None for no LongNet. dropout_p: of training, as in `attend`.
-    score_mod: as in `attend`. named_engine: the engine as the caller names it in `attend`: the device's default,
-    "portable", or None.
+    pattern: with values for its run-time tensors.
+    num_kv_heads: a divisor of num_heads.
+    head_dim: of queries and keys.
+    value_dim: of values.
+    dtype: of tensors and weights.
+    device: "cpu" or "cuda".
+    layers: depth of the LongNet, whose width is num_heads * head_dim; None for no LongNet.
+    dropout_p: of training, as in `attend`.
+    score_mod: as in `attend`.
+    named_engine: the engine as the caller names it in `attend`: the device's default, "portable", or None.
+
     Raises ValueError or TypeError for sizes that do not fit together, and for an engine that cannot serve them.
     """
 

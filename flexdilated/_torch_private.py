@@ -38,11 +38,14 @@ def _asked_by_encoder_layers() -> str:
 class Name:
     """One private name of torch that this package uses, and what happens if the installed torch lacks it.
 
-    path: "module:attributes", such as "torch._C:DisableTorchFunction". use: its purpose, as a phrase. error: the event
-    at which an ImportError is raised if torch lacks the name. instead: a remedy other than installing another torch,
-    "" for none. public: path of a public name in newer torch, which is tried first, "" for none. absent: text on the
-    behaviour without the name, if no error is raised. probe: function that returns the object or raises AttributeError,
-    for a name that cannot be looked up by path. seen: versions of torch in which the name has this meaning.
+    path: "module:attributes", such as "torch._C:DisableTorchFunction".
+    use: its purpose, as a phrase.
+    error: the event at which an ImportError is raised if torch lacks the name.
+    instead: a remedy other than installing another torch, "" for none.
+    public: path of a public name in newer torch, which is tried first, "" for none.
+    absent: text on the behaviour without the name, if no error is raised.
+    probe: function that returns the object or raises AttributeError, for a name that cannot be looked up by path.
+    seen: versions of torch in which the name has this meaning.
     """
 
     path: str

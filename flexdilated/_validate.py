@@ -304,8 +304,9 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 def position(name: str, value: object) -> int:
     """Return an offset as an int: the value of an integer tensor of shape (), read on the host.
 
-    name: that of the argument, for errors. Raises TypeError for any other tensor. Anything but a tensor is returned
-    unchanged, and checked by `check_sizes`.
+    name: that of the argument, for errors.
+
+    Raises TypeError for any other tensor. Anything but a tensor is returned unchanged, and checked by `check_sizes`.
     """
     if not isinstance(value, Tensor):
         return value  # type: ignore[return-value]
@@ -348,16 +349,17 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """Return the run-time tensors (mask data) that a pattern needs, held by it or in bindings, ordered by name.
+    """Return the run-time tensors that a pattern needs, held by it or in bindings, sorted by name.
 
-    bindings: {name: tensor} for the tensors that the pattern does not hold. Tensors are copied to the CPU here,
-    once per call, except tables of selected blocks, which stay on their device. has_values: False for a call with meta
-    tensors; the result is then empty. Raises TypeError or ValueError for a tensor that is missing, unknown or passed
-    twice.
+    bindings: {name: tensor} for the tensors that the pattern does not hold. Tensors are copied to the CPU here, once
+        per call, except tables of selected blocks, which stay on their device.
+    has_values: False for a call with meta tensors; the result is then empty.
+
+    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
-    needed = _needed(pattern.text) if torch.compiler.is_compiling() else names(pattern)
+    needed = _needed_names(pattern.text) if torch.compiler.is_compiling() else names(pattern)
     if not needed and not bindings:
         return []
     carried, given = pattern.given_tensors(), {} if bindings is None else dict(bindings)
@@ -377,7 +379,7 @@ def run_time_tensors(
 
 
 @graph_constant  # tracing through every part of a pattern takes longer than all other checks together
-def _needed(pattern: str) -> tuple[str, ...]:
+def _needed_names(pattern: str) -> tuple[str, ...]:
     return names(read_text(pattern))
 
 

@@ -36,8 +36,9 @@ def slopes(num_heads: int) -> Float[Tensor, " H"]:
 def alibi(slopes: Float[Tensor, " H"]) -> ScoreMod:
     """Return a score_mod that subtracts slope times distance from each score, as in ALiBi, arXiv 2108.12409.
 
-    slopes: one for each head of all devices, on the device of q; from `slopes`, or learned: they get a gradient. The
-    distance is the absolute difference of the positions of query and key.
+    slopes: one for each head of all devices, on the device of q; from `slopes`, or learned: they get a gradient.
+
+    The distance is the absolute difference of the positions of query and key.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
     >>> bias = fd.biases.alibi(fd.biases.slopes(4))
@@ -57,7 +58,8 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
     """Return a score_mod that adds a bias to each score, one for each head and distance k - q of key and query.
 
     table: the biases, on the device of q; it gets a gradient. Column R + d is for distance d; distances below -R or
-    above R have the bias of -R or R. Row h is for head h of all devices; a single row is for all heads.
+        above R have the bias of -R or R. Row h is for head h of all devices; a single row is for all heads.
+
     Source: Shaw et al., arXiv 1803.02155, with scalars as in T5.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
@@ -83,9 +85,12 @@ def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int =
     """Return a score_mod that adds T5's relative position bias to each score: one for each head and distance bucket.
 
     weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. K buckets: one for each
-    small distance, then ranges that grow with the distance; the last includes all from max_distance on.
+        small distance, then ranges that grow with the distance; the last includes all from max_distance on.
     bidirectional: True, as in encoders: half of the buckets are for keys after the query; False: all these keys have
-    the bucket of distance 0. T5's scores are not scaled: pass scale=1.0 to `attend`.
+        the bucket of distance 0.
+
+    T5's scores are not scaled: pass scale=1.0 to `attend`.
+
     Source: arXiv 1910.10683, section 2.1.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)

@@ -24,8 +24,11 @@ class Schedule:
     monotone in between, along the curve. It has no state, so a resumed run gets equal values at equal steps. Made by
     `linear`, `cosine` and `cubic`.
 
-    curve: "linear", "cosine" or "cubic". widths: maximum number of distinct values, including start and end, at least
-    2. Raises TypeError or ValueError for other values.
+    curve: "linear", "cosine" or "cubic".
+    start, end, steps, begin: as in `linear`.
+    widths: maximum number of distinct values, including start and end, at least 2.
+
+    Raises TypeError or ValueError for other values.
 
     >>> schedule = fd.schedules.linear(64, 8, 1000, widths=8)
     >>> schedule(0), schedule(500), schedule(10_000), schedule.values
@@ -45,7 +48,10 @@ class Schedule:
             require_int(name, getattr(self, name), minimum=minimum)
 
     def __call__(self, step: int) -> int:
-        """The value at this step, counted from 0. Raises TypeError or ValueError unless `step` is an integer >= 0."""
+        """The value at this step, counted from 0.
+
+        Raises TypeError or ValueError unless `step` is an integer >= 0.
+        """
         time = (require_int("step", step, minimum=0) - self.begin) / self.steps
         done = _CURVES[self.curve](min(max(time, 0.0), 1.0))
         return self._value(floor(done * self._levels + 0.5))
@@ -70,10 +76,14 @@ class Schedule:
 def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """Make a `Schedule`: `start` up to training step `begin`, `end` from step begin + steps on, linear in between.
 
-    The `Schedule` is a function from a step, counted from 0, to an integer. start, end: integers, at least 0; either
-    may be the larger. steps: number of steps of the change, at least 1. begin: step at which the change starts.
-    widths: maximum number of distinct values, including start and end, at least 2; it bounds the number of
-    compilations if each value needs one.
+    The `Schedule` is a function from a step, counted from 0, to an integer.
+
+    start, end: integers, at least 0; either may be the larger.
+    steps: number of steps of the change, at least 1.
+    begin: step at which the change starts.
+    widths: maximum number of distinct values, including start and end, at least 2; it bounds the number of compilations
+        if each value needs one.
+
     Raises TypeError or ValueError for other values.
 
     >>> [fd.schedules.linear(0, 4, 8)(step) for step in range(10)]
@@ -86,9 +96,9 @@ def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
 def cosine(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """Make a `Schedule` along half a period of a cosine, slow at both ends: RigL's annealing, arXiv 1911.11134.
 
-    The `Schedule` is a function from a training step to an integer. The value is
-    end + (start - end) * (1 + cos(pi * t)) / 2 with t = (step - begin) / steps, clamped to [0, 1], rounded to one of
-    the schedule's `values`. Arguments and errors: as for `linear`.
+    The `Schedule` is a function from a training step to an integer. The value is end + (start - end) * (1 + cos(pi *
+    t)) / 2 with t = (step - begin) / steps, clamped to [0, 1], rounded to one of the schedule's `values`. Arguments and
+    errors are those of `linear`.
 
     >>> fd.schedules.cosine(32, 8, 100)(10), fd.schedules.cosine(32, 8, 100)(90)
     (32, 8)
@@ -101,7 +111,7 @@ def cubic(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) 
     """Make a `Schedule` along a cubic, fast at first: end + (start - end) * (1 - t)^3, t = (step - begin) / steps.
 
     The `Schedule` is a function from a training step to an integer. t is clamped to [0, 1], and the value is rounded to
-    one of the schedule's `values`. Arguments and errors: as for `linear`.
+    one of the schedule's `values`. Arguments and errors are those of `linear`.
     Source: Zhu and Gupta, arXiv 1710.01878, section 3.
 
     >>> fd.schedules.cubic(64, 8, 100)(20), fd.schedules.linear(64, 8, 100)(20)

@@ -43,9 +43,11 @@ _ALL_BLOCKS = -1
 def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
     """Pattern in which each query sees a window around it and the global tokens, and global tokens see all keys.
 
-    radius: keys on each side of the query, half the paper's window size. num_global: number of global tokens, the first
-    of the sequence, such as a classification token; the paper lets the task choose them. rate: dilation rate of the
-    window; the paper raises it in two heads of its upper layers, see `per_head`.
+    radius: keys on each side of the query, half the paper's window size.
+    num_global: number of global tokens, the first of the sequence, such as a classification token; the paper lets the
+        task choose them.
+    rate: dilation rate of the window; the paper raises it in two heads of its upper layers, see `per_head`.
+
     Raises ValueError for a radius below 0, and for num_global or rate below 1.
     Source: Longformer, arXiv 2004.05150, section 3.1.
     """
@@ -58,13 +60,18 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
 def bigbird(
     num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
 ) -> Pattern:
-    """Pattern in which each block of queries sees blocks near it, global blocks and random blocks.
+    """Pattern in which each query block sees blocks near it, global blocks and random blocks.
 
     Global blocks see all keys.
-    num_tokens: sequence length, over which blocks are drawn. block: tokens per block. radius: blocks on each side of
-    the query's block. num_global: number of global blocks, the first of the sequence (the paper's internal transformer
-    construction). num_random: blocks drawn for each block of queries in each head. They are drawn among all blocks and
-    may overlap with window and global blocks, which the paper's code excludes. seed: seed of the draw.
+
+    num_tokens: sequence length, over which blocks are drawn.
+    block: tokens per block.
+    radius: blocks on each side of the query's block.
+    num_global: number of global blocks, the first of the sequence (the paper's internal transformer construction).
+    num_random: blocks drawn for each query block in each head. They are drawn among all blocks and may overlap with
+        window and global blocks, which the paper's code excludes.
+    seed: seed of the draw.
+
     Raises ValueError for a radius below 0, a seed outside [0, 2**63), other numbers below 1, and num_random above the
     number of blocks.
     Source: BigBird, arXiv 2007.14062, section 2; defaults as in its base models.
@@ -92,8 +99,11 @@ def sparse_transformer_strided(stride: int) -> Pattern:
 def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     """Causal pattern: each query sees its block, and the last `summary` keys of every earlier block.
 
-    stride: tokens per block, the paper's l. summary: number of last keys of a block, the paper's c, 8 to 32 there.
+    stride: tokens per block, the paper's l.
+    summary: number of last keys of a block, the paper's c, 8 to 32 there.
+
     Every head has the union of both patterns ("factors") of section 4.3, as in the merged head of section 5.1.
+
     Raises ValueError for a stride or summary below 1, and for a summary above the stride.
     Source: Sparse Transformer, arXiv 1904.10509.
     """
@@ -105,8 +115,11 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
 def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
     """Causal pattern: each query sees the first `num_sinks` keys and the `recent` most recent keys.
 
-    recent: number of most recent keys, the query's own included. num_sinks: number of first keys, which serve as
-    attention sinks. Positional encodings are up to the caller: the paper counts positions within the cache.
+    recent: number of most recent keys, the query's own included.
+    num_sinks: number of first keys, which serve as attention sinks.
+
+    Positional encodings are up to the caller: the paper counts positions within the cache.
+
     Raises ValueError for recent or num_sinks below 1.
     Source: StreamingLLM, arXiv 2309.17453, section 3.2.
     """
@@ -120,8 +133,10 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
     """Pattern in which each query sees blocks near its own.
 
     It is `local_window` of dilated-attention-pytorch (the DarcStar fork).
-    block_size: tokens per block. local_window_size: window in tokens; each side has half of it, rounded down to whole
-    blocks.
+
+    block_size: tokens per block.
+    local_window_size: window in tokens; each side has half of it, rounded down to whole blocks.
+
     Raises ValueError for a block_size below 1 and for a local_window_size below 0.
     Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` of that package.
     """
@@ -134,8 +149,11 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
     """Pattern in which each query sees its block and some distant blocks.
 
     It is `dilated_sparse` of dilated-attention-pytorch (the DarcStar fork).
+
     dilation_rates: distances of these blocks, before and after, in blocks; as in the source, only the first three are
-    used. block_size: tokens per block.
+        used.
+    block_size: tokens per block.
+
     Raises ValueError for an empty `dilation_rates`, and for a rate or block_size below 1.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
@@ -150,9 +168,11 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
     """Pattern in which each query sees blocks near its own and the first blocks.
 
     It is `global_local` of dilated-attention-pytorch (the DarcStar fork).
+
     global_tokens: number of first tokens that every query sees, rounded down to whole blocks: none with the defaults,
-    which are the source's. As queries these tokens do not see all keys. local_window_size, block_size: as in
-    `darcstar_local_window`.
+        which are the source's. As queries these tokens do not see all keys.
+    local_window_size, block_size: as in `darcstar_local_window`.
+
     Raises ValueError for a block_size below 1, and for the other arguments below 0.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
@@ -165,13 +185,15 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Pattern that is the union of levels, each of which gives every n-th block of queries a window of key blocks.
+    """Pattern that is the union of levels, each of which gives every n-th query block a window of key blocks.
 
     It is `hierarchical` of dilated-attention-pytorch (the DarcStar fork).
-    levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
-    within half a window on each side, or all blocks for window size -1; a query sees the keys of all its levels.
-    Strides and half windows are rounded down to whole blocks, strides to at least one. block_size: tokens per block on
-    all levels; in the source, a level's `block_size` has no effect.
+
+    levels: (stride, window size) of each level, in tokens. Query blocks at multiples of the stride see the blocks
+        within half a window on each side, or all blocks for window size -1; a query sees the keys of all its levels.
+        Strides and half windows are rounded down to whole blocks, strides to at least one.
+    block_size: tokens per block on all levels; in the source, a level's `block_size` has no effect.
+
     Raises TypeError or ValueError unless `levels` is a sequence of at least one such pair, with strides of at least 1
     and window sizes of at least -1; ValueError for a block_size below 1.
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` of that package.
@@ -192,7 +214,9 @@ def _radius(window_size: int, block_size: int) -> int:
 def _level(place: int, level: Sequence[int], block: int) -> Pattern:
     """Return the pattern of one level of `darcstar_hierarchical`, whose positions are block numbers.
 
-    level: (stride, window size) in tokens. place: index of the level, for errors. block: tokens per block.
+    level: (stride, window size) in tokens.
+    place: index of the level, for errors.
+    block: tokens per block.
     """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")

@@ -68,7 +68,8 @@ def read_text(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from its attribute `text`, which is canonical JSON.
 
     Unlike `from_json`, it accepts custom functions, which the text names by their digests and which must still exist in
-    this process. Raises ValueError for any other string, and TypeError for a value that is not a string.
+    this process.
+    Raises ValueError for any other string, and TypeError for a value that is not a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
@@ -77,7 +78,7 @@ def read_text(text: str) -> Pattern | Mixture:
     except ValueError as error:
         raise ValueError(f"a pattern must be JSON as to_json writes it; got {text[:80]!r}: {error}") from error
     try:
-        return _read(data, depth=0)
+        return _from_data(data, depth=0)
     except RecursionError:
         raise ValueError(f"a pattern must nest at most {DEEPEST} levels; got {text[:80]!r}") from None
 
@@ -93,7 +94,7 @@ def kept_functions(text: str) -> object:
 _NAMES_A_FUNCTION = '"kind":"custom"'
 
 
-def _read(data: Any, *, depth: int) -> Pattern | Mixture:
+def _from_data(data: Any, *, depth: int) -> Pattern | Mixture:
     if depth > DEEPEST:
         raise ValueError(f"a pattern must nest at most {DEEPEST} levels")
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -120,9 +121,9 @@ def _value(value: Any, field: str, depth: int) -> Any:
     if field == "parts":
         if not isinstance(value, list):
             raise ValueError(f"parts must be a list of patterns; got {value!r:.80}")
-        return tuple(_read(part, depth=depth + 1) for part in value)
+        return tuple(_from_data(part, depth=depth + 1) for part in value)
     if field in ("part", "spans") or (isinstance(value, dict) and "kind" in value):
-        return _read(value, depth=depth + 1)
+        return _from_data(value, depth=depth + 1)
     return value
 
 
@@ -296,7 +297,7 @@ class _Text:
 
     def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
         """Return (name, function) of a node: a constructor, with or without prefix `masks.`, or a pattern's method."""
-        name = _dotted(node).removeprefix(_PREFIX)
+        name = _dotted_name(node).removeprefix(_PREFIX)
         if name:
             function = registered(CONSTRUCTORS, name)
             if function is None:
@@ -342,7 +343,7 @@ def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
     yield from (left, *reversed(right))
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted_name(node: ast.expr) -> str:
     """Return a dotted name, such as "masks.causal", as text; "" for any other expression."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -352,10 +353,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _intersect(*parts: Any) -> Expression:
-    """Return the intersection of patterns and at most one mixture, with the mixture last in the chain of `&`.
-
-    Each branch of the mixture is then intersected once, with the intersection of all patterns.
-    """
+    """Return the intersection of patterns and at most one mixture, with the mixture last in the chain of `&`."""
+    # Each branch of the mixture is then intersected once, with the intersection of all patterns.
     return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 

@@ -130,7 +130,9 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
 def _error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
     """Return the largest error of output and gradients, each relative to the largest absolute value in its tensor.
 
-    use: "training" or "inference". Errors are differences from the engine "reference" in float64.
+    use: "training" or "inference".
+
+    Errors are differences from the engine "reference" in float64.
     """
     pairs = zip(_results(engine, device, dtype, use), _results("reference", "cpu", torch.float64, use), strict=True)
     return float(torch.stack([(found - exact).abs().amax() / exact.abs().amax() for found, exact in pairs]).amax())

@@ -30,7 +30,8 @@ _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated") -> int:
     """Run the command line and return its exit status.
 
-    arguments: without the program's name; None: those of this process. program: name of the program in the help.
+    arguments: without the program's name; None: those of this process.
+    program: name of the program in the help.
 
     Status: 0 success, 1 a check failed, 2 wrong usage, 130 interrupted, 141 the reader of the output closed it.
     """

@@ -174,7 +174,8 @@ def _load(name: str, file: str) -> Tensor:
 def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
 
-    0 for a tensor without values or axes. Raises UsageError for invalid or too many values.
+    0 for a tensor without values or axes.
+    Raises UsageError for invalid or too many values.
     """
     with refusals():
         require_values(name, tensor)

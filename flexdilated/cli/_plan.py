@@ -204,8 +204,9 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
     """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
 
-    peak: bytes as a function of tokens, evaluated at powers of 4 and taken to be linear between them. A result
-    below `most` is rounded down by `rounded`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
+    peak: bytes as a function of tokens, evaluated at powers of 4 and taken to be linear between them.
+
+    A result below `most` is rounded down by `rounded`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
     """
     rungs = [*(rung for rung in _RUNGS if rung < most), *([most] if most < _MOST else [])]
     place = next((index for index, rung in enumerate(rungs) if rung >= _FIRST), len(rungs) - 1)

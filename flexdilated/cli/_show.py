@@ -76,7 +76,7 @@ def show(options: argparse.Namespace) -> int:
         elif options.json:
             cells = _json_cells(options.cells, rows, columns)
             data = masks.show(asked.pattern, **sizes, **window, cells=cells).to_data()
-            data["description"] = described.to_data() if (described := _described(asked)) else None
+            data["description"] = described.to_data() if (described := _description(asked)) else None
             print(json.dumps(data, indent=1, ensure_ascii=False))
         else:
             *size, color, shapes = terminal_of(sys.stdout, color=options.color)
@@ -85,7 +85,7 @@ def show(options: argparse.Namespace) -> int:
             print(masks.show(asked.pattern, **sizes, **window, cells=options.cells, **how), flush=True)
             if not options.brief:
                 most = f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
-                print(f"\n{_described(asked) or most}")
+                print(f"\n{_description(asked) or most}")
     return 0
 
 
@@ -100,7 +100,7 @@ def _json_cells(cells: tuple[int, int] | None, queries: range, keys: range) -> t
     return rows, columns
 
 
-def _described(asked: AskedPattern) -> Description | None:
+def _description(asked: AskedPattern) -> Description | None:
     if asked.num_tokens > MOST_DESCRIBED:
         return None
     return describe(asked.pattern, asked.num_tokens, num_heads=asked.num_heads)

@@ -40,8 +40,10 @@ class UsageError(Exception):
 class Argument(NamedTuple):
     """Rules for a command-line argument, which `CommandParser` enforces.
 
-    shown: its name in messages. least, most: inclusive limits of its value; None: no limit. needs, excludes: `dest` of
-    arguments that must or must not be given with it; "device=cuda" excludes only that value of --device.
+    shown: its name in messages.
+    least, most: inclusive limits of its value; None: no limit.
+    needs, excludes: `dest` of arguments that must or must not be given with it; "device=cuda" excludes only that value
+        of --device.
     """
 
     shown: str
@@ -173,7 +175,9 @@ def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
     """Find the properties of the terminal that a stream writes to.
 
     color: "always", "never", or "auto": colors if the stream is a terminal, unless the environment has NO_COLOR
-    (https://no-color.org) or TERM=dumb. The size is that of this process's terminal, or 80 x 24.
+        (https://no-color.org) or TERM=dumb.
+
+    The size is that of this process's terminal, or 80 x 24.
     """
     size = shutil.get_terminal_size((_COLUMNS, _LINES))
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -232,8 +236,11 @@ def missing_line(package: str) -> str:
 def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """Context that shows progress on standard error, as a bar if tqdm is installed, else as lines.
 
-    Yields a function move(done, note), to call with the number of finished units and a short text. what: label of the
-    bar. unit: noun for a unit, such as "example". total: number of all units.
+    Yields a function move(done, note), to call with the number of finished units and a short text.
+
+    what: label of the bar.
+    unit: noun for a unit, such as "example".
+    total: number of all units.
     """
     tqdm = find("tqdm")
     if tqdm is None:

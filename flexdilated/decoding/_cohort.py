@@ -37,8 +37,9 @@ class State(Protocol):
 class Cohort:
     """Batch entries of a cache that have seen equally many tokens and share one buffer of keys and values.
 
-    entries: indices of these entries in the cache's batch, ascending; the buffer has them in this order. seen: number
-    of tokens seen, which is the position of the next token. state: that of a subclass of `KVCache`; None for none.
+    entries: indices of these entries in the cache's batch, ascending; the buffer has them in this order.
+    seen: number of tokens seen, which is the position of the next token.
+    state: that of a subclass of `KVCache`; None for none.
     """
 
     entries: tuple[int, ...]

@@ -19,7 +19,7 @@ from ..masks.core import outside_torch_modes, within
 
 
 class StoredRun(NamedTuple):
-    """Keys at positions [first, first + length), stored at indices (slots) [slot, slot + length) of the buffer."""
+    """Keys at positions [first, first + length), stored at indices [slot, slot + length) of the buffer."""
 
     first: int
     slot: int
@@ -37,12 +37,15 @@ _LEAST_SLOTS = 256
 class HeldKeys:
     """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
-    A slot is an index along the buffer's token dim, a run a range of consecutive positions in consecutive slots. A full
-    buffer is packed: keys that no later query can see are dropped, and the other runs are moved together. On average
-    over many tokens, each token is moved about once.
+    A run has consecutive positions at consecutive indices of the buffer's token dim. A full buffer is packed: keys that
+    no later query can see are dropped, and the other runs are moved together. On average over many tokens, each token
+    is moved about once.
+
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
-    stored. sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
-    capacity: fixed number of slots; None to grow. undo: keys that one of the last `undo` queries can see are kept, too.
+        stored.
+    sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
+    capacity: fixed number of tokens of the buffer; None to grow.
+    undo: keys that one of the last `undo` queries can see are kept, too.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class HeldKeys:
         self._write(k, v, first)
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
-        """Write k and v after the last used slot; the buffer must have room."""
+        """Write k and v after the last used index; the buffer must have room."""
         slot, length = self.num_used, k.shape[2]
         self.keys[:, :, slot : slot + length] = k
         self.values[:, :, slot : slot + length] = v
@@ -115,7 +118,7 @@ class HeldKeys:
                 first += part.stop - part.start
 
     def shrink(self, query: int) -> None:
-        """Shrink the buffer if queries from position `query` can see less than about a quarter of its slots.
+        """Shrink the buffer if queries from position `query` can see less than about a quarter of its tokens.
 
         A buffer with a fixed capacity is not shrunk.
         """
@@ -128,7 +131,7 @@ class HeldKeys:
     def snapshot(self) -> HeldKeys:
         """Copy of the current state that shares the buffers with this object.
 
-        Appending to either object later does not overwrite slots that the copy uses, unless tokens are dropped before.
+        Appending to either object later does not overwrite tokens that the copy uses, unless tokens are dropped before.
         """
         other = copy(self)
         other.runs = list(self.runs)
@@ -195,8 +198,10 @@ class HeldKeys:
     ) -> list[range]:
         """Ranges of held positions that at least one query in [query, query + num_queries) may see, in ascending order.
 
-        They consist of whole pages of 64 keys, so a range may include a few keys that no such query sees. num_queries:
-        by default all later queries. sources: rules of these queries; None for the buffer's own rules.
+        They consist of whole pages of 64 keys, so a range may include a few keys that no such query sees.
+
+        num_queries: by default all later queries.
+        sources: rules of these queries; None for the buffer's own rules.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []

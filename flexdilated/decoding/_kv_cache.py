@@ -131,7 +131,7 @@ class KVCache:
         if len(seen) > 1:
             raise ValueError(
                 "num_tokens must be one number for all batch entries, and these have seen different numbers of tokens: "
-                f"write cache.positions; got {self._seen()}"
+                f"write cache.positions; got {self._tokens_seen()}"
             )
         return max(seen, default=0)
 
@@ -141,7 +141,7 @@ class KVCache:
 
         It has shape (0,) before the first tokens, when the batch is unknown.
         """
-        return torch.tensor(self._seen(), dtype=torch.int64)
+        return torch.tensor(self._tokens_seen(), dtype=torch.int64)
 
     @property
     def chunk(self) -> int:
@@ -160,7 +160,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of keys and values, unused slots included."""
+        """Bytes of the buffers of keys and values, unused room included."""
         return sum(cohort.nbytes for cohort in self._cohorts)
 
     @advises(
@@ -183,11 +183,16 @@ class KVCache:
     ) -> Float[Tensor, "B H N E"]:
         """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
-        N may be 0. G must divide H. lengths: number of new tokens of each batch entry, from 0 to N, read on the host.
-        They are the first of its N tokens; the others are padding, which is neither read nor stored, and has output 0.
-        None: all N tokens of each entry are new. score_mod: as in `flexdilated.attend`. sinks: a logit for each head,
-        which adds a term exp(sink) to the softmax denominators; None adds no term. Raises ValueError if a new token
-        sees a key after the last new token of its batch entry: see `chunk`. A call that raises changes nothing.
+        N may be 0. G must divide H.
+
+        lengths: number of new tokens of each batch entry, from 0 to N, read on the host. They are the first of its N
+            tokens; the others are padding, which is neither read nor stored, and has output 0. None: all N tokens of
+            each entry are new.
+        score_mod: as in `flexdilated.attend`.
+        sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None adds no term.
+
+        Raises ValueError if a new token sees a key after the last new token of its batch entry: see `chunk`. A call
+        that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
         numbers = self._check(q, k, v, lengths)
@@ -199,7 +204,7 @@ class KVCache:
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         score_mod = fixed(score_mod, sum_dtype(q), q.device)
-        parts, outs = self._split(k, v, numbers), []
+        parts, outs = self._split_cohorts(k, v, numbers), []
         for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
             with _naming(cohort.entries, len(q)):
@@ -231,7 +236,7 @@ class KVCache:
         refuse_gradients(k, v)
         if numbers == 0:
             return
-        parts = self._split(k, v, numbers)
+        parts = self._split_cohorts(k, v, numbers)
         for cohort, number in parts:
             if not number:
                 continue
@@ -247,11 +252,13 @@ class KVCache:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
         num_tokens: one number for all batch entries, or a tensor with a number for each, such as drafts that were
-        accepted in part. Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token
-        sees the key of a removed one, and if queries from position num_tokens may see evicted keys. Going back
-        at most `undo` tokens from the furthest one seen always works at the end of a chunk.
+            accepted in part.
+
+        Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token sees the key of a
+        removed one, and if queries from position num_tokens may see evicted keys. Going back at most `undo` tokens from
+        the furthest one seen always works at the end of a chunk.
         """
-        seen = self._seen()
+        seen = self._tokens_seen()
         if isinstance(num_tokens, Tensor):
             numbers = _integers("num_tokens", num_tokens, seen if self._cohorts else [0] * num_tokens.numel())
         else:
@@ -267,14 +274,15 @@ class KVCache:
     def select(self, entries: Int64[Tensor, " C"]) -> None:
         """Keep only these batch entries (indices), in this order; indices may repeat, as after a step of beam search.
 
-        entries: at least one integer in [0, batch), shape (C,). Raises TypeError or ValueError for other values. Does
-        nothing before the first token.
+        entries: at least one integer in [0, batch), shape (C,).
+
+        Raises TypeError or ValueError for other values. Does nothing before the first token.
         """
         if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64) or entries.dim() != 1:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
         if not self._cohorts:
             return
-        batch, chosen = len(self._seen()), entries.tolist()
+        batch, chosen = len(self._tokens_seen()), entries.tolist()
         if not chosen or min(chosen) < 0 or max(chosen) >= batch:
             raise ValueError(
                 f"entries must name at least one batch entry, each between 0 and {batch - 1}; got {chosen}"
@@ -305,7 +313,7 @@ class KVCache:
             held, new = (cache._cohorts[0].held.traits for cache in (self, other))
             if held != new:
                 raise ValueError(f"join takes a cache whose tokens match those in this one, {held}; got {new}")
-        batch = len(self._seen())
+        batch = len(self._tokens_seen())
         cohorts = [*self._cohorts, *(cohort.moved(batch) for cohort in other._cohorts)]
         self._cohorts = [cohort for cohort in cohorts if cohort.entries]  # without that of an empty batch
 
@@ -324,11 +332,11 @@ class KVCache:
         if entry is None and len(self._cohorts) > 1:
             raise ValueError(
                 "held() needs the index of a batch entry, cache.held(0), once entries were given different lengths or "
-                f"crops, or have joined; got entries that have seen {self._seen()} tokens"
+                f"crops, or have joined; got entries that have seen {self._tokens_seen()} tokens"
             )
         cohort, rows = self._cohorts[0], slice(None)
         if entry is not None:
-            require_int("entry", entry, minimum=0, maximum=len(self._seen()) - 1)
+            require_int("entry", entry, minimum=0, maximum=len(self._tokens_seen()) - 1)
             cohort = next(cohort for cohort in self._cohorts if entry in cohort.entries)
             rows = slice(place := cohort.entries.index(entry), place + 1)
         held = cohort.held
@@ -336,17 +344,19 @@ class KVCache:
         slots = slice(0, held.num_used)
         return torch.cat([torch.arange(0), *positions]), held.keys[rows, :, slots], held.values[rows, :, slots]
 
-    def _seen(self) -> list[int]:
+    def _tokens_seen(self) -> list[int]:
         """Number of tokens seen by each batch entry; [] before the first tokens."""
         seen = {entry: cohort.seen for cohort in self._cohorts for entry in cohort.entries}
         return [seen[entry] for entry in range(len(seen))]
 
-    def _split(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
+    def _split_cohorts(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
         """Return copies of the cohorts, split such that all entries of one get equally many new tokens of k and v.
 
-        numbers: as from `_check`. Each cohort comes with its number of new tokens. A call changes these copies, and
-        stores them at its end, so a call that raises changes nothing. They share the buffers: appending writes only to
-        slots after the held keys, or to new buffers.
+        numbers: as from `_check`.
+
+        Each cohort comes with its number of new tokens. A call changes these copies, and stores them at its end, so a
+        call that raises changes nothing. They share the buffers: appending writes only after the held keys, or to new
+        buffers.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]
@@ -383,7 +393,6 @@ class KVCache:
             self._reader.check_crop(num_tokens)
 
     def _arguments(self) -> dict[str, Any]:
-        """Arguments of the cache by name."""
         names, reader = ("pattern", "num_heads", "capacity", "undo", "scale", "engine"), self._reader
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
         return {name: getattr(self, name) for name in names} | where
@@ -401,7 +410,7 @@ class KVCache:
             )
         if self.num_heads % k.shape[1]:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
-        seen = self._seen()
+        seen = self._tokens_seen()
         if self._cohorts:
             self._cohorts[0].held.check_continues(k, v, batch=len(seen))
         numbers = [k.shape[2]] * k.shape[0]
@@ -418,7 +427,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"
-        seen = sorted(set(self._seen())) or [0]
+        seen = sorted(set(self._tokens_seen())) or [0]
         tokens = f"{seen[0]:,} tokens" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,} tokens"
         held = f"{tokens} seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)}"
         return f"{type(self).__name__}({own}: {held})"
@@ -427,7 +436,9 @@ class KVCache:
 def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
     """Return the numbers in a tensor of integers, one for each batch entry, from 0 to the entry's number in `most`.
 
-    name: that of the argument, for errors. Raises TypeError or ValueError for another value.
+    name: that of the argument, for errors.
+
+    Raises TypeError or ValueError for another value.
     """
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be a tensor of int32 or int64, one for each batch entry; got {value!r:.80}")

@@ -37,8 +37,10 @@ from ._held_keys import HeldKeys
 class Reader:
     """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern fit for a `KVCache`.
 
-    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the
-    distinct rules of the heads, by which `HeldKeys` decides which keys to keep; `ends` has the ends of chunks.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`; scale is a number.
+
+    The attribute `sources` contains the distinct rules of the heads, by which `HeldKeys` decides which keys to keep;
+    `ends` has the ends of chunks.
 
     Raises ValueError or TypeError for a pattern whose look-ahead is not limited to chunks, and for run-time tensors.
     """
@@ -122,9 +124,11 @@ class Reader:
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
-        first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
-        their S slots (indices along the token dim). score_mod: as in `attend`. No query may see a key after the last
-        query: see `check_end`.
+        first: position of the first query; the next ones follow.
+        k, v: the buffers of `held`, which maps positions to their S indices along the token dim.
+        score_mod: as in `attend`.
+
+        No query may see a key after the last query: see `check_end`.
         """
         scale = resolve_scale(self.scale, q.shape[-1])
         features = Features(scale, fixed(score_mod, sum_dtype(q), q.device))
@@ -139,7 +143,7 @@ class Reader:
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
             keys = range(min(end, self.ends.next(queries.stop)))
-            program = row_program(self._grouped(k), queries, keys, held)
+            program = row_program(self._head_groups(k), queries, keys, held)
             rule = None if score_mod is None else self._at_positions(score_mod, first, q.device)
             found.append(program.forward(few, k, v, features.scale, rule))
             first = queries.stop
@@ -154,7 +158,7 @@ class Reader:
         heads = torch.arange(self.head_offset, self.head_offset + self.num_heads, device=device)
         return through(score_mod, shifted, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))
 
-    def _grouped(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
+    def _head_groups(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device
         if where not in self._groups:
             self._groups[where] = group_heads(
@@ -198,13 +202,13 @@ class Reader:
         )
         if features.score_mod is not None:
             shifts = torch.full((), shift, device=q.device)
-            features = features._replace(score_mod=through(features.score_mod, _moved, shifts))
+            features = features._replace(score_mod=through(features.score_mod, _with_shift, shifts))
         out, lse = run(choose_engine(self.engine, q, k, v, self.pattern, features), q, k, v, [], call, features)
         assert lse is not None
         return out, lse
 
 
-def _moved(score_mod: ScoreMod, shift: Int64[Tensor, ""]) -> ScoreMod:
+def _with_shift(score_mod: ScoreMod, shift: Int64[Tensor, ""]) -> ScoreMod:
     """Return a function that adds `shift` to the positions with which it calls score_mod."""
     return lambda score, b, h, q, k: score_mod(score, b, h, q + shift, k + shift)
 

@@ -142,23 +142,25 @@ def attend(
 
     mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
-    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends a shard, or
-        each half of it in zigzag order, whole to every rank that needs one of its keys; a rank holds at most two shards
-        of other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
-    codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token
-        and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
-        chosen by one small collective per call. Gradients are sent with at least 16 bits per number.
+    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends a shard, or each
+        half of it in zigzag order, whole to every rank that needs one of its keys; a rank holds at most two shards of
+        other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
+    codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token and head),
+        or "auto": the narrowest with relative error of each key and value vector within `error_bound`, chosen by one
+        small collective per call. Gradients are sent with at least 16 bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all ranks use the seed of
         rank 0, sent by one broadcast of 8 bytes; the dropped pairs are those of one device with that seed.
-    bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
-        {"documents": ids}.
+    bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as {"documents":
+        ids}.
     score_mod: as in `flexdilated.attend`, with positions in the whole sequence, for schedules "exchange" and "auto",
         which then is "exchange". All ranks must give equal functions, which are not compared; errors that it raises
         come after keys were sent.
-    scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`.
-        Gradients of sinks, of a scale and of tensors that score_mod captures are those of this rank's queries only: sum
-        them over the ranks. A rank without tokens has no gradient (None) of captured tensors.
+    scale, enable_gqa, sinks, head_offset, num_heads_global, block_size, return_lse: as in `flexdilated.attend`.
+    engine: "aten" (on CPU), "flex" or "portable"; None: as in `flexdilated.attend`.
+
+    Gradients of sinks, of a scale and of tensors that score_mod captures are those of this rank's queries only: sum
+    them over the ranks. A rank without tokens has no gradient (None) of captured tensors.
 
     Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
     arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.
@@ -293,7 +295,7 @@ def _best(
     """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
 
     Under torch.compile the choice is a constant of the graph. bindings: values of the pattern's run-time tensors,
-    ordered by name. Raises ValueError under torch.compile if there are any, because a trace does not have the values.
+    sorted by name. Raises ValueError under torch.compile if there are any, because a trace does not have the values.
     """
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])
@@ -301,7 +303,7 @@ def _best(
     sizes |= {"head_dim": head_dim, "head_offset": head_offset, "num_heads_global": num_heads_global}
     sizes |= {"batch": index(q.shape[0]), "wire_row_bytes": coded.row_bytes(head_dim, q.dtype)}
     if not bindings:
-        return _counted(pattern.text, sharding.numbers(), tuple(sizes.items()))
+        return _counted_schedule(pattern.text, sharding.numbers(), tuple(sizes.items()))
     if torch.compiler.is_compiling():
         raise ValueError(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
@@ -311,5 +313,5 @@ def _best(
 
 
 @graph_constant
-def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> RankSchedule:
+def _counted_schedule(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> RankSchedule:
     return choose_schedule(read_text(pattern), Sharding.of(sharding), **dict(sizes)).name

@@ -41,9 +41,10 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
-    """Return this rank's plan: the rows (each one token of one key/value head) that it sends and receives.
+    """Return this rank's plan: the vectors (each of one token and KV head) that it sends and receives.
 
-    num_heads, num_kv_heads: on this device. bindings: the pattern's run-time tensors, ordered by name.
+    num_heads, num_kv_heads: on this device.
+    bindings: the pattern's run-time tensors, sorted by name.
     """
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
     return ExchangePlan.of(
@@ -60,7 +61,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 class Exchange:
     """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
 
-    bindings: the pattern's run-time tensors, ordered by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -80,7 +81,7 @@ class Exchange:
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
         """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
 
-        Yields a function that waits for the transfer and writes the received rows into its argument: (k, v), each
+        Yields a function that waits for the transfer and writes the received vectors into its argument: (k, v), each
         (B, G, R, D), with R tokens for the KV head that receives most. Padding of other heads is not written.
         """
 
@@ -119,11 +120,13 @@ class Exchange:
     def _swapping(
         self, rows: Sequence[Float[Tensor, "B S D"]], role: Role
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
-        """Context manager that starts one all-to-all of `rows`; yields a function that returns the received rows.
+        """Context manager that starts one all-to-all of `rows`; yields a function that returns the received vectors.
 
-        rows: one tensor for k and one for v. role: "keys", or "gradients" for the way back to the owners. The function
-        waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with` block raises:
-        until the other ranks have sent their rows, or until the process group's timeout.
+        rows: one tensor for k and one for v.
+        role: "keys", or "gradients" for the way back to the owners.
+
+        The function waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with`
+        block raises: until the other ranks have sent their vectors, or until the process group's timeout.
         """
         batch, _, head_dim = rows[0].shape
         dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec
@@ -168,9 +171,11 @@ def exchange_op(
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse, received k, received v).
 
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
-    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
-    run-time tensors, ordered by name; with dropout followed by its seed. constants: the other arguments of the call
-    (pattern, scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
+    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys.
+
+    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
+    constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
+        `PlainCall.constants` returns.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -207,7 +212,8 @@ def exchange_backward_op(
     """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
     k_others, v_others: the received keys and values, which the forward returned. The transfer of their gradients
-    overlaps with the computation of the gradients of this rank's keys. grad_lse: None if lse has no gradient.
+        overlaps with the computation of the gradients of this rank's keys.
+    grad_lse: None if lse has no gradient.
     bindings, constants: as in `exchange_op`.
     """
     call = PlainCall.of(constants)
@@ -229,9 +235,11 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name; with
-    dropout followed by its seed, which is not read. constants: the other arguments of the call (pattern, sharding,
-    process group and so on) as the text that `PlainCall.constants` returns.
+    heads are padded. Of q only the shape is used.
+
+    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed, which is not read.
+    constants: the other arguments of the call (pattern, sharding, process group and so on) as the text that
+        `PlainCall.constants` returns.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
@@ -311,12 +319,15 @@ def exchange(
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
 
-    Every rank must make this call, and run its backward. call: the
-    pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
-    ordered by name; with dropout followed by its seed. One all-to-all brings each (key/value head, token) that some
-    query of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32
-    or wider. With engines "aten" and "portable" the call is one op, which overlaps each transfer with work on this
-    rank's keys; with "flex", or a score_mod, only the transfers are ops.
+    Every rank must make this call, and run its backward.
+
+    call: the pattern, the engine and other plain arguments.
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+
+    One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward
+    another returns the gradients, which the owners add up in float32 or wider. With engines "aten" and "portable" the
+    call is one op, which overlaps each transfer with work on this rank's keys; with "flex", or a score_mod, only the
+    transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
@@ -356,6 +367,7 @@ def _refuse_run_time_tensors() -> None:
 def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
     """Return the positions of this rank's queries, and of its keys followed by the received keys, as JSON text.
 
-    values: the fields of the call's `PlainCall` (pattern, sharding and so on). num_heads, num_kv_heads: on this device.
+    values: the fields of the call's `PlainCall` (pattern, sharding and so on).
+    num_heads, num_kv_heads: on this device.
     """
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

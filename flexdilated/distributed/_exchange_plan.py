@@ -1,4 +1,4 @@
-"""The exchange plan: rows that each rank sends to each other rank, and their positions, from pattern and sharding."""
+"""The exchange plan: vectors that each rank sends to each other rank, with their positions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 
 
 class MessageRows(NamedTuple):
-    """Rows (each one token of one KV head) sent or received by a rank, in message order: by (rank, KV head, token).
+    """Vectors (each of one token and KV head) sent or received by a rank, in message order: by (rank, KV head, token).
 
-    heads: KV head of each row. place: of a sent row, its local token index on this rank; of a received row, its index
-    among the tokens received in its head.
+    heads: KV head of each vector.
+    place: of a sent vector, its local token index on this rank; of a received vector, its index among the tokens
+        received in its head.
     """
 
     heads: Int64[Tensor, " R"]
@@ -34,15 +35,18 @@ class MessageRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Rows (each one token of one KV head) that one rank receives and sends, in an order equal on sender and receiver.
+    """Vectors (each of one token and KV head) that a rank receives and sends, in an order equal on both ranks.
 
     received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
     its queries, in some query head that uses KV head g, may attend to them. sent[target][g]: positions of this rank
-    that `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. The rows of a
+    that `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. The vectors of a
     message are ordered by KV head, then by token as in these ranges.
 
-    Received rows go into one tensor (B, G, R, D), where R is the length of the head with most rows; the padding of
-    shorter heads is never read. local: positions that this rank holds. num_tokens: tokens of all ranks.
+    Received vectors go into one tensor (B, G, R, D), where R is the length of the head with most vectors; the padding
+    of shorter heads is never read.
+
+    local: positions that this rank holds.
+    num_tokens: tokens of all ranks.
     """
 
     received: Tokens
@@ -65,9 +69,11 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Return the plan of one rank, from the cache of plans if it is there.
 
-        num_heads, num_kv_heads: on this device. head_offset: index of the first of these query heads among those of all
-        devices. num_heads_global: number of query heads on all devices; None: head_offset + num_heads. Raises
-        ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+        num_heads, num_kv_heads: on this device.
+        head_offset: index of the first of these query heads among those of all devices.
+        num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
+
+        Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
@@ -83,12 +89,12 @@ class ExchangePlan:
 
     @cached_property
     def num_received(self) -> tuple[int, ...]:
-        """Number of rows received from each rank."""
+        """Number of vectors received from each rank."""
         return tuple(_counts(self.received).sum(1).tolist())
 
     @cached_property
     def num_sent(self) -> tuple[int, ...]:
-        """Number of rows sent to each rank."""
+        """Number of vectors sent to each rank."""
         return tuple(_counts(self.sent).sum(1).tolist())
 
     @cached_property
@@ -112,7 +118,7 @@ class ExchangePlan:
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
     def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
-        """Return (rows sent, rows received): the KV head and token index of each, as tensors on `device`; cached."""
+        """Return (sent, received): KV head and token index of each vector, as tensors on `device`; cached."""
         if device not in self._on:
             ranges = tuple(keys for by_head in self.sent for ranges in by_head for keys in ranges)
             counts = _counts(self.received)
@@ -150,7 +156,7 @@ def _heads_of(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, two int64 indices per row."""
+    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, two int64 indices per vector."""
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
     return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))

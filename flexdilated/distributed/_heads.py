@@ -86,9 +86,13 @@ def attend_heads(
     be used. A second sends the output back to the ranks that hold the queries, and a third the lse, if it is needed.
     The load is balanced if the rules of the heads have equal work.
 
-    bindings: values of the pattern's run-time tensors, for the whole sequence. sinks: for all heads of q; their
-    gradients must be summed over the ranks. dropout_p: as in `distributed.attend`. Other arguments: as in
-    `flexdilated.attend`. Raises ValueError unless W divides H.
+    bindings: values of the pattern's run-time tensors, for the whole sequence.
+    sinks: for all heads of q; their gradients must be summed over the ranks.
+    dropout_p: as in `distributed.attend`.
+
+    Other arguments: as in `flexdilated.attend`.
+
+    Raises ValueError unless W divides H.
     """
     padded, dropout_p = require_expression(pattern), constant_probability("dropout_p", dropout_p)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -148,12 +152,15 @@ def tokens_to_heads(
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
     The shards, such as q, k and v, have one dtype and are sent in one all-to-all; a head is sent to each rank that
-    needs it if num_heads query heads are split evenly. sharding: `Sharding.numbers()`. group: a process group's name.
+    needs it if num_heads query heads are split evenly.
+
+    sharding: `Sharding.numbers()`.
+    group: a process group's name.
     pattern: in JSON; ranks first check that pattern, dropout_p and sizes are equal on all ranks. "" skips the check.
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
-    gradients are sent and summed in that dtype.
+        gradients are sent and summed in that dtype.
     """
-    rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
+    rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
     wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
@@ -163,7 +170,7 @@ def tokens_to_heads(
 
 @tokens_to_heads.register_fake
 def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
-    rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
+    rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
@@ -173,10 +180,12 @@ def heads_to_tokens(
 ) -> list[Tensor]:
     """Convert (B, Y, N, D), this rank's heads of all tokens, to (B, X, L, D), all heads of this rank's tokens.
 
-    heads: number X of heads of each returned tensor. Other arguments: as in `tokens_to_heads`. If several ranks have
-    the same head, their values for it are summed, in float32 or wider and in the order of the ranks.
+    heads: number X of heads of each returned tensor.
+
+    Other arguments: as in `tokens_to_heads`. If several ranks have the same head, their values for it are summed, in
+    float32 or wider and in the order of the ranks.
     """
-    rank, split, tensors = _read(num_heads, heads, sharding, group)
+    rank, split, tensors = _rank_and_heads(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
     shared = sum(len(taken) for takers in tensors for taken in takers) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
@@ -217,12 +226,13 @@ tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shar
 heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_wholes)
 
 
-def _read(
+def _rank_and_heads(
     num_heads: int, heads: Sequence[int], sharding: list[int], group: str
 ) -> tuple[int, Sharding, tuple[Takers, ...]]:
     """Return (this rank, the sharding, for each tensor the heads that each rank needs).
 
-    num_heads: number of query heads. heads: number of heads of each tensor.
+    num_heads: number of query heads.
+    heads: number of heads of each tensor.
     """
     split = Sharding.of(sharding)
     return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
@@ -247,8 +257,10 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: f
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
 
-    It is in float32 or wider if `widen` is True and some head goes to several ranks. shard: (B, X, L, D), all heads of
-    this rank's tokens. takers: for each rank, the heads that it receives.
+    It is in float32 or wider if `widen` is True and some head goes to several ranks.
+
+    shard: (B, X, L, D), all heads of this rank's tokens.
+    takers: for each rank, the heads that it receives.
     """
     shared = sum(map(len, takers)) > shard.shape[1]
     dtype = sum_dtype(shard) if widen and shared else shard.dtype
@@ -284,8 +296,8 @@ def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
 def _swap(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: str, add: bool) -> None:
     """Send sources[r] to each rank r in one all-to-all; copy the data from rank r into targets[r].
 
-    add: True to add the data to the targets, in the order of the ranks. like: any tensor with the dtype and device of
-    the data.
+    add: True to add the data to the targets, in the order of the ranks.
+    like: any tensor with the dtype and device of the data.
     """
     ranks = Ranks.named(group, like.device.type)
     sizes, expected = (
@@ -294,18 +306,22 @@ def _swap(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: 
     )
     sent, received = like.new_empty(sum(sizes)), like.new_empty(sum(expected))
     for place, pieces in zip(sent.split(sizes), sources, strict=True):
-        for part, piece in _cut(place, pieces):
+        for part, piece in _parts_by_piece(place, pieces):
             part.copy_(piece)
     with communicating("the exchange of heads", ranks):
         dist.all_to_all_single(received, sent, expected, sizes, group=group_of(group))
     record("heads", sent=sent.nbytes, received=received.nbytes)
     for peer, place in enumerate(received.split(expected)):
-        arrived = zip(sources[peer], targets[peer], strict=True) if peer == ranks.rank else _cut(place, targets[peer])
+        arrived = (
+            zip(sources[peer], targets[peer], strict=True)
+            if peer == ranks.rank
+            else _parts_by_piece(place, targets[peer])
+        )
         for piece, target in arrived:
             target.add_(piece) if add else target.copy_(piece)
 
 
-def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts_by_piece(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (consecutive part of `flat` in the piece's shape, piece) for each piece; nothing if `flat` is empty."""
     if flat.numel():
         for part, piece in zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True):

@@ -44,8 +44,11 @@ class ShardPart:
 class Turn:
     """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends some to rank `target`.
 
-    received: part of the shard of `source`. sent: part of this rank's shard. The backward reverses both: gradients of
-    received keys go back to `source`, gradients of sent keys come from `target`.
+    received: part of the shard of `source`.
+    sent: part of this rank's shard.
+
+    The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
+    `target`.
     """
 
     source: int
@@ -60,8 +63,10 @@ def turns_of(
     """Return the turns of a rank in a ring, one for each other rank: the tokens that it receives and sends; cached.
 
     A run (contiguous range of positions) of a shard is sent whole if some query of the receiver needs a key of it.
-    Sender and receiver decide that independently, from the sharding and the rule. rule: the pattern with the values of
-    its run-time tensors. heads: the query heads on this device, of num_heads_global.
+    Sender and receiver decide that independently, from the sharding and the rule.
+
+    rule: the pattern with the values of its run-time tensors.
+    heads: the query heads on this device, of num_heads_global.
     """
 
     def build() -> tuple[Turn, ...]:
@@ -83,9 +88,9 @@ def turns_of(
 def _steps(num_ranks: int) -> Iterator[int]:
     """Yield, for each turn, the number of ranks by which its target follows a rank, modulo num_ranks: 1, -1, 2, -2, ...
 
-    The two nearest neighbours come first, so that the turns overlap if only neighbours need each other's keys. All
-    ranks use the same order; otherwise messages between three ranks could deadlock.
+    All ranks use the same order; otherwise messages between three ranks could deadlock.
     """
+    # The two nearest neighbours come first, so that the turns overlap if only neighbours need each other's keys.
     for step in range(1, num_ranks // 2 + 1):
         yield step
         if num_ranks - step != step:
@@ -146,7 +151,7 @@ class Ring:
             return
         mine = [self.k, self.v]
         if any(len(turn.sent) for turn in self.turns):
-            mine = [_written(x, self.codec) for x in mine]
+            mine = [_encoded(x, self.codec) for x in mine]
         begun: list[Posted] = []
         try:
             begun += [self._send_keys(turn, mine) for turn in self.turns[:1]]
@@ -180,7 +185,9 @@ class Ring:
     def room(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
         """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
 
-        W: bytes of an encoded row, in uint8; if the codec leaves rows unchanged, the head dim, in the dtype of `like`.
+        W: bytes of an encoded vector, in uint8; if the codec leaves vectors unchanged, the head dim, in the dtype of
+        `like`.
+
         like: a tensor (B, G, L, D) on the device of the buffer.
         """
         width, dtype = (like.shape[3], like.dtype)
@@ -221,7 +228,7 @@ class Gradients:
         Waits for the previous turn first, so that buffers of at most one turn are in memory.
         """
         self.settle()
-        send = [(_written(grad, self.codec), turn.source) for grad in grads]
+        send = [(_encoded(grad, self.codec), turn.source) for grad in grads]
         lease = self.ring.room(self.codec, len(turn.sent), self.totals[0])
         receive = [(x, turn.target) for x in lease.tensor]
         self.begun = turn, post("gradients", self.ring.ranks, send=send, receive=receive, lease=lease)
@@ -247,12 +254,14 @@ class Gradients:
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
     """Views of x (B, G, S, ...) for messages: x itself if it is a whole shard, else one per batch entry and head.
 
-    length: number of tokens of the whole shard. If x is part of a contiguous shard, each view is contiguous.
+    length: number of tokens of the whole shard.
+
+    If x is part of a contiguous shard, each view is contiguous.
     """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 
 
-def _written(x: Tensor, codec: Codec) -> Tensor:
+def _encoded(x: Tensor, codec: Codec) -> Tensor:
     return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
 
 
@@ -262,9 +271,11 @@ def ring_op(
 ) -> tuple[Tensor, Tensor]:
     """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
 
-    Every rank must make this call, and run its backward. bindings: the pattern's run-time tensors, for the whole
-    sequence, ordered by name; with dropout followed by its seed. constants: the other arguments of the call (pattern,
-    scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
+    Every rank must make this call, and run its backward.
+
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
+        `PlainCall.constants` returns.
 
     Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
     previous shard. The backward sends the shard again, and the gradients of its keys return to the owner. The gradients
@@ -305,8 +316,10 @@ def ring_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's q, k and v, from the results out and lse of `ring_op` and their gradients.
 
-    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner. grad_lse:
-    None if lse has no gradient. bindings, constants: as in `ring_op`.
+    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner.
+
+    grad_lse: None if lse has no gradient.
+    bindings, constants: as in `ring_op`.
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)

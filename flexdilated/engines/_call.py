@@ -22,11 +22,13 @@ _FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster tha
 class Call(NamedTuple):
     """Pattern (as JSON) and sizes of one attention call: plain data, used as a key of caches.
 
-    num_heads, num_kv_heads: numbers of query and key/value heads on this device. num_heads_global: number of query
-    heads on all devices, of which this device has those from head_offset on. q_offset, k_offset: positions of the first
-    query and the first key. rate: rate of the tokens' order, sorted by (index mod rate, index div rate); 1 for natural
-    order. block_size: (queries, keys) of a block; empty for the default. placement: text of a Placement, which gives
-    each token's position (the offsets are then 0); "" for consecutive positions.
+    num_heads, num_kv_heads: numbers of query and key/value heads on this device.
+    num_heads_global: number of query heads on all devices, of which this device has those from head_offset on.
+    q_offset, k_offset: positions of the first query and the first key.
+    rate: rate of the tokens' order, sorted by (index mod rate, index div rate); 1 for natural order.
+    block_size: (queries, keys) of a block; empty for the default.
+    placement: text of a Placement, which gives each token's position (the offsets are then 0); "" for consecutive
+        positions.
     """
 
     pattern: str
@@ -105,10 +107,12 @@ class Call(NamedTuple):
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """Return the pattern with the values of its run-time tensors (mask data that are passed with the call).
+        """Return the pattern with the values of its run-time tensors.
 
-        bindings: these tensors, sorted by name. Their values are read at every use: neither identity nor version shows
-        every write to a tensor (collectives, `.data`, NumPy and third-party kernels do not increment the version).
+        bindings: these tensors, sorted by name.
+
+        Their values are read at every use: neither identity nor version shows every write to a tensor (collectives,
+        `.data`, NumPy and third-party kernels do not increment the version).
         """
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
@@ -116,8 +120,10 @@ class Call(NamedTuple):
     def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
         """Return the pattern with the values of its run-time tensors, like `rules`, but from a cache if they are small.
 
-        bindings: these tensors, sorted by name. The cache is keyed by their contents. It is used if all are on the CPU
-        and have at most 16 KiB together: for larger ones, the key would take longer than `rules`.
+        bindings: these tensors, sorted by name.
+
+        The cache is keyed by their contents. It is used if all are on the CPU and have at most 16 KiB together: for
+        larger ones, the key would take longer than `rules`.
         """
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
@@ -129,9 +135,11 @@ class Call(NamedTuple):
         )
 
     def blank(self, bindings: Sequence[Tensor]) -> Expression:
-        """Return the pattern with placeholders for its run-time tensors (mask data that are passed with the call).
+        """Return the pattern with placeholders for its run-time tensors.
 
-        bindings: these tensors, sorted by name. Only their shapes affect the result, not their values.
+        bindings: these tensors, sorted by name.
+
+        Only their shapes affect the result, not their values.
         """
         pattern = read_text(self.pattern)
         return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
@@ -163,9 +171,9 @@ class Call(NamedTuple):
     ) -> Plan:
         """Return a plan of how to compute `rule`, or the call's pattern if None, on this kind of device.
 
-        allowed: kinds of terms (parts of a plan, one kernel each) that the engine can run. choice: the planner's
-        options to take; None for those of lowest predicted cost; ignored with a placement. operands: sizes of the
-        tensors; None for the device's usual ones.
+        allowed: kinds of terms that the engine can run.
+        choice: the planner's options to take; None for those of lowest predicted cost; ignored with a placement.
+        operands: sizes of the tensors; None for the device's usual ones.
         """
         how: dict[str, Any] = {"device": device, "allowed": allowed, "operands": operands}
         if not self.placement:

@@ -34,23 +34,28 @@ class Dropout(NamedTuple):
         return cls(p, torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=device))
 
     def kept(self, place: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Bool[Tensor, "..."]:
-        """Return True for each pair that dropout keeps in one branch (summand) of the pattern.
+        """Return True for each pair that dropout keeps in one branch of the pattern.
 
-        place: index of the branch. b, h, q, k: batch entry, global head, and positions of query and key, of any shapes
-        that broadcast; the result has the broadcast shape.
+        place: index of the branch.
+        b, h, q, k: batch entry, global head, and positions of query and key, of any shapes that broadcast; the result
+            has the broadcast shape.
         """
         # The numbers of a row and of a key are hashed well; of a pair, of which there are many more, in few operations.
         row = _hashed(self.seed[0] + _wrapped(place * _STEP))
         for x in (b, h, q):
             row = _hashed(row ^ x.to(torch.int32))
+        # Odd factors are invertible modulo 2^32: no row or key maps all its pairs to one number.
         pair = (row | 1) * (_hashed(self.seed[1] ^ k.to(torch.int32)) | 1)
         pair = (pair ^ _shifted(pair, 15)) * _SECOND
+        # Uniform signed 32-bit numbers are below -2^31 + p * 2^32 with probability p.
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
     def shares(self, places: tuple[int, ...]) -> ScoreMod:
         """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
 
-        places: indices of branches (summands of the pattern). The number is int32, or bool for a single branch.
+        places: indices of branches.
+
+        The number is int32, or bool for a single branch.
         """
 
         def share(score, b, h, q, k):
@@ -60,7 +65,7 @@ class Dropout(NamedTuple):
         return share
 
     def hides(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
-        """Return a score_mod that applies dropout to n equal branches (summands of the pattern), computed as one.
+        """Return a score_mod that applies dropout to n equal branches, computed as one.
 
         The score of a pair that m branches keep becomes score_mod(score), or score if None, plus log(m / n), or -inf if
         m is 0. places: indices of the n branches.

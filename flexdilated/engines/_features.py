@@ -12,11 +12,15 @@ from ._score_mod import ScoreMod
 
 
 class Features(NamedTuple):
-    """What a call of attention asks for beside its pattern and sizes.
+    """Features of a call of attention, apart from its pattern and sizes.
 
-    scale: factor on the scores. score_mod: fixed, see `fixed`. sinks: a logit for each head, or None. dropout_p:
-    probability of dropping an attention weight. seed: of dropout, which is drawn after the engine is chosen.
-    return_lse: without it the lse of the result may be None. kernel_options: of flex_attention, as from `options_text`.
+    scale: factor on the scores.
+    score_mod: fixed, see `fixed`.
+    sinks: a logit for each head, or None.
+    dropout_p: probability of dropping an attention weight.
+    seed: of dropout, which is drawn after the engine is chosen.
+    return_lse: without it the lse of the result may be None.
+    kernel_options: of flex_attention, as from `options_text`.
     """
 
     scale: float

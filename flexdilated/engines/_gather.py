@@ -1,8 +1,4 @@
-"""Gathers, scatter-adds and merges between the tokens of a tensor and the slots of a term.
-
-A term is the part of a plan that one kernel computes. It has slots, numbered places for tokens, in folds: equally
-shaped segments that are computed as a batch.
-"""
+"""Gathers, scatter-adds and merges between the tokens of a tensor and the slots of a term."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ from ..masks.planning import Plan, Term
 class HeadRun:
     """Heads of a term that one strided view of a tensor covers: they are evenly spaced, with one token in slot 0.
 
-    A term is the part of a plan that one kernel computes. Its head i, with begin <= i < end, reads head `first + (i -
-    begin) * step` of the tensor; with step 0 all read head `first`. start: index of the token in slot 0.
+    Its head i, with begin <= i < end, reads head `first + (i - begin) * step` of the tensor; with step 0 all read head
+    `first`. start: index of the token in slot 0.
     """
 
     begin: int
@@ -35,26 +31,25 @@ class HeadRun:
     start: int
 
     def alone(self, place: int) -> HeadRun:
-        """Return a run of one head of this run: the term's head `place`."""
+        """Return a head run of one head of this one: the term's head `place`."""
         return HeadRun(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
 @dataclass(frozen=True)
 class Strands:
-    """Reader and writer of one side (queries or keys) of a term whose slots are strided views of a tensor.
+    """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
-    A term is the part of a plan that one kernel computes, a slot its numbered place for a token. layout: token in each
-    slot. runs: all heads of the term, in groups that one strided view covers.
+    layout: token in each slot.
+    runs: all heads of the term, in groups that one strided view covers.
     """
 
     layout: Compact
     runs: tuple[HeadRun, ...]
 
     def view(self, x: Shaped[Tensor, "B X N ..."], run: HeadRun) -> Shaped[Tensor, "B h F S ..."]:
-        """Return the view of x that holds the slots (places for tokens in a term) of one run of heads.
+        """Return the view of x that holds the slots of one head run.
 
-        X heads and N tokens of x; h heads of the run; F folds (segments) of S slots each. If run.step is 0, all heads
-        share the memory of one head of x.
+        If run.step is 0, all heads share the memory of one head of x.
         """
         layout = self.layout
         rest, rest_stride = x.shape[3:], x.stride()[3:]
@@ -66,10 +61,7 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in the slots of all heads of the term: a view where strides allow it, else a copy.
-
-        X heads and N tokens of x; H heads of the term; F folds (segments) of S slots (places for tokens) each.
-        """
+        """Gather from x the tokens in all slots of the term: a view where strides allow it, else a copy."""
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -81,7 +73,7 @@ class Strands:
     def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
         """Return the slots as a tensor (B, heads, tokens, ...) if they are all tokens of all heads in order; else None.
 
-        heads, tokens: sizes of the full tensor. A slot is a term's place for a token, in one of F folds (segments).
+        heads, tokens: sizes of the full tensor.
         """
         return slots.flatten(2, 3) if self.every(heads, tokens) else None
 
@@ -92,8 +84,7 @@ class Strands:
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Add the vector in each slot to the slot's token in x, in place.
 
-        If several heads of the term (H) read one head of x (X), their vectors are summed. A slot is a term's place for
-        a token, in one of F folds (segments).
+        If several heads of the term read one head of x, their vectors are summed.
         """
         for run in self.runs:
             part = slots[:, run.begin : run.end]
@@ -103,18 +94,14 @@ class Strands:
             self.view(x, run).add_(part)
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the vector in each slot to the slot's token in x, in place.
-
-        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
-        term.
-        """
+        """Write the vector in each slot to the slot's token in x, in place."""
         for run in self.runs:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots (the term's places for tokens).
+        """Set `reached` to True, in place, at the tokens of all slots.
 
-        Returns True if none of them was True before. reached: one value for each of X heads and N tokens.
+        Returns True if none of them was True before.
         """
         views = [self.view(reached, run) for run in self.runs]
         fresh = not any(bool(view.any()) for view in views)
@@ -131,8 +118,7 @@ class Strands:
     ) -> None:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
-        part, part_lse: output and natural log-sum-exp of the term, for its H heads, F folds (segments) and S slots
-        (places for tokens).
+        part, part_lse: output and natural log-sum-exp of the term.
         """
         for run in self.runs:
             chosen = slice(run.begin, run.end)
@@ -141,10 +127,11 @@ class Strands:
 
 @dataclass(frozen=True)
 class Whole:
-    """Reader and writer of one side (queries or keys) of a term that has all tokens, in any order.
+    """Reader and writer of one side of a term that has all tokens, in any order.
 
-    layout: the term's order of tokens. given: order of the tokens in the tensor. heads: head of the tensor that each
-    head of the term reads.
+    layout: the term's order of tokens.
+    given: order of the tokens in the tensor.
+    heads: head of the tensor that each head of the term reads.
     """
 
     layout: Permutation
@@ -180,10 +167,10 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """Reader and writer of one side (queries or keys) of a term by an index tensor of shape (heads, folds, slots).
+    """Reader and writer of one side of a term by an index tensor of shape (heads, folds, slots).
 
-    Slot s of fold f (segment f) of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index
-    of a single head serves all heads.
+    Slot s of fold f of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
+    head serves all heads.
     """
 
     heads: tuple[int, ...]
@@ -194,10 +181,7 @@ class Picked:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in the slots of all heads of the term, into a new tensor.
-
-        X heads and N tokens of x; H heads of the term; F folds (segments) of S slots (places for tokens) each.
-        """
+        """Gather from x the tokens in all slots of the term, into a new tensor."""
         taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -208,27 +192,19 @@ class Picked:
         return None
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed.
-
-        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
-        term.
-        """
+        """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed."""
         for few, index, own in self._parts(x):
             few.index_add_(2, index, slots[:, own].flatten(2, 3))
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the vector in each slot to the slot's token in x, in place.
-
-        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
-        term.
-        """
+        """Write the vector in each slot to the slot's token in x, in place."""
         for few, index, own in self._parts(x):
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots (the term's places for tokens).
+        """Set `reached` to True, in place, at the tokens of all slots.
 
-        Returns True if none of them was True before. reached: one value for each of X heads and N tokens.
+        Returns True if none of them was True before.
         """
         before = self.take(reached)
         self.put(reached, torch.ones_like(before))
@@ -237,8 +213,8 @@ class Picked:
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
 
-        part, part_lse: output and natural log-sum-exp of the term, of shapes (B, H, F, S, D) and (B, H, F, S), for F
-        folds (segments) of S slots (places for tokens). out, lse: (B, heads, tokens, D) and (B, heads, tokens).
+        part, part_lse: output and natural log-sum-exp of the term, (B, H, F, S, D) and (B, H, F, S).
+        out, lse: (B, X, N, D) and (B, X, N).
         """
         sums = self.take(out), self.take(lse)
         merge_(*sums, part, part_lse)
@@ -262,10 +238,12 @@ TokenGather = Strands | Whole | Picked
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
-    """Return the reader and writer of one side (queries or keys) of a term, for tensors in the token order `given`.
+    """Return the reader and writer of one side of a term, for tensors in the token order `given`.
 
-    layout: token in each slot of the term. heads[h]: head of the tensor that head h of the term reads. The result is
-    Whole for an order of all tokens, Strands if the slots are strided views, else Picked.
+    layout: token in each slot of the term.
+    heads: head of the tensor that each head of the term reads.
+
+    The result is Whole for an order of all tokens, Strands if the slots are strided views, else Picked.
     """
     if isinstance(layout, Permutation):
         return Whole(layout, given, heads)
@@ -279,10 +257,8 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged.
-
-    The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
-    """
+    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged."""
+    # The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
     return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
@@ -291,9 +267,10 @@ def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
 def claim_rows(sides: Sequence[TokenGather], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
     """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
 
-    Returns (fresh, complete). sides: query sides of terms, in the order of their computation; a row is one token of one
-    head. fresh[i]: True if no earlier side writes to a row of side i. complete: True if the fresh sides write to all
-    rows of all heads.
+    Returns (fresh, complete): fresh[i] is True if no earlier side writes to a row of side i, `complete` if the fresh
+    sides write to all rows of all heads.
+
+    sides: query sides of terms, in the order of their computation.
     """
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
@@ -309,9 +286,11 @@ def merge_(
 ) -> None:
     """Merge the attention result (part, part_lse) into (out, lse) in place: one softmax over the keys of both.
 
-    lse, part_lse: natural log-sum-exp of the scores. A key that is in both counts twice. The part's share is
-    sigmoid(part_lse - lse), which neither overflows nor divides. Rows with part_lse -inf do not change; rows without
-    keys keep output 0 and lse -inf.
+    lse, part_lse: natural log-sum-exp of the scores.
+
+    A key that is in both counts twice. The part's share is sigmoid(part_lse - lse), which neither overflows nor
+    divides. Rows with part_lse -inf do not change; rows without keys keep output 0 and lse -inf.
+
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
@@ -331,7 +310,7 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Cut the heads of a term into runs that a single strided view of the tensor covers, as long as possible.
+    """Cut the heads of a term into head runs that a single strided view of the tensor covers, as long as possible.
 
     heads, starts: head of the tensor and token in slot 0, for each head of the term.
     """
@@ -352,9 +331,9 @@ Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, t
 
 
 def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[TokenGather, TokenGather]:
-    """Return (query side, key side) of a term: readers and writers of its tokens in q and in k and v.
+    """Return (queries, keys) of a term: readers and writers of its tokens in q and in k and v.
 
-    A term is the part of a plan that one kernel computes. groups: number of query heads for each key/value head.
+    groups: number of query heads for each key/value head.
     placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
     """
     if placement is not None:
@@ -370,8 +349,10 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
 def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Picked:
     """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
-    placement: positions of the tokens in k and v. groups: number of query heads for each key/value head. If all query
-    heads of a group attend to equal positions, each key/value head is gathered once.
+    placement: positions of the tokens in k and v.
+    groups: number of query heads for each key/value head.
+
+    If all query heads of a group attend to equal positions, each key/value head is gathered once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
@@ -386,11 +367,13 @@ def _side(
     tensor_heads: tuple[int, ...],
     locate: Locate,
 ) -> Strands | Picked:
-    """Return the reader and writer of one side (queries or keys) of a term, from the places of its tokens in a tensor.
+    """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked. heads:
-    the term's heads. tensor_heads: head of the tensor that each of them reads. locate(head, tokens): indices in the
-    tensor of these tokens of the layout.
+    It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked.
+
+    heads: the term's heads.
+    tensor_heads: head of the tensor that each of them reads.
+    locate: function (head, tokens) -> indices in the tensor of these tokens of the layout.
     """
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)
@@ -411,7 +394,7 @@ def _side(
 def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
     """Return these token indices as a Compact: one arithmetic progression per head, repeated over equally spaced folds.
 
-    Returns None if they have another form. H heads, F folds (segments), S slots each.
+    Returns None if they have another form.
     """
     _, folds, length = slots.shape
     step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1

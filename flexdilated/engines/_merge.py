@@ -26,10 +26,12 @@ OutAndLse = tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]  # (out, nat
 def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] = ()) -> OutAndLse:
     """Return (out, natural lse) of one softmax over the keys of all parts and one more key for each of `scores`.
 
-    parts: (out, natural lse) of attention over some of the keys, for the same rows. scores: logits, broadcast to the
-    rows, of keys with value 0; -inf adds no key. A key that is in several parts counts once for each. out is
-    summed in float32 or wider and has the dtype of the first part. A row without keys has output 0, lse -inf and
-    gradient 0.
+    parts: (out, natural lse) of attention over some of the keys, for the same rows.
+    scores: logits, broadcast to the rows, of keys with value 0; -inf adds no key.
+
+    A key that is in several parts counts once for each. out is summed in float32 or wider and has the dtype of the
+    first part. A row without keys has output 0, lse -inf and gradient 0.
+
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     lses = [lse for _, lse in parts]
@@ -69,8 +71,9 @@ def add(terms: Iterable[Tensor]) -> Tensor:
 def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Return (softmax of `lses` along `dim`, logsumexp of `lses` over `dim`).
 
-    lses: log-sum-exp of a row's scores over each part of the keys, with the parts along `dim`. The softmax is each
-    part's share in the row's output. A row without keys has shares 0 and lse -inf, with gradient 0.
+    lses: log-sum-exp of a row's scores over each part of the keys, with the parts along `dim`.
+
+    The softmax is each part's share in the row's output. A row without keys has shares 0 and lse -inf, with gradient 0.
     """
     # The clamp gives rows without keys weights 0 and a sum of 0, without inf - inf.
     top = lses.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
@@ -124,7 +127,9 @@ def padded_rows(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) after adding the zero keys of the pattern's padding to each row's softmax.
 
-    A zero key has score 0 and value 0. positions: position of each of the N rows in a sequence of num_tokens tokens.
+    A zero key has score 0 and value 0.
+
+    positions: position of each of the N rows in a sequence of num_tokens tokens.
     num_heads: number of query heads on all devices; out has those from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
@@ -136,7 +141,9 @@ def nothing(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse -inf or the head's sink.
 
-    The results are functions of q, k and v, with gradient 0. sinks: one logit per head (H,), or None.
+    The results are functions of q, k and v, with gradient 0.
+
+    sinks: one logit per head (H,), or None.
     """
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
     zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (q, k, v, *(() if sinks is None else (sinks,))))
@@ -160,9 +167,10 @@ def add_sinks(
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Attention results of rows (queries of a head) over all their keys, and the incoming gradients of these results.
+    """Attention results of rows over all their keys, and the incoming gradients of these results.
 
-    lse: natural log-sum-exp. grad_lse: None if the lse has no gradient.
+    lse: natural log-sum-exp.
+    grad_lse: None if the lse has no gradient.
     """
 
     out: Float[Tensor, "B H N D"]

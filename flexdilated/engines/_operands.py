@@ -1,9 +1,8 @@
-"""Operands in the form that kernels need: rows contiguous in memory, hidden slots zeroed.
+"""Operands in the form that kernels need: vectors contiguous in memory, hidden slots zeroed.
 
-A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. Hidden slots are
-queries of a term that see no key, and keys that no query sees; their values must not affect a result. Kernels compute
-whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key that only some
-queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
+Hidden slots are queries of a term that see no key, and keys that no query sees; their values must not affect a result.
+Kernels compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key
+that only some queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
-    """Return x if each row (last dim) is contiguous and rows do not overlap in memory, else a contiguous copy.
+    """Return x if its vectors (last dim) are contiguous and do not overlap in memory, else a contiguous copy.
 
-    Kernels rely on both, and few of them check. Rows are not contiguous after `transpose`, `stack(..., -1)`, `expand`
-    or a slice with a step along the channels; they overlap after `unfold`.
+    Kernels rely on both, and few of them check. Vectors are not contiguous after `transpose`, `stack(..., -1)`,
+    `expand` or a slice with a step along the channels; they overlap after `unfold`.
     """
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check
@@ -124,8 +123,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term is the part of a plan that one kernel computes; it has Q slots (places) for queries and K for keys. E batch
-    entries and X query heads, each 1 if equal for all. None: no slot of that side is hidden.
+    A term has Q slots for queries and K for keys. E batch entries and X query heads, each 1 if equal for all. None: no
+    slot of that side is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -167,8 +166,7 @@ def hidden_slots(
 ) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, among slots in listed blocks.
 
-    Kernels read no other slots (places for tokens). ids, masks: (index of each block's mask, distinct masks), as from
-    `distinct_masks`.
+    Kernels read no other slots. ids, masks: (index of each block's mask, distinct masks), as from `distinct_masks`.
     """
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
@@ -191,10 +189,15 @@ def _unseen(
 ) -> Bool[Tensor, "1 X S"] | None:
     """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
 
-    Heads with equal block lists share a table of them. seen: above 0 at slots in an allowed pair; it has one row for
-    each row (or column) of blocks of the first table, then of the next. places: row in `seen` of each listed block.
-    heads: index of each head's table. slots: number of slots of a head. Blocks that another table lists are included.
-    Returns None if no table lists a block with such a slot.
+    Heads with equal block lists share a table of them.
+
+    seen: above 0 at slots in an allowed pair; it has one row for each query block (or key block) of the first table,
+        then of the next.
+    places: row in `seen` of each listed block.
+    heads: index of each head's table.
+    slots: number of slots of a head.
+
+    Blocks that another table lists are included. Returns None if no table lists a block with such a slot.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True
@@ -208,8 +211,7 @@ def _unseen(
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
     """Find the queries of a term that attend to no key and the keys that no query attends to.
 
-    blocks: the term's block list for each batch entry, or one for all. A term is the part of a plan that one kernel
-    computes.
+    blocks: the term's block list for each batch entry, or one for all.
     """
     if isinstance(term, SharedListTerm):
         return HiddenSlots(*term.hidden())
@@ -237,8 +239,8 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
 def hidden_of_term(term: Term) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
 
-    A term is the part of a plan that one kernel computes. In a causal term these are the keys after its last query; a
-    term with a dense mask may have hidden queries and keys; other terms have none.
+    In a causal term these are the keys after its last query; a term with a dense mask may have hidden queries and keys;
+    other terms have none.
     """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0
@@ -257,8 +259,10 @@ def _marks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (indices of n blocks, mask of queries in an allowed pair, mask of keys in an allowed pair).
 
-    The masks have shapes (n, q_block) and (n, k_block). index: all blocks to look at. ids, masks: as from
-    `distinct_masks`; without masks the blocks are evaluated.
+    The masks have shapes (n, q_block) and (n, k_block).
+
+    index: all blocks to look at.
+    ids, masks: as from `distinct_masks`; without masks the blocks are evaluated.
     """
     if masks is None:
         begin = 0

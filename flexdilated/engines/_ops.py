@@ -43,7 +43,8 @@ def is_transformed() -> bool:
 def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
     """Raise ValueError if an input is vmapped, has a tangent, or needs a gradient inside torch.func.
 
-    what: name of the operation, with which the error begins. inputs: tensors, lists of them and other values.
+    what: name of the operation, with which the error begins.
+    inputs: tensors, lists of them and other values.
     """
     if not is_transformed():
         return
@@ -110,9 +111,10 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 def written(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
     """Write constants of a call as one text, which `read_written` reads.
 
-    Custom ops take it as an argument, because a text is a constant of graphs and exported programs. texts: long strings
-    without line breaks, such as patterns in JSON, which are stored unchanged, one per line. values: other constants,
-    stored by their repr in the first line.
+    Custom ops take it as an argument, because a text is a constant of graphs and exported programs.
+
+    texts: long strings without line breaks, such as patterns in JSON, which are stored unchanged, one per line.
+    values: other constants, stored by their repr in the first line.
     """
     return "\n".join([", ".join([f"{each!r}" for each in values]), *texts])
 
@@ -131,8 +133,9 @@ def _values(line: str) -> tuple[Any, ...]:
 def functions_in(constants: str) -> object:
     """Return an object that keeps the Python functions in the constants' patterns alive while it is referenced.
 
-    constants: a text made by `written`, whose texts are patterns; custom patterns name functions. Graphs hold the
-    object as long as they need the functions.
+    constants: a text made by `written`, whose texts are patterns; custom patterns name functions.
+
+    Graphs hold the object as long as they need the functions.
     """
     return [kept_functions(text) for text in constants.split("\n")[1:]]
 
@@ -140,8 +143,8 @@ def functions_in(constants: str) -> object:
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | None, over_ranks: bool = False) -> None:
     """Register `backward_op` as the gradient of `op`; a second derivative raises RuntimeError(refusal).
 
-    op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept). bindings: run-time tensors, which get no gradient;
-    `kept`: tensors for the backward only; the first option is the text of the call's constants.
+    op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept). `bindings` are run-time tensors, which get no
+        gradient; `kept` are tensors for the backward only; the first option is the text of the call's constants.
     backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv).
     refusal: None for a backward_op that has a gradient itself.
     over_ranks: run the backward even without an incoming gradient, as other ranks wait for data from this one.
@@ -189,7 +192,7 @@ def autograd_on() -> Iterator[None]:
 
 
 def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Return detached copies of run-time tensors (mask data that are passed with a call), to be saved for the backward.
+    """Return detached copies of run-time tensors, to be saved for the backward.
 
     Writes to the originals may not increment their version, by which autograd would notice them.
     """
@@ -199,8 +202,8 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
     """Return the gradients of an op's last arguments, which have none: ([None, ...], None, ...).
 
-    bindings: the op's list of run-time tensors (mask data), with one None each, in a list. options: the arguments after
-    it, with None each, or [] for an empty list.
+    bindings: the op's list of run-time tensors, with one None each, in a list.
+    options: the arguments after it, with None each, or [] for an empty list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)

@@ -25,9 +25,10 @@ from .flex import portable_gradients
 class PlacedCall:
     """Attention over part of a sequence, such as one rank's tokens: all its arguments except tensors.
 
-    placement: positions of the queries and keys. num_heads_global: number of query heads on all devices, of which q has
-    those from head_offset on. sides: requested (queries, keys) of a block; empty for the default. dropout_p:
-    probability of dropping an attention weight.
+    placement: positions of the queries and keys.
+    num_heads_global: number of query heads on all devices, of which q has those from head_offset on.
+    sides: requested (queries, keys) of a block; empty for the default.
+    dropout_p: probability of dropping an attention weight.
     """
 
     pattern: str
@@ -66,8 +67,11 @@ class PlacedCall:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
 
-        bindings: as in `forward`. whole: results over all keys, with their gradients. The gradients of all parts sum to
-        the gradients of the whole; engines "aten" and "portable" return them in float32 or wider.
+        bindings: as in `forward`.
+        whole: results over all keys, with their gradients.
+
+        The gradients of all parts sum to the gradients of the whole; engines "aten" and "portable" return them in
+        float32 or wider.
         """
         if self.engine == "aten":
             return gradients(self.call(q, k), q, k, v, bindings, whole, self.scale, wide=True)

@@ -30,10 +30,13 @@ Index = slice | Int64[Tensor, " n"]
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads with one rule (set of allowed pairs) that are computed together, and the key/value heads they read.
+    """Query heads with one rule that are computed together, and the key/value heads they read.
 
-    source: the rule. queries: indices of the query heads, sorted by key/value head. key_heads: the key/value heads,
-    each read by `per_key_head` of the query heads. A pair counts exp(log_weight) times.
+    source: the rule.
+    queries: indices of the query heads, sorted by key/value head.
+    key_heads: the key/value heads, each read by `per_key_head` of the query heads.
+
+    A pair counts exp(log_weight) times.
     """
 
     source: RowSource
@@ -45,12 +48,14 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Attention of some queries of a head group (query heads with one rule) over some keys.
+    """Attention of some queries of a head group over some keys.
 
-    A row is one query of one head. rows: the queries. slots: token indices of the n keys in the key tensor. keys: where
-    the positions of these keys are among those of `seen`. pairs: True where a row sees a key; None if every row sees
-    every key. blind: True for rows that see no key of the part; None if every row sees one. level: index of the output
-    buffer; parts of one level have no head in common, so they share one.
+    rows: the queries.
+    slots: token indices of the n keys in the key tensor.
+    keys: slice of `seen.keys` with the positions of these keys.
+    pairs: True where a row sees a key; None if every row sees every key.
+    blind: True for rows that see no key of the part; None if every row sees one.
+    level: index of the output buffer; parts of one level have no head in common, so they share one.
     """
 
     group: HeadGroup
@@ -107,7 +112,7 @@ class RowPart:
         """Return the scores after score_mod, with -inf for hidden pairs.
 
         score_mod: called with indices of query heads, of which there are num_heads, and of queries, and with positions
-        of keys.
+            of keys.
         """
         device, seen = scores.device, self.seen
         by_head = self.to_heads(scores)
@@ -228,8 +233,8 @@ def matrix_backward(
     """Return (dq, dk, dv) of `matrix_forward` in the dtype of the lse.
 
     lse, delta: of each row over all its keys, which may be more than these n; delta is grad_out · out - grad_lse. A
-    score's gradient is weight * (grad_out · value - delta). A row whose lse is +inf has weight 0 everywhere. bias:
-    added to the scores.
+        score's gradient is weight * (grad_out · value - delta). A row whose lse is +inf has weight 0 everywhere.
+    bias: added to the scores.
     """
     q, grad_out, k, v = (x.to(lse.dtype) for x in (q, grad_out, k, v))
     weights = (_scores(q, k, scale, bias) - lse.unsqueeze(-1)).exp_()
@@ -244,7 +249,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Te
 
 @dataclass(frozen=True)
 class RuleHeads:
-    """One rule (set of allowed pairs) and the query heads of this device that have it.
+    """One rule and the query heads of this device that have it.
 
     A pair counts exp(log_weight) times.
     """
@@ -257,11 +262,13 @@ class RuleHeads:
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
 ) -> tuple[tuple[RuleHeads, ...], ...]:
-    """Return, for each distinct branch (summand) of a pattern, its rules with the heads of this device that have each.
+    """Return, for each distinct branch of a pattern, its rules with the heads of this device that have each.
 
     A rule is the set of pairs that a branch allows in some heads. Each head of this device has one rule of a branch.
-    num_heads: number of query heads of this device; they are the heads from head_offset on of num_heads_global. A
-    branch that occurs m times has log_weight log(m).
+
+    num_heads: number of query heads of this device; they are the heads from head_offset on of num_heads_global.
+
+    A branch that occurs m times has log_weight log(m).
     """
     branches = []
     for branch, times in Counter(pattern.branches()).items():
@@ -279,10 +286,11 @@ def branch_rules(
 def group_heads(
     branches: Sequence[Sequence[RuleHeads]], *, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> tuple[tuple[HeadGroup, ...], ...]:
-    """Return, for each branch (summand of a pattern), groups of query heads that are computed together.
+    """Return, for each branch, groups of query heads that are computed together.
 
-    The heads of a group have one rule, with equally many query heads for each key/value head. branches: the rules of
-    each branch, from `branch_rules`.
+    The heads of a group have one rule, with equally many query heads for each key/value head.
+
+    branches: the rules of each branch, from `branch_rules`.
     """
     return tuple(
         tuple(group for rule in rules for group in _groups(rule, num_heads, num_kv_heads, device)) for rules in branches
@@ -339,6 +347,7 @@ def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -
     """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
     rule: the pattern with the values of its run-time tensors; None for the call's pattern, which has no such tensors.
+
     Head groups of the call's pattern are cached for all offsets and lengths; those of a `rule` are not.
     """
 
@@ -395,8 +404,8 @@ class _InOrder:
 def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: range, store: KeySlots) -> RowProgram:
     """Build the RowProgram, the attention of a few queries, for queries and keys at these positions.
 
-    branches: groups of heads with one rule, for each branch (summand) of the pattern. store: maps each key's position
-    to its token index; it must have every visible key.
+    branches: groups of heads with one rule, for each branch of the pattern.
+    store: maps each key's position to its token index; it must have every visible key.
     """
     parts: list[RowPart] = []
     level = 0
@@ -413,10 +422,12 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
-    """Split the attention of a head group (query heads with one rule) into parts that each read one view of the keys.
+    """Split the attention of a head group into parts that each read one view of the keys.
 
-    seen: queries, the keys they see and the mask. If that takes more than a few views, the result is a single part,
-    which gathers the keys by index. The parts have consecutive levels (output buffers) from `level` on.
+    seen: queries, the keys they see and the mask.
+
+    If that takes more than a few views, the result is a single part, which gathers the keys by index. The parts have
+    consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     rows, stops = slice(seen.rows.start, seen.rows.stop, seen.rows.step), [*accumulate(lengths)]

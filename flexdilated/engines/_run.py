@@ -30,8 +30,10 @@ def run(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"] | None]:
     """Compute attention by the named engine, which must support the call; returns (out, natural lse).
 
-    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. Without queries or keys, out is 0
-    and lse is -inf, or the sinks if there are any.
+    bindings: the pattern's run-time tensors, sorted by name.
+    call: pattern and sizes.
+
+    Without queries or keys, out is 0 and lse is -inf, or the sinks if there are any.
     """
     if 0 in q.shape or 0 in k.shape:
         return nothing(q, k, v, features.sinks)

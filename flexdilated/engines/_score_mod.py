@@ -112,8 +112,10 @@ def modified(
 ) -> Float[Tensor, "x t Q K"]:
     """Return the scores after score_mod, which is called for one score at a time, as in FlexAttention.
 
-    b, h: batch entry and head of each problem. q, k: positions of queries and keys. hidden: True for pairs that are not
-    allowed, for which score_mod may fail: it gets the indices of an allowed pair, and callers must mask the result.
+    b, h: batch entry and head of each problem.
+    q, k: positions of queries and keys.
+    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair,
+        and callers must mask the result.
     """
     if torch.compiler.is_compiling():
         score_mod = _of_shape_one(score_mod)
@@ -157,10 +159,7 @@ def _allowed_instead(
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:
-    """Return the map from a term's kernel indices to global heads and positions, in the form that needs least memory.
-
-    A term is the part of a plan that one kernel computes.
-    """
+    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory."""
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)
@@ -192,7 +191,8 @@ def in_order(
 ) -> ScoreMod:
     """Return a function of (score, batch, head, query slot, key slot) that calls `function` with head and positions.
 
-    heads: global head of each head of the term. q_positions, k_positions: position in each slot of each head.
+    heads: global head of each head of the term.
+    q_positions, k_positions: position in each slot of each head.
     """
 
     def at_positions(score, b, h, q, k):

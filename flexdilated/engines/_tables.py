@@ -17,8 +17,8 @@ from ._call import Call
 def table_split_of(call: Call) -> TableSplit | None:
     """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
 
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
+    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
+    cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
     return None if found is None or call.k_offset % found.leaf.block[1] else found
@@ -28,26 +28,27 @@ def table_split_of(call: Call) -> TableSplit | None:
 def table_split_in_text(text: str) -> TableSplit | None:
     """Split a pattern, given as JSON, into a table of selected blocks, a mask on their pairs, and other pairs.
 
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
+    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or
     it cannot be separated from the rest.
     """
     return table_split(read_text(text)) if '"kind":"selected_blocks"' in text else None
 
 
 def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """Return (call, run-time tensors) for `selection.others`, the summand of the pattern without selected blocks.
+    """Return (call, run-time tensors) for `selection.others`, the branch of the pattern without selected blocks.
 
-    selection: split of the call's pattern, in which `others` is not None. bindings: run-time tensors (mask data that
-    are passed with the call) of the whole pattern, sorted by name.
+    selection: split of the call's pattern, in which `others` is not None.
+    bindings: run-time tensors of the whole pattern, sorted by name.
     """
     assert selection.others is not None
     return call._replace(pattern=selection.others.text), tensors_of(call, selection.others, bindings)
 
 
 def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Return the run-time tensors (mask data that are passed with the call) of `part`, sorted by name.
+    """Return the run-time tensors of `part`, sorted by name.
 
-    part: part of the call's pattern. bindings: all run-time tensors of the pattern, sorted by name.
+    part: part of the call's pattern.
+    bindings: all run-time tensors of the pattern, sorted by name.
     """
     tensors = dict(zip(names(read_text(call.pattern)), bindings, strict=True))
     return [tensors[name] for name in names(part)]
@@ -57,9 +58,11 @@ def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list
 def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[TableProblems]:
     """Return the problems of a call's table of selected blocks: of each batch entry, or of all if they do not differ.
 
-    selection: the call's pattern, split into the table and the rule that further restricts its pairs. bindings:
-    run-time tensors of the pattern, sorted by name. batch: number of batch entries. Raises ValueError unless the number
-    of entries in the table, and in the rule, is 1 or `batch`.
+    selection: the call's pattern, split into the table and the rule that further restricts its pairs.
+    bindings: run-time tensors of the pattern, sorted by name.
+    batch: number of batch entries.
+
+    Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
     """
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(call, leaf, bindings)

@@ -34,7 +34,9 @@ class Trial:
 class MaxBatch:
     """Result of `max_batch`: the largest `n` that fits, and its measurements; bytes exclude those held at the start.
 
-    predicted: peak of `step(n)` by the line through the probes. measured: its measured peak. budget: the upper bound.
+    predicted: peak of `step(n)` by the line through the probes.
+    measured: its measured peak.
+    budget: the upper bound.
     trials: all measured steps, the probes first.
     """
 
@@ -66,8 +68,8 @@ def max_batch(
     bisection. If memory does not grow between the probes, `most` is tried at once. For lengths, choose probes longer
     than the pattern's segments, from where memory grows in proportion to the tokens.
 
-    step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must
-        leave no memory behind that grows with n, and may run for any n up to `most`.
+    step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must leave
+        no memory behind that grows with n, and may run for any n up to `most`.
     budget: bytes that a step may hold on top of what is held at the call; None takes 80 % of the memory free then. On
         CUDA free memory is that of the device and the unused part of the allocator's; on CPU the available memory that
         Linux reports, within the limits of the process's control groups.

@@ -70,8 +70,8 @@ _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32
 class KernelBytes:
     """Bytes that an operator allocates where a TorchDispatchMode, which sees only its results, cannot count them.
 
-    work: peak while it runs, including its results but not its inputs. kept: bytes that stay allocated until the last
-    of its results is freed.
+    work: peak while it runs, including its results but not its inputs.
+    kept: bytes that stay allocated until the last of its results is freed.
     """
 
     work: int
@@ -84,10 +84,15 @@ _NO_BYTES = KernelBytes(0)
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts the bytes of the tensors that operations return, until they are freed.
 
-    Each storage counts once, so views cost nothing. live: bytes alive now. peak: most bytes alive at once since the
-    start or `restart`. held: tensors that are counted from the start. hidden: for an operator, the bytes that it
-    allocates inside its kernel, which are not counted otherwise. On tensors of device "meta", which have sizes and no
-    memory, the counts equal a run on CPU; tensors with values may be mixed in.
+    Each storage counts once, so views cost nothing.
+
+    live: bytes alive now.
+    peak: most bytes alive at once since the start or `restart`.
+    held: tensors that are counted from the start.
+    hidden: for an operator, the bytes that it allocates inside its kernel, which are not counted otherwise.
+
+    On tensors of device "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may
+    be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
@@ -146,9 +151,10 @@ def nbytes(*tensors: Tensor) -> int:
 class AttentionSize:
     """Sizes of a self-attention call.
 
-    num_kv_heads: number of key/value heads; None: num_heads. tokens_outermost: True if q, k and v are (B, N, H, D) in
-    memory, as a projection returns them; otherwise they are (B, H, N, D). value_dim: head dim of v and of the output;
-    None: head_dim.
+    num_kv_heads: number of key/value heads; None: num_heads.
+    tokens_outermost: True if q, k and v are (B, N, H, D) in memory, as a projection returns them; otherwise they are
+        (B, H, N, D).
+    value_dim: head dim of v and of the output; None: head_dim.
     """
 
     num_tokens: int
@@ -198,10 +204,15 @@ class AttentionSize:
 class AttentionMemory:
     """Bytes of one call; each peak counts everything alive, including the call's inputs.
 
-    queries: q. keys: k and v together. outputs: out, and equally its gradient. lse: of all rows. kept: what training
-    keeps from the forward for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps
-    nothing. forward_peak: of a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables:
-    the plan's block and index tables, which stay in the cache and are not in the peaks.
+    queries: q.
+    keys: k and v together.
+    outputs: out, and equally its gradient.
+    lse: of all rows.
+    kept: what training keeps from the forward for the backward, including q, k, v, out and lse.
+    inference_peak: of a forward that keeps nothing.
+    forward_peak: of a forward in training.
+    backward_peak: from the gradient of out to dq, dk and dv.
+    tables: the plan's block and index tables, which stay in the cache and are not in the peaks.
     """
 
     queries: int
@@ -245,17 +256,19 @@ def attention_memory(
     score_mod: ScoreMod | None = None,
     planned: Plan | None = None,
 ) -> AttentionMemory:
-    """Predict the memory of `attend` on a kind of device, by engine "aten" on "cpu", "flex" elsewhere, or "portable".
+    """Predict the memory of `attend` on a kind of device, such as "cpu", without computing anything.
 
     Up to 1,048,576 tokens it plans the call, and counts what is alive: for aten and portable in a run of the engine on
     meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
-    inside kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is
-    needed.
+    inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
 
-    engine: None takes the device's default, aten or flex. drops: True with attention dropout, which aten lacks.
+    engine: "aten", "flex" or "portable"; None takes the device's default.
+    drops: True with attention dropout, which aten lacks.
     score_mod: as in `attend`; aten takes none. It is called on meta tensors, and gradients of tensors that it captures
-    are not counted. planned: the plan of this call, for a caller that has it already. Raises ValueError for a pattern
-    that lacks the values of run-time tensors, or does not fit the heads or tokens.
+        are not counted.
+    planned: the plan of this call, for a caller that has it already.
+
+    Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens.
     """
     missing = names(pattern)
     if missing:
@@ -299,7 +312,7 @@ class _Way:
 
 
 def allowed_by(engine: str, device: str) -> Allowed:
-    """Return the kinds of terms (parts of a plan, one kernel each) that an engine runs; device: such as "cpu"."""
+    """Return the kinds of terms that an engine runs; device: such as "cpu"."""
     return ANYTHING if engine == "aten" else allowed_on(torch.device(device))
 
 
@@ -438,9 +451,9 @@ def _without_values(step: FlexStep) -> FlexStep:
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
     """Return a shorter program with an equal memory peak: at most three steps of each kind, with fewer problems.
 
-    A step (a part of the mask that one kernel computes) frees its memory before the next one, so more steps of a kind
-    add nothing. A step computes its attention problems (query range, key range) in chunks of bounded memory, so one
-    chunk suffices. key_bytes: bytes of one key and its value over the batch.
+    A step frees its memory before the next one, so more steps of a kind add nothing. A step computes its attention
+    problems (query range, key range) in chunks of bounded memory, so one chunk suffices. key_bytes: bytes of one key
+    and its value over the batch.
     """
     taken: Counter[object] = Counter()
     steps = []

@@ -59,16 +59,21 @@ class BlockSparseAttention(nn.Module):
     and it can be pickled, copied and moved like any module. The attribute `pattern` may be read, and used with
     `attend`.
 
-    dropout: probability of dropping an attention weight, in training. sinks: True adds a parameter of that name: a
-    logit for each of num_heads heads of q, initially 0, which adds a term exp(sink) to every softmax denominator.
-    num_heads: only with sinks=True. scale, enable_gqa, engine, block_size, autotune: as in `attend`. Invalid values
-    raise ValueError or TypeError.
-
+    pattern: a pattern or mixture; run-time tensors that it only names are passed to the call as `bindings`.
+    dropout: probability of dropping an attention weight, in training.
+    sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
+        exp(sink) to every softmax denominator.
+    num_heads: only with sinks=True.
+    scale: factor on the scores, a number; None: 1 / sqrt(D).
+    enable_gqa, engine, block_size, autotune: as in `attend`; autotune must be False with a mesh.
     mesh: the ranks that share the sequence, a DeviceMesh of one dimension; None for one device. With a mesh, q, k, v
-    and the output are this rank's tokens, at the positions that `sharding` assigns to it (None: contiguous shards of
-    equal length); a padding mask and bindings are for the whole sequence. schedule: "exchange", "ring", "auto" to
-    choose between these two, or "heads": each rank attends over the whole sequence for some heads. codec, error_bound,
-    pool: as in `distributed.attend`. The gradients of `sinks` must be summed over the ranks.
+        and the output are this rank's tokens, at the positions that `sharding` assigns to it (None: contiguous shards
+        of equal length); a padding mask and bindings are for the whole sequence.
+    schedule: "exchange", "ring", "auto" to choose between these two, or "heads": each rank attends over the whole
+        sequence for some heads.
+    codec, error_bound, pool: as in `distributed.attend`.
+
+    The gradients of `sinks` must be summed over the ranks. Invalid values raise ValueError or TypeError.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.BlockSparseAttention(masks.local_window(left=31, right=0))
@@ -136,9 +141,10 @@ class BlockSparseAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output; 0 for a query that may attend to no key.
 
-        Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. score_mod,
-        bindings, head_offset, num_heads_global: as in `attend`. key_padding_mask: True for keys to hide; None to hide
-        none.
+        Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`.
+
+        score_mod, bindings, head_offset, num_heads_global: as in `attend`.
+        key_padding_mask: True for keys to hide; None to hide none.
         """
         pattern = self.pattern
         if key_padding_mask is not None:
@@ -216,6 +222,7 @@ def chosen_pattern(
     """Return `pattern`, intersected with causal order if `causal`; for None the `dilated_pattern` of the branches.
 
     how: a correct call, for the text of the TypeError that is raised if there are neither a pattern nor branches.
+
     Raises ValueError for a pattern together with branches, or with offsets or heads other than the defaults.
     """
     if pattern is None:
@@ -236,7 +243,10 @@ def chosen_pattern(
 class DilatedAttention(BlockSparseAttention):
     """Attention by LongNet's branches (segment length, dilation rate), causal or not: (q, k, v) -> out.
 
-    A query gets output 0 for a head in which no branch selects its position. offsets, heads: as in `masks.longnet`.
+    A query gets output 0 for a head in which no branch selects its position.
+
+    offsets, heads: as in `masks.longnet`.
+
     Other arguments, and the arguments of a call: as in `BlockSparseAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
@@ -271,8 +281,9 @@ class RingDilatedAttention(BlockSparseAttention):
 
     Takes this rank's q, k and v, and returns its output. Each rank receives the keys and values that its queries need,
     in one all-to-all (schedule="exchange") or rank by rank while it computes ("ring"); "auto" chooses by counted bytes
-    and memory. mesh, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; other arguments as in
-    `DilatedAttention`.
+    and memory.
+
+    mesh, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.RingDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens
@@ -312,10 +323,11 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` over a sequence that is distributed over the ranks of a mesh; heads are divided over ranks.
 
     An all-to-all before attention gives each rank all tokens of some heads; an all-to-all after it sends the outputs
-    back, so that each rank has all heads of its own tokens.
-    The number of query heads must be a multiple of the number of ranks; there may be fewer key/value heads, which are
-    sent to every rank that reads them. Dilation offsets depend on the global head, so the result does not depend on the
-    number of ranks. mesh, sharding: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
+    back, so that each rank has all heads of its own tokens. The number of query heads must be a multiple of the number
+    of ranks; there may be fewer key/value heads, which are sent to every rank that reads them. Dilation offsets depend
+    on the global head, so the result does not depend on the number of ranks.
+
+    mesh, sharding: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.HeadParallelDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Memory(NamedTuple):
     """Keys and values of a memory, the sequence to which cross-attention attends.
 
-    blocks: (keys, values) for each block of the model, each (B, G, M, D). pattern: allows all queries to attend to the
-    tokens of the memory that are not padding.
+    blocks: (keys, values) for each block of the model, each (B, G, M, D).
+    pattern: allows all queries to attend to the tokens of the memory that are not padding.
     """
 
     blocks: list[KeysValues]
@@ -56,13 +56,14 @@ class LongNetBackbone(Pretrained):
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
-    attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters are
-    for this rank's tokens; sum them over the ranks. schedule, sharding, codec, error_bound, pool: as in
-    `BlockSparseAttention`; but layers that choose their keys (config.selection) gather all keys for any schedule, and
-    take no codec. The state_dict is that of a model without a mesh.
+        attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters
+        are for this rank's tokens; sum them over the ranks.
+    schedule, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; but layers that choose their keys
+        (config.selection) gather all keys for any schedule, and take no codec. The state_dict is that of a model
+        without a mesh.
     memory_dim: width of the memory, a second sequence to which every block also attends; None for a model without one.
     scales: (factor of x in the residual sums, gain of the initial weights of the projections that are added to x); None
-    for the values of a model that is not part of an encoder-decoder.
+        for the values of a model that is not part of an encoder-decoder.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -155,15 +156,19 @@ class LongNetBackbone(Pretrained):
         """Features (B, N, E) of tokens in [0, vocab_size), or of embedded inputs with vocab_size=None.
 
         A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
+
         key_padding_mask: True for tokens to which no token may attend; pad on the right, because positions count from
-        the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; `tokens`, without
-        padding, then continue the sequences of earlier calls with these caches, each from its own position; None for no
-        earlier tokens. memory: the sequence to which every token also attends, in a model with memory_dim; None in a
-        model without. memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None
-        means no padding. bindings: values of the run-time tensors that the pattern of the configuration names, for the
-        whole sequence, as in `attend`. Raises ValueError or TypeError for inputs of other shapes, on another device,
-        or, without autocast, of another dtype than the model's, and for a token outside the vocabulary; on an
-        accelerator, and in a compiled graph, such a token causes the device's own error.
+            the first token; with a mesh it is the mask of the whole sequence.
+        caches: from `new_caches`; `tokens`, without padding, then continue the sequences of earlier calls with these
+            caches, each from its own position; None for no earlier tokens.
+        memory: the sequence to which every token also attends, in a model with memory_dim; None in a model without.
+        memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
+        bindings: values of the run-time tensors that the pattern of the configuration names, for the whole sequence, as
+            in `attend`.
+
+        Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast, of another
+        dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled graph, such
+        a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
@@ -180,8 +185,9 @@ class LongNetBackbone(Pretrained):
         If the model is not causal, each piece must be whole chunks of its pattern, such as segments of the longest
         length: see `KVCache.chunk`.
 
-        capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed. Raises ValueError for a
-        model over ranks.
+        capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed.
+
+        Raises ValueError for a model over ranks.
         """
         self._check_one_rank("new_caches")
         heads, engine = self.config.num_heads, self.config.engine
@@ -222,7 +228,10 @@ class LongNetBackbone(Pretrained):
     ) -> Float[Tensor, "B N E"]:
         """Features (B, N, E) after the last norm, in the order of `tokens`.
 
-        padding: `forward`'s key_padding_mask. memory: from `read`. Other arguments as in `forward`.
+        padding: `forward`'s key_padding_mask.
+        memory: from `read`.
+
+        Other arguments as in `forward`.
         """
         self._check(tokens)
         seen = self._check_caches(caches, tokens.shape[0])
@@ -361,7 +370,7 @@ class LongNetBackbone(Pretrained):
         self._check_one_rank("a call with caches")
         if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
             raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
-        seen = [cache._seen() for cache in caches]
+        seen = [cache._tokens_seen() for cache in caches]
         if len(seen) != len(self.blocks) or any(each != seen[0] for each in seen):
             numbers = [each[0] if len(set(each)) == 1 else each or 0 for each in seen]
             raise ValueError(

@@ -16,9 +16,11 @@ def without_padding(
     """Return the pattern restricted to the keys that a padding mask does not hide; mask None returns it unchanged.
 
     mask: tensor of shape `shape`, (B, M), or (M,) without a batch; boolean, True for keys to hide, or float, -inf for
-    keys to hide and 0 for others (torch's encoders convert booleans to floats). k_offset: position of its first key.
-    batch_first: False adds advice to the error for a mask of the transposed shape. Raises TypeError or ValueError for a
-    mask of another shape or dtype.
+        keys to hide and 0 for others (torch's encoders convert booleans to floats).
+    k_offset: position of its first key.
+    batch_first: False adds advice to the error for a mask of the transposed shape.
+
+    Raises TypeError or ValueError for a mask of another shape or dtype.
     """
     if mask is None:
         return pattern
@@ -45,7 +47,7 @@ def require_causal_mask(
     """Raise ValueError unless the mask hides exactly the later keys, as `generate_square_subsequent_mask` does.
 
     mask: of shape (N, M), boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others. In a
-    compiled graph the values are checked at run time, with a RuntimeError; on the meta device they are not checked.
+        compiled graph the values are checked at run time, with a RuntimeError; on the meta device they are not checked.
     instead: advice for the error message.
     """
     rule = "attn_mask must be None, or exactly torch's causal mask, as the pattern says who attends to whom"

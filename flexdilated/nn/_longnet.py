@@ -85,13 +85,15 @@ class LongNet(LongNetBackbone):
     ) -> Int64[Tensor, "B N_plus_new"]:
         """Return `tokens` followed by at most max_new_tokens new tokens, drawn one by one from the model's logits.
 
-        temperature: divisor of the logits; 0 takes the most likely token. top_k: draw only from the k most likely
-        tokens; None for all. top_p: draw only from the most likely tokens that together reach probability p; None for
-        all. With both, top_p applies to the tokens that top_k keeps. generator: source of randomness, on the model's
-        device; None is torch's default. stop: token id that ends a sequence: after its first new `stop` a sequence
-        contains only `stop`, and once every sequence has drawn it, the result ends; None for no such token.
-        prefill_chunk: tokens of the prompt per forward pass, which bounds memory. memory, memory_padding_mask: as in
-        `forward`.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: draw only from the k most likely tokens; None for all.
+        top_p: draw only from the most likely tokens that together reach probability p; None for all. With both, top_p
+            applies to the tokens that top_k keeps.
+        generator: source of randomness, on the model's device; None is torch's default.
+        stop: token id that ends a sequence: after its first new `stop` a sequence contains only `stop`, and once every
+            sequence has drawn it, the result ends; None for no such token.
+        prefill_chunk: tokens of the prompt per forward pass, which bounds memory.
+        memory, memory_padding_mask: as in `forward`.
 
         Raises ValueError or TypeError, before any token is drawn, for a model that is not causal or has no vocabulary,
         for more tokens than it has positions, and for invalid values.
@@ -129,8 +131,9 @@ class LongNet(LongNetBackbone):
 class LongNetClassifier(Pretrained):
     """A `LongNetBackbone` with one output vector (num_outputs,) per sequence: logits of classes, or numbers to regress.
 
-    num_outputs: number of classes, or of numbers. pooling: features from which the outputs are projected: "mean" is the
-    mean over the tokens that are not padding; "first" and "last" take the first or last of these tokens.
+    num_outputs: number of classes, or of numbers.
+    pooling: features from which the outputs are projected: "mean" is the mean over the tokens that are not padding;
+        "first" and "last" take the first or last of these tokens.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=None, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -169,7 +172,8 @@ class LongNetClassifier(Pretrained):
         """Outputs (B, num_outputs) of sequences of token ids, or of embedded inputs.
 
         key_padding_mask: True for padding, which is neither attended to nor pooled; each sequence needs at least one
-        other token. bindings: as in `LongNetBackbone.forward`.
+            other token.
+        bindings: as in `LongNetBackbone.forward`.
         """
         x = self.backbone(tokens, key_padding_mask=key_padding_mask, bindings=bindings)
         if not x.shape[1]:
@@ -194,8 +198,9 @@ class LongNetEncoderDecoder(Pretrained):
     """Sequence-to-sequence model: the decoder's blocks attend to its own tokens and to the encoder's features.
 
     encoder, decoder: configurations; the encoder's has causal=False, the decoder's causal=True and a vocab_size. The
-    self-attention of each uses the branches or the pattern of its own configuration, without run-time tensors; in
-    cross-attention every token of the decoder attends to all tokens of the encoder that are not padding.
+        self-attention of each uses the branches or the pattern of its own configuration, without run-time tensors; in
+        cross-attention every token of the decoder attends to all tokens of the encoder that are not padding.
+
     Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
 
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
@@ -245,8 +250,9 @@ class LongNetEncoderDecoder(Pretrained):
     ) -> Float[Tensor, "B N V"]:
         """Logits (B, N, V) of the token that follows each of `tokens`, the decoder's input.
 
-        source: token ids or embedded inputs of the encoder. source_padding_mask, key_padding_mask: True for padding of
-        `source` and of `tokens`, to which no token attends; None for no padding.
+        source: token ids or embedded inputs of the encoder.
+        source_padding_mask, key_padding_mask: True for padding of `source` and of `tokens`, to which no token attends;
+            None for no padding.
         """
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
@@ -263,8 +269,8 @@ class LongNetEncoderDecoder(Pretrained):
     ) -> Int64[Tensor, "B N_plus_new"]:
         """Return `tokens` followed by new tokens, drawn from the decoder, which attends to the encoded source.
 
-        source_padding_mask: True for padding of the source; None for no padding. options: keyword arguments of
-        `LongNet.generate`, except memory and memory_padding_mask.
+        source_padding_mask: True for padding of the source; None for no padding.
+        options: keyword arguments of `LongNet.generate`, except memory and memory_padding_mask.
         """
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
@@ -321,10 +327,12 @@ def generate(
 ) -> Int64[Tensor, "B new"]:
     """Draw the tokens that follow `tokens`, and return these new tokens only.
 
-    Their number is max_new_tokens, or less if all sequences have drawn `stop` earlier. stop: after its first new `stop`
-    a sequence contains only `stop`; None for no such token. next_logits: function that takes the next tokens (B, n)
-    and returns the logits (B, V) of the token after them; it must remember the tokens of earlier calls. It is called
-    with the prompt in chunks of prefill_chunk tokens, then with each new token.
+    Their number is max_new_tokens, or less if all sequences have drawn `stop` earlier.
+
+    stop: after its first new `stop` a sequence contains only `stop`; None for no such token.
+    next_logits: function that takes the next tokens (B, n) and returns the logits (B, V) of the token after them; it
+        must remember the tokens of earlier calls. It is called with the prompt in chunks of prefill_chunk tokens, then
+        with each new token.
     """
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:

@@ -30,11 +30,12 @@ class Block(nn.Module):
     With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each sum is
     norm(a * x + f(x)) instead, f being attention or feed-forward. Queries, keys and values come from one projection.
 
-    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device. selected: attention that
-    chooses its keys from the data, to use instead of the pattern; None to use the pattern. memory_dim None: no
-    attention to a memory. scales: (a, gain of the initial weights of the projections whose results are added to x);
-    None for `residual_scales(config)`. drop_path: probability, in training, that a sequence skips f, drawn for each
-    sum.
+    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device.
+    selected: attention that chooses its keys from the data, to use instead of the pattern; None to use the pattern.
+    memory_dim: width of the memory; None: no attention to a memory.
+    scales: (a, gain of the initial weights of the projections whose results are added to x); None for
+        `residual_scales(config)`.
+    drop_path: probability, in training, that a sequence skips f, drawn for each sum.
     """
 
     def __init__(
@@ -111,11 +112,14 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B N E"]:
         """Output of the block for x, whose tokens are in the order of `layout` (None: natural order).
 
-        turns: rotary factors at the tokens' positions; None for no rotation. cache: holds keys and values of the
-        earlier tokens, to which those of x are appended; it attends by its own pattern, not by `pattern`. None: x has
-        no earlier tokens. With over_ranks, x is this rank's tokens. memory: from `keys_values`, attended to by
-        `memory_pattern`; if either is None, that attention is skipped. visible: pattern of the keys that are not
-        padding, for `selected` only, because `pattern` already excludes padding; None for no padding.
+        turns: rotary factors at the tokens' positions; None for no rotation.
+        cache: holds keys and values of the earlier tokens, to which those of x are appended; it attends by its own
+            pattern, not by `pattern`. None: x has no earlier tokens.
+        memory: from `keys_values`, attended to by `memory_pattern`; if either is None, that attention is skipped.
+        visible: pattern of the keys that are not padding, for `selected` only, because `pattern` already excludes
+            padding; None for no padding.
+
+        With over_ranks, x is this rank's tokens.
         """
         x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:
@@ -223,8 +227,10 @@ def residual_scales(
 ) -> tuple[float, float]:
     """Return (factor of x in the residual sums, gain of the initial weights of the projections added to x).
 
-    config: configuration of one stack of blocks. decoder_depth: for the stack of an encoder, depth of the decoder that
-    reads it; else None. encoder_depth: for the stack of a decoder, depth of the encoder that it reads; else None.
+    config: configuration of one stack of blocks.
+    decoder_depth: for the stack of an encoder, depth of the decoder that reads it; else None.
+    encoder_depth: for the stack of a decoder, depth of the encoder that it reads; else None.
+
     Sources: DeepNet, arXiv 2203.00555, figure 2; Magneto, arXiv 2210.06423, section 2.3.
     """
     depth = config.depth

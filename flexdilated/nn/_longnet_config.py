@@ -33,10 +33,10 @@ class SelectedLayers:
     """Settings of the layers of a LongNet that attend to the key blocks with the best scores, not by the branches.
 
     block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. The selector's `within` is
-        causal order in a causal model; a block of queries then chooses by its first query.
-    most: number of blocks that each block of queries chooses, as in `TopK`.
+        causal order in a causal model; a query block then chooses by its first query.
+    most: number of blocks that each query block chooses, as in `TopK`.
     always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
-    keys in the block of the query.
+        keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
     layers: numbers of the layers, from 0; None for all layers.
 
@@ -76,8 +76,9 @@ class SelectedLayers:
     ) -> SelectedAttention:
         """Make the attention module of one of these layers.
 
-        causal: True if the model is causal. engine: as in `attend`. over_ranks: the model's mesh and sharding; None for
-        one device.
+        causal: True if the model is causal.
+        engine: as in `attend`.
+        over_ranks: the model's mesh and sharding; None for one device.
         """
         always = masks.chunked(self.block) if self.always is None else masks.parse(self.always)
         if not isinstance(always, Pattern):
@@ -132,8 +133,10 @@ class LongNetConfig:
     """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
     vocab_size: number of token ids, for token ids in and logits out; None for embedded inputs in and features out.
-    depth: number of blocks. causal: True intersects the branches or the pattern with `masks.causal()`, so that no token
-        attends to later ones; False for an encoder.
+    embed_dim, num_heads: width of the model, and query heads of each block; num_heads divides embed_dim.
+    depth: number of blocks.
+    causal: True intersects the branches or the pattern with `masks.causal()`, so that no token attends to later ones;
+        False for an encoder.
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
     pattern: a pattern or mixture that replaces the branches, or its text: an expression for `masks.parse`, or JSON from
         `masks.to_json`. The field stores JSON, so custom functions are not possible, and run-time tensors must be given
@@ -146,8 +149,8 @@ class LongNetConfig:
     rotary_base: base of the rotary wavelengths; raise it for longer contexts.
     xpos_scale: distance in tokens over which each channel pair of xpos decays by its factor, 2/7 or more; 512 in the
         paper.
-    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block (attention,
-        feed-forward).
+    bias: True gives projections and norms biases.
+    norm: "layer" or "rms", before each half of a block (attention, feed-forward).
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
     dropout: probability of zeroing an element of the embeddings and of each half's output, in training.
@@ -318,7 +321,7 @@ class LongNetConfig:
     @property
     def attention_pattern(self) -> Pattern | Mixture:
         """`pattern` or the pattern of the branches, causal if `causal`; for all layers except those of `selection`."""
-        pattern = None if self.pattern is None else _read(self.pattern)
+        pattern = None if self.pattern is None else _pattern_of(self.pattern)
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
         return chosen_pattern(pattern, self.segment_lengths, self.dilation_rates, **options, how=_HOW)
 
@@ -328,7 +331,7 @@ class LongNetConfig:
         return _PLANNED if self.segment_lengths is None else max(self.segment_lengths)
 
 
-def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
+def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
     """Return a pattern unchanged, or read it from an expression or JSON. Raises TypeError for other values."""
     if isinstance(pattern, str):
         return masks.from_json(pattern) if pattern.lstrip().startswith("{") else masks.parse(pattern)
@@ -338,7 +341,7 @@ def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
 
 def _json(pattern: Pattern | Mixture | str) -> str:
     """JSON of a pattern, or of the pattern with this text. ValueError if it holds tensors, TypeError if functions."""
-    read = _read(pattern)
+    read = _pattern_of(pattern)
     if held := read.given_tensors():
         names = ", ".join(map(repr, held))
         raise ValueError(

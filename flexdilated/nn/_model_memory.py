@@ -20,8 +20,11 @@ from ._longnet_config import LongNetConfig
 class ModelSize:
     """Sizes of a LongNet without vocabulary, except those of its pattern and the number of tokens.
 
-    The hidden width of its feed-forwards is 4 * embed_dim. dtype: of weights and inputs. batch: number of sequences per
-    forward pass. num_kv_heads: number of key-value heads; None means num_heads.
+    The hidden width of its feed-forwards is 4 * embed_dim.
+
+    dtype: of weights and inputs.
+    batch: number of sequences per forward pass.
+    num_kv_heads: number of key-value heads; None means num_heads.
     """
 
     embed_dim: int
@@ -40,9 +43,11 @@ class ModelSize:
 class ModelMemory:
     """Memory of a LongNet in bytes; a peak is the largest sum of all tensors alive at one time.
 
-    weights: the parameters; their gradients have equal size. optimizer: AdamW's two moments, in the weights' dtype.
-    inference_peak: a forward without gradients, including weights and input. step_peak: a forward and a backward,
-    including input, weights, their gradients and the gradient of the features. training_peak: step_peak plus optimizer.
+    weights: the parameters; their gradients have equal size.
+    optimizer: AdamW's two moments, in the weights' dtype.
+    inference_peak: a forward without gradients, including weights and input.
+    step_peak: a forward and a backward, including input, weights, their gradients and the gradient of the features.
+    training_peak: step_peak plus optimizer.
     """
 
     weights: int
@@ -87,8 +92,8 @@ def training_step(model: LongNet, x: Tensor) -> Tensor:
 def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
     """Memory of a LongNet of this size on sequences of num_tokens tokens, found by a run on meta tensors.
 
-    attention: memory of the attention in one block, whose sizes are `attention_size(size, num_tokens)`. checkpoint: as
-    in `LongNetConfig`.
+    attention: memory of the attention in one block, whose sizes are `attention_size(size, num_tokens)`.
+    checkpoint: as in `LongNetConfig`.
     """
     # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of the output.
     forward = KernelBytes(attention.forward_peak - attention.inputs, attention.kept - attention.shown)

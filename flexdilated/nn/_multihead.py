@@ -35,8 +35,9 @@ _LARGE_BATCH = 256  # of short sequences; larger batches suggest that the two di
 class MultiheadProjections(DisablesFusedEncoder):
     """Base class with the parameters of `nn.MultiheadAttention`: projects inputs to heads, and heads to outputs.
 
-    embed_dim, kdim, vdim: widths of query, key and value. in_proj_weight: the three projections stacked if the widths
-    are equal, else None; q_proj_weight, k_proj_weight and v_proj_weight are then set. in_proj_bias None: no biases.
+    embed_dim, kdim, vdim: widths of query, key and value.
+    in_proj_weight: the three projections stacked if the widths are equal, else None; q_proj_weight, k_proj_weight and
+        v_proj_weight are then set. in_proj_bias None: no biases.
     """
 
     embed_dim: int
@@ -161,18 +162,22 @@ class MultiheadDilatedAttention(MultiheadProjections):
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
-    compute the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
+    compute the same function.
 
+    embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in `nn.MultiheadAttention`.
+    segment_lengths, dilation_rates: the branches, as in `masks.longnet`.
+    offsets, heads: as in `masks.longnet`.
+    engine: as in `attend`.
     pattern: a pattern or mixture that replaces segment_lengths, dilation_rates, offsets and heads; values of run-time
-    tensors that it names are passed to the call as `bindings`. causal: True intersects the branches or the pattern with
-    `masks.causal()`, and allows calls with is_causal=True. The attribute `pattern` includes this intersection.
-
+        tensors that it names are passed to the call as `bindings`.
+    causal: True intersects the branches or the pattern with `masks.causal()`, and allows calls with is_causal=True. The
+        attribute `pattern` includes this intersection.
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
-    key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
+        key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
+    dropout: probability of dropping an attention weight, in training.
 
-    dropout: probability of dropping an attention weight, in training. add_bias_kv and add_zero_attn must be False, else
-    ValueError. `nn.TransformerEncoderLayer` calls the module in inference, too, instead of the layer's own fused
-    kernel.
+    add_bias_kv and add_zero_attn must be False, else ValueError. `nn.TransformerEncoderLayer` calls the module in
+    inference, too, instead of the layer's own fused kernel.
 
     >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
     >>> x = torch.randn(1, 256, 64)
@@ -280,14 +285,20 @@ class MultiheadDilatedAttention(MultiheadProjections):
         """Return (output in the shape of query, None in place of attention weights, which are never formed).
 
         Shapes: query (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise, with M
-        tokens of width kdim and vdim. is_causal=True needs a module with causal=True. attn_mask: None or, for a module
-        with causal=True, exactly torch's causal mask, (N, M) booleans or floats, which changes nothing.
+        tokens of width kdim and vdim.
+
+        attn_mask: None or, for a module with causal=True, exactly torch's causal mask, (N, M) booleans or floats, which
+            changes nothing.
+        is_causal: True needs a module with causal=True.
         key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to hide, or floats, -inf for keys to hide
-        and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions include
-        padding: with padding on the left, segments begin in the padding. average_attn_weights affects only returned
-        weights, so it has no effect here. bindings: values of the run-time tensors that the pattern names, as in
-        `attend`; with a mesh for the whole sequence. Raises ValueError for need_weights, for any other attn_mask
-        (RuntimeError at run time in a compiled graph), and for inputs that do not fit.
+            and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions
+            include padding: with padding on the left, segments begin in the padding.
+        average_attn_weights: without effect, as no weights are returned.
+        bindings: values of the run-time tensors that the pattern names, as in `attend`; with a mesh for the whole
+            sequence.
+
+        Raises ValueError for need_weights, for any other attn_mask (RuntimeError at run time in a compiled graph), and
+        for inputs that do not fit.
         """
         refuse_weights(need_weights)
         q, k, v = self.heads_of(query, key, value)

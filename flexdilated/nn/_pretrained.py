@@ -72,16 +72,18 @@ class Pretrained(nn.Module):
     ) -> Self:
         """Load the model that `save_pretrained` wrote into a folder, in evaluation mode.
 
-        device, dtype: of its weights; dtype None keeps the saved dtype. options: further constructor arguments, such as
-        a mesh. Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model
-        class, for a configuration that this version does not know, and for weights that are missing, unknown or of
-        another shape, all of which the error names; ImportError without safetensors.
+        device, dtype: of its weights; dtype None keeps the saved dtype.
+        options: further constructor arguments, such as a mesh.
+
+        Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model class, for
+        a configuration that this version does not know, and for weights that are missing, unknown or of another shape,
+        all of which the error names; ImportError without safetensors.
         """
         store, place = _safetensors(), Path(folder)
         for name in (_CONFIG, _WEIGHTS):
             if not (place / name).is_file():
                 raise FileNotFoundError(f"a model's folder must hold {_CONFIG} and {_WEIGHTS}; {place} has no {name}")
-        model = cls(**_read(cls, place / _CONFIG), **options, device="meta")
+        model = cls(**_read_arguments(cls, place / _CONFIG), **options, device="meta")
         weights = store.load_file(place / _WEIGHTS, device=str(device))
         _check(model, weights)
         model.load_state_dict({name: each.to(dtype) for name, each in weights.items()}, assign=True)
@@ -97,7 +99,7 @@ def _safetensors() -> Any:
         ) from error
 
 
-def _read(cls: type[nn.Module], path: Path) -> dict[str, Any]:
+def _read_arguments(cls: type[nn.Module], path: Path) -> dict[str, Any]:
     """Read the constructor arguments of `cls` from the config.json at `path`.
 
     Raises ValueError if the file is invalid or of another class.

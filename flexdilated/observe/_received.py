@@ -50,18 +50,21 @@ def attention_received(
 ) -> Float[Tensor, "B H M"]:
     """Attention that each key receives: sum over queries of multiplicity * exp(score - lse), per query head.
 
-    multiplicity: number of the pattern's branches that allow the pair. lse: as `attend(q, k, v, pattern,
-    return_lse=True)` returns it; other arguments: as in that call. A query distributes 1 over its keys, and nothing if
-    its lse is -inf. So a head's entries sum to the number of its queries with keys, less the share of sinks and of zero
-    keys (of padding="zeros"), which the lse includes. If the lse covers more keys than k, the result is the share of
-    the keys in k.
+    multiplicity: number of the pattern's branches that allow the pair.
+    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
+    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global, layout: as in that call; offsets are
+        numbers, not tensors.
+
+    A query distributes 1 over its keys, and nothing if its lse is -inf. So a head's entries sum to the number of its
+    queries with keys, less the share of sinks and of zero keys (of padding="zeros"), which the lse includes. If the lse
+    covers more keys than k, the result is the share of the keys in k.
 
     Uses as much memory as a backward pass, and no N x M matrix. The result is float32, or float64 for float64 inputs,
     and has no gradient. Half-precision inputs are computed in float32 on CPU; on accelerators engine="flex" rounds the
     result for them to half precision.
 
-    engine: as in `attend`, except "flash", and "flex" on CPU, which lack the gradient that this needs. block_size: as
-    in `attend`.
+    engine: as in `attend`, except "flash", and "flex" on CPU, which lack the gradient that this needs.
+    block_size: as in `attend`.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
 
@@ -168,8 +171,9 @@ def plot_attention_received(
     without a token stay white. Colours and curves have logarithmic scales; tokens that received nothing are grey in
     strips and maps, and gaps in curves.
 
-    coordinates: (x, y) of each token, such as the tiles of a slide; None for a sequence. k_offset: position of the
-    first key, as in the call of `attend`; 0 with coordinates. title: None for no title.
+    coordinates: (x, y) of each token, such as the tiles of a slide; None for a sequence.
+    k_offset: position of the first key, as in the call of `attend`; 0 with coordinates.
+    title: None for no title.
 
     Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
 
@@ -273,8 +277,10 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
     """(column and row of each token, grid steps along x and y), shapes (M, 2) and (2,).
 
-    places: (x, y) of each token, shape (M, 2). Returns None if they do not form a regular grid, if two tokens have the
-    same place, or if the grid has more than _MOST_CELLS cells.
+    places: (x, y) of each token, shape (M, 2).
+
+    Returns None if they do not form a regular grid, if two tokens have the same place, or if the grid has more than
+    _MOST_CELLS cells.
     """
     gaps = [along.unique().diff() for along in places.T]
     step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])

@@ -25,11 +25,15 @@ _POOL_MODULE = "flexdilated.distributed.wire._pool"
 class PoolStats:
     """Settings and statistics of a live `distributed.BufferPool`; peaks and counts are since its last reset.
 
-    device: "any" for a pool that serves all devices. threshold_bytes: size of the smallest tensor that it leases; None
-    if it leases none. budget_bytes: bound on the memory of all buffers; None for no bound. allocated_bytes: of all
-    buffers, leased and idle; peak_bytes: its peak. leased_bytes: requested by open leases. num_allocations: leases that
-    needed new memory. num_plain: requested tensors that torch allocated without a lease, such as those below the
-    threshold. reuse_rate: share of leases without new memory; 0 without leases.
+    device: "any" for a pool that serves all devices.
+    threshold_bytes: size of the smallest tensor that it leases; None if it leases none.
+    budget_bytes: bound on the memory of all buffers; None for no bound.
+    allocated_bytes: of all buffers, leased and idle.
+    peak_bytes: its peak.
+    leased_bytes: requested by open leases.
+    num_allocations: leases that needed new memory.
+    num_plain: requested tensors that torch allocated without a lease, such as those below the threshold.
+    reuse_rate: share of leases without new memory; 0 without leases.
     """
 
     name: str
@@ -49,8 +53,10 @@ class PoolStats:
 class Stats:
     """State and history of the library in this process; print it for tables.
 
-    cache: statistics of the cache of plans and tables. pools: all live pools. constants: (kind of device, source) of
-    the machine constants used in plans. measured: number of distinct calls whose options `autotune` measured and chose.
+    cache: statistics of the cache of plans and tables.
+    pools: all live pools.
+    constants: (kind of device, source) of the machine constants used in plans.
+    measured: number of distinct calls whose options `autotune` measured and chose.
     """
 
     cache: CacheStats

@@ -44,18 +44,19 @@ def block_mass(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Float[Tensor, "H R C"]:
-    """Mean share of attention that each block of queries gives to each block of keys, per head.
+    """Mean share of attention that each query block gives to each key block, per head.
 
     The share of one query is the sum over the block's keys of multiplicity * exp(score - lse), where the multiplicity
-    of a pair is the number of branches of the pattern that allow it. A block of queries has the mean of the shares of
-    its queries with lse > -inf, over all batch entries. So a row sums to 1, less the share of sinks and of keys added
-    as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch entries, call it once
-    per entry.
+    of a pair is the number of branches of the pattern that allow it. A query block has the mean of the shares of its
+    queries with lse > -inf, over all batch entries. So the shares of a query block sum to 1, less the share of sinks
+    and of keys added as padding, if the lse includes them; they sum to 0 if no query has keys. For separate batch
+    entries, call it once per entry.
 
-    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, offsets and heads: as
-    in that call. If k has only some of the keys in the lse, shares are still relative to all of them.
-    block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
-        `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
+    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
+    scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call; offsets are
+        numbers, not tensors. If k has only some of the keys in the lse, shares are still relative to all of them.
+    block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in `masks.block_list`.
+        The result begins with the blocks of query 0 and of key 0.
 
     Computes only blocks in which the pattern has pairs, in chunks, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
@@ -88,7 +89,7 @@ def block_mass(
         given = _Operands(queries[entries], keys[entries], shifts[entries], rows, columns, factor)
         for branch, times in Counter(rule.branches()).items():
             bound = _in_whole_blocks(call.bound(branch), rows, columns)
-            _add_branch(mass, times, bound, _listed(bound, sides), given)
+            _add_branch(mass, times, bound, _block_list(bound, sides), given)
     number = rows.cut(has_keys[..., None].to(mass.dtype)).sum((0, 3))
     return mass / number.clamp(min=1)
 
@@ -109,12 +110,14 @@ def pooled_scores(
     By these scores `fd.refine` chooses among the blocks that a block list leaves out. They are computed for all blocks,
     as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
 
+    block: tokens of a block, or (of queries, of keys); the last block may be shorter.
     lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
-    makes rows comparable: if all queries have keys, exp(score) times the number of keys in the block is a lower bound
-    of the mass that the block would add. Rows whose queries all have no keys are then -inf.
+        makes query blocks comparable: if all queries have keys, exp(score) times the number of keys in the block is a
+        lower bound of the mass that the block would add. The scores of a query block without keys are then -inf.
+    scale: factor on the scores, a number; None: 1 / sqrt(D).
+    enable_gqa: as in `attend`.
 
-    block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
-    `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
+    The result is float32, or float64 for float64 inputs, and has no gradient.
 
     Raises ValueError or TypeError for inputs that do not fit together.
 
@@ -185,7 +188,8 @@ class _Side:
 class _Operands:
     """Tensors of some batch entries, split into blocks.
 
-    shifts: lse, but inf for padding and for queries without keys. rows, columns: blocks of queries and of keys.
+    shifts: lse, but inf for padding and for queries without keys.
+    rows, columns: query and key blocks.
     factor: scale of the scores.
     """
 
@@ -212,7 +216,7 @@ def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
 
 
 @outside_torch_modes
-def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
+def _block_list(bound: Bound, sides: tuple[int, int]) -> Blocks:
     """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
 
     They are cached unless they depend on the values of run-time tensors.
@@ -225,9 +229,10 @@ def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
 
 
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
-    """Add the mass of one branch (a summand of the mixture), multiplied by `times`, to `mass` in place.
+    """Add the mass of one branch, multiplied by `times`, to `mass` in place.
 
-    blocks: those in which the branch has pairs. given: the tensors of some batch entries.
+    blocks: those in which the branch has pairs.
+    given: the tensors of some batch entries.
     """
     mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
     none = torch.zeros((), dtype=torch.int64, device=mass.device)
@@ -247,9 +252,10 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Attention shares of n blocks (row, column) in h heads, summed over the blocks' queries and the batch entries.
+    """Attention shares of n (query block, key block) pairs in h heads, summed over queries and batch entries.
 
-    heads: indices on this device. rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
+    heads: indices on this device.
+    rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
     """
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype

@@ -19,7 +19,7 @@ from ..masks.planning import bound_blocks, shared_terms
 
 
 class Refinement(NamedTuple):
-    """Result of `refine`: the new pattern, and (head, row, column) of each dropped and each added (grown) block."""
+    """Result of `refine`: the new pattern, and (head, query block, key block) of dropped and added blocks."""
 
     pattern: Pattern
     dropped: Int64[Tensor, "n 3"]
@@ -42,19 +42,19 @@ def refine(
 
     Each head keeps its number of blocks. The rule is RigL's (arXiv 1911.11134, section 3), which drops by least
     magnitude and grows by largest gradient; here by least attention mass and by largest score. Ties are resolved by
-    lower row, then lower column. The result depends on the arguments alone, so ranks with equal arguments get equal
-    patterns.
+    lower query block, then lower key block. The result depends on the arguments alone, so ranks with equal arguments
+    get equal patterns.
 
-    pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect
-        the result with them, such as `causal()`, for attention.
+    pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
+        them, such as `causal()`, for attention.
     importance: mass of each block, such as `ImportanceTracker.importance()`; read for listed blocks.
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
     moves: number of blocks to replace in each head, at least 0; fewer if fewer blocks can be dropped or added.
     within: blocks in which this pattern has no pair are never added; None allows all.
-    keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each row, so a
-        row with blocks keeps at least one.
+    keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each query
+        block, so a query block with blocks keeps at least one.
 
-    within and keep are evaluated for R and C whole blocks of the list's side. If any block moved, cache entries of the
+    within and keep are evaluated for R and C whole blocks of the list's size. If any block moved, cache entries of the
     old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
 
     Raises TypeError for a pattern of another kind, and ValueError unless it has one table per head, for tensors of
@@ -69,16 +69,16 @@ def refine(
     block_list(rows=(((0, 1), (0, 1), (1, 2)),), block=64)
     """
     require_int("moves", moves, minimum=0)
-    listed = _listed(pattern, importance)
+    listed = _listed_mask(pattern, importance)
     _check_numbers("scores", scores, tuple(importance.shape))
     mass, promise = importance.detach().cpu().double(), scores.detach().cpu().double()
-    block = pattern.block  # type: ignore[attr-defined]  # `_listed` checks the kind
+    block = pattern.block  # type: ignore[attr-defined]  # `_listed_mask` checks the kind
     droppable = listed & ~_most_massive(mass, listed)
     if keep is not None:
-        droppable &= ~_touched("keep", keep, listed, block)
+        droppable &= ~_nonempty_mask("keep", keep, listed, block)
     growable = ~listed & (promise > -torch.inf)
     if within is not None:
-        growable &= _touched("within", within, listed, block)
+        growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
     dropped, grown = _first(droppable, mass, exchanged), _first(growable, -promise, exchanged)
     if bool((exchanged == 0).all()):
@@ -87,7 +87,7 @@ def refine(
     return Refinement(block_list(listed & ~dropped | grown, block=block), dropped.nonzero(), grown.nonzero())
 
 
-def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
+def _listed_mask(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
     """Return True for the blocks that the pattern lists, in the shape of importance.
 
     Raises TypeError or ValueError for a pattern or an importance that `refine` cannot use.
@@ -133,12 +133,12 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """True, in each row, for the listed block with most mass; the first among ties, none if no block is listed."""
+    """True for each query block's listed block with most mass; the first among ties, none if no block is listed."""
     best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
 
 
-def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
+def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
     """Return True for blocks, of `block` by `block` tokens, in which a pattern has a pair; (H, R, C) as in `listed`.
 
     name: the argument that holds the pattern, for errors.
@@ -159,8 +159,8 @@ def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Ten
 def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
     """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
-    Returns True for these blocks. number[h] must not exceed the number of such blocks in head h. Ties are
-    resolved by lower row, then lower column.
+    Returns True for these blocks. number[h] must not exceed the number of such blocks in head h. Ties are resolved by
+    lower query block, then lower key block.
     """
     order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
     chosen = torch.arange(order.shape[1]) < number[:, None]
@@ -175,7 +175,7 @@ class ImportanceTracker(nn.Module):
     later updates count more, without a bias towards 0 at the start. For a block that was restarted, only later updates
     count; its importance is 0 until the next one.
 
-    num_heads, rows, columns: the shape of the mass.
+    num_heads, rows, columns: the shape of the mass, in heads, query blocks and key blocks.
     decay: in [0, 1); 0 keeps only the latest update.
     group: a process group whose ranks average their mass; None, the default: no communication. `update` starts the
         all-reduce, and the next use of the average waits for it. All ranks then have a bitwise equal average, from
@@ -218,8 +218,8 @@ class ImportanceTracker(nn.Module):
         self._arriving: tuple[dist.Work, Tensor] | None = None
         self.register_buffer("average", torch.zeros(shape, dtype=torch.float32, device=device))
         self.register_buffer("weight", torch.zeros(shape, dtype=torch.float32, device=device))
-        self.register_state_dict_pre_hook(_settled)
-        self.register_load_state_dict_pre_hook(_settled)
+        self.register_state_dict_pre_hook(_settle_pending)
+        self.register_load_state_dict_pre_hook(_settle_pending)
 
     @torch.no_grad()
     def update(self, mass: Float[Tensor, "H R C"]) -> None:
@@ -249,7 +249,7 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def restart(self, blocks: Int64[Tensor, "n 3"]) -> None:
-        """Forget the past updates of blocks, given as (head, row, column), such as `grown` in a `Refinement`.
+        """Forget the past updates of blocks, (head, query block, key block), such as `grown` in a `Refinement`.
 
         A block that enters the pattern is then judged only by updates from now on.
         """
@@ -282,6 +282,6 @@ class ImportanceTracker(nn.Module):
         return self.__dict__.copy()
 
 
-def _settled(tracker: Any, *_: object) -> None:
+def _settle_pending(tracker: Any, *_: object) -> None:
     """Hook: finish the pending update before the state is read or replaced."""
     tracker._settle()

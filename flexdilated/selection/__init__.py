@@ -1,9 +1,9 @@
-"""Selection: data-dependent choice of the key blocks that each block of queries attends to.
+"""Selection: data-dependent choice of the key blocks that each query block attends to.
 
-`_boxes` finds the candidate blocks of each row (block of queries), `_scores` scores them, `_choose` chooses the best.
-`_select_op` wraps these steps in one custom op, and `_selector` in a module, `BlockSelector`. `_selected_cache`
-computes attention to the chosen blocks, in one pass or in decoding. `_selected_attention` has the module
-`SelectedAttention`, for one rank or several, with its distillation loss. `recipes` has published methods.
+`_boxes` finds the candidate blocks of each query block, `_scores` scores them, `_choose` chooses the best. `_select_op`
+wraps these steps in one custom op, and `_selector` in a module, `BlockSelector`. `_selected_cache` computes attention
+to the chosen blocks, in one pass or in decoding. `_selected_attention` has the module `SelectedAttention`, for one rank
+or several, with its distillation loss. `recipes` has published methods.
 """
 
 from . import recipes

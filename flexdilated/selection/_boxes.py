@@ -1,4 +1,4 @@
-"""Arguments of a selection as plain values, and its boxes: pairs of a row (block of queries) and a block of keys."""
+"""Arguments of a selection as plain values, and its boxes: pairs of a query block and a key block."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds
 
 
 class QueryBlocks(NamedTuple):
-    """Rows (blocks of `query_block` query positions) and key blocks of a call; the first and last row may be partial.
+    """Query blocks and key blocks of a call; the first and last query block may be partial.
 
-    q_offset: position of the first query; keys begin at position 0, and rows at multiples of query_block. block: tokens
-    of a key block. whole: True if a row is scored by all its queries, False if by its first query.
+    q_offset: position of the first query; keys begin at position 0, and query blocks at multiples of query_block.
+    block: tokens of a key block.
+    whole: True if a query block is scored by all its queries, False if by its first query.
     """
 
     num_queries: int
@@ -45,7 +46,7 @@ class QueryBlocks(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """Number of positions in the first row that precede query 0."""
+        """Number of positions in the first query block that precede query 0."""
         return self.q_offset % self.query_block
 
     @property
@@ -57,7 +58,7 @@ class QueryBlocks(NamedTuple):
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """(first position, number) of the queries of each row in `part`, a range of row indices."""
+        """(first position, number) of the queries of each query block in `part`, a range of query block indices."""
         begin = torch.arange(part.start, part.stop) * self.query_block - self.lead
         first, stop = begin.clamp(min=0), (begin + self.query_block).clamp(max=self.num_queries)
         return first + self.q_offset, stop - first
@@ -68,9 +69,9 @@ class QueryBlocks(NamedTuple):
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
-        """Yield consecutive ranges of row indices that together cover all rows.
+        """Yield consecutive ranges of query block indices that together cover all query blocks.
 
-        A range is small enough to bound the memory of its masks of pairs and of `numbers` values per row.
+        A range is small enough to bound the memory of its masks of pairs and of `numbers` values per query block.
         """
         most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
@@ -80,12 +81,14 @@ class QueryBlocks(NamedTuple):
 class SelectionCall(NamedTuple):
     """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
-    block, query_block: tokens of a block of keys and of a row of queries. whole: True if a row is scored by all its
-    queries, False if by its first. scorer: name of the scorer, or "module". stride: side of the tiles of
-    "antidiagonal", else 1. kind, amount, most: rule of the choice, as in `choose`. share: which heads share one table
-    of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
-
-    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one. scale: factor on scores.
+    block, query_block: tokens of a key block and of a query block.
+    whole: True if a query block is scored by all its queries, False if by its first.
+    scorer: name of the scorer, or "module".
+    stride: size of the tiles of "antidiagonal", else 1.
+    kind, amount, most: rule of the choice, as in `choose`.
+    share: which heads share one table of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
+    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
+    scale: factor on scores.
     q_offset: position of the first query.
     """
 
@@ -125,8 +128,8 @@ class SelectionCall(NamedTuple):
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
         """Mixture of `within` and `always`, or `within` alone without `always`, with values for the run-time tensors.
 
-        bindings: the run-time tensors that the patterns name, in sorted order of their names. extent: one past the last
-        query position, and one past the last key position.
+        bindings: the run-time tensors that the patterns name, sorted by name.
+        extent: one past the last query position, and one past the last key position.
         """
         patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
         both = Mixture.of(*patterns)
@@ -136,8 +139,8 @@ class SelectionCall(NamedTuple):
 class SelectionRule(NamedTuple):
     """Patterns of one batch entry and head: pairs that may be attended to, and pairs that need no choice.
 
-    within: pairs that may be attended to. always: pairs that are attended to, if `within` allows them, without being
-    chosen; None for none.
+    within: pairs that may be attended to.
+    always: pairs that are attended to, if `within` allows them, without being chosen; None for none.
     """
 
     within: Pattern
@@ -171,12 +174,15 @@ class SelectionRule(NamedTuple):
 
 
 class OwnPools(NamedTuple):
-    """Candidate boxes whose row does not see all keys of the block, so that visible keys are pooled for each box.
+    """Candidate boxes whose query block does not see all keys of the key block: visible keys are pooled for each box.
 
-    A box is a row (block of queries) and one of C key blocks. The boxes of a key block are in groups of w boxes; a
-    group with fewer boxes is padded. place: row * C + block of each box, ascending. at: index of each box, in the order
-    of `place`, in the flattened groups. block: key block of each group. row: row of each box in the groups; 0 for
-    padding. mask: for each box in the groups, the keys of the block that the row sees; False for padding.
+    C: number of key blocks. The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
+
+    place: row * C + block of each box, ascending.
+    at: index of each box, in the order of `place`, in the flattened groups.
+    block: key block of each group.
+    row: query block of each box in the groups; 0 for padding.
+    mask: for each box in the groups, the keys of the block that the query block sees; False for padding.
     """
 
     place: Int64[Tensor, " o"]
@@ -187,16 +193,18 @@ class OwnPools(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Boxes (row of queries, block of keys) of a chunk of rows under one rule; row 0 is the first of the chunk.
+    """Boxes (query block, key block) of a chunk of query blocks under one rule; query block 0 begins the chunk.
 
     state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
-    candidate that adds some pairs, whose keys are all visible to the row; PARTIAL_VIEW: a candidate with keys that are
-    hidden from the row; UNCHOSEN: not a candidate, although it would add pairs.
-    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending. gain: number
-    of pairs that choosing each listed box adds. own: the candidates with hidden keys; None if there are none. sees:
-    mask of the queries that see a key; None if all do. seen: mask of the keys that some row sees; None if all are seen.
-    pairs: number of pairs that `within` allows. open: number of these pairs that are attended to only if their box is
-    chosen.
+        candidate that adds some pairs, whose keys are all visible to the query block; PARTIAL_VIEW: a candidate with
+        keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
+    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending.
+    gain: number of pairs that choosing each listed box adds.
+    own: the candidates with hidden keys; None if there are none.
+    sees: mask of the queries that see a key; None if all do.
+    seen: mask of the keys that some query block sees; None if all are seen.
+    pairs: number of pairs that `within` allows.
+    open: number of these pairs that are attended to only if their box is chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -218,7 +226,8 @@ class Boxes(NamedTuple):
     def gains(self, rows: QueryBlocks, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
         """Number of pairs that each chosen block adds for one head; 0 for block -1.
 
-        part: the rows of this chunk. blocks: chosen blocks of each of these rows, padded with -1.
+        part: the query blocks of this chunk.
+        blocks: chosen blocks of each of these query blocks, padded with -1.
         """
         row = torch.arange(len(part), device=blocks.device)[:, None]
         queries, keys = rows.queries_of(part)[1].to(blocks.device), rows.keys_of()[1].to(blocks.device)
@@ -243,7 +252,7 @@ def found_in(
 
 
 def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.device) -> Boxes:
-    """Boxes (row of queries, block of keys) of the rows in `part`, on the device.
+    """Boxes (query block, key block) of the query blocks in `part`, on the device.
 
     They are cached, unless `rows` has more than 2^26 boxes in total.
     """
@@ -261,11 +270,13 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
 
 
 class _Evaluated(NamedTuple):
-    """Boxes (row of queries, block of keys) that bounds do not decide, evaluated pair by pair.
+    """Boxes (query block, key block) that bounds do not decide, evaluated pair by pair.
 
-    row, block: indices of each box. pairs: number of its pairs that `within` allows; gain: number of these that
-    `always` does not allow. candidate: True if the box may be chosen. view: mask of the keys of the block that the row
-    sees. queries: mask of the queries of the row that see a key of the block.
+    row, block: query block and key block of each box.
+    pairs: number of its pairs that `within` allows; gain: number of these that `always` does not allow.
+    candidate: True if the box may be chosen.
+    view: mask of the keys of the block that the query block sees.
+    queries: mask of the queries of the query block that see a key of the key block.
     """
 
     row: Int64[Tensor, " x"]
@@ -278,7 +289,7 @@ class _Evaluated(NamedTuple):
 
 
 def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
-    """Classify the boxes of the rows in `part`: by bounds on the patterns where these suffice, else pair by pair."""
+    """Classify the boxes of the query blocks in `part`, by bounds on the patterns, else pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
@@ -328,11 +339,13 @@ def _evaluate(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Te
 def _sides(
     rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
-    """(mask of the queries of each row that see a key, mask of the keys that some row sees).
+    """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
-    The first mask is None if all queries see a key, or all first queries of rows where only these are scored; the
-    second is None if all keys are seen. whole: boxes in which `within` allows every pair. some: the boxes that were
-    evaluated pair by pair.
+    The first mask is None if all queries see a key, or all first queries of query blocks where only these are scored;
+    the second is None if all keys are seen.
+
+    whole: boxes in which `within` allows every pair.
+    some: the boxes that were evaluated pair by pair.
     """
     num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
     queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)
@@ -351,9 +364,9 @@ def _sides(
 
 
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Group the boxes whose row does not see all keys of the block by key block, at most 64 boxes per group.
+    """Group the boxes whose query block does not see all keys of the block by key block, at most 64 boxes per group.
 
-    partial: indices of these boxes in `some`. C: number of key blocks.
+    partial: indices of these boxes in `some`.
     """
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()

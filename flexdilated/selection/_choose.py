@@ -1,4 +1,4 @@
-"""Choice of the best blocks of each row: by number, by cumulative share of a softmax, or by minimum share."""
+"""Choice of the best blocks of each query block: by number, by cumulative share of a softmax, or by minimum share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ..masks.core import advises, require_choice, require_finite, require_int
 @advises()
 @dataclass(frozen=True)
 class TopK:
-    """Choose, for each row (block of queries), the k candidate blocks with the highest scores, or all if fewer than k.
+    """Choose, for each query block, the k candidate blocks with the highest scores, or all if fewer than k.
 
-    k: integer of at least 1; also `most`, the width of the table of chosen blocks. Raises TypeError or ValueError for
-    other values.
+    k: integer of at least 1; also `most`, the width of the table of chosen blocks.
+
+    Raises TypeError or ValueError for other values.
 
     >>> fd.TopK(8).most
     8
@@ -43,13 +44,15 @@ class TopK:
 @advises()
 @dataclass(frozen=True)
 class TopP:
-    """Choose, for each row (block of queries), the fewest candidate blocks whose shares of a softmax sum to at least p.
+    """Choose, for each query block, the fewest candidate blocks whose shares of a softmax sum to at least p.
 
-    p: above 0, at most 1; with 1 every candidate is chosen. most: maximum number of chosen blocks per row; a longer
-    choice is cut to the largest shares, and the row counts in `Selection.cut`.
-    of: "candidates", the softmax is over the scores of the row's candidates; or "row", shares are of the row's whole
-    attention, and the share outside the candidates counts towards p, as in XAttention. "row" needs a `BlockSelector`
-    with the scorer "mass" or "antidiagonal", whose scores are logarithms of such shares, and without `coarse`.
+    p: above 0, at most 1; with 1 every candidate is chosen.
+    most: maximum number of chosen blocks per query block; a longer choice is cut to the largest shares, and the query
+        block counts in `Selection.cut`.
+    of: "candidates", the softmax is over the scores of the query block's candidates; or "row", shares are of the query
+        block's whole attention, and the share outside the candidates counts towards p, as in XAttention. "row" needs a
+        `BlockSelector` with the scorer "mass" or "antidiagonal", whose scores are logarithms of such shares, and
+        without `coarse`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, and FlexPrefill, arXiv 2502.20766.
@@ -81,11 +84,15 @@ class TopP:
 @advises()
 @dataclass(frozen=True)
 class Threshold:
-    """Choose, for each row (block of queries), every candidate block with a share of at least t.
+    """Choose, for each query block, every candidate block with a share of at least t.
 
-    A share is the softmax of the block's score over the row's candidates. t: above 0, at most 1. most: maximum
-    number of chosen blocks per row; a longer choice is cut to the largest shares, and the row counts in
-    `Selection.cut`. Raises TypeError or ValueError for other values.
+    A share is the softmax of the block's score over the query block's candidates.
+
+    t: above 0, at most 1.
+    most: maximum number of chosen blocks per query block; a longer choice is cut to the largest shares, and the query
+        block counts in `Selection.cut`.
+
+    Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276.
 
     >>> fd.Threshold(0.02, most=16)
@@ -129,13 +136,14 @@ def choose(
     amount: float,
     most: int,
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
-    """Choose among each row's candidates: (indices into dim L, padded with -1; number of rows cut to `most`).
+    """Choose among the candidates of each query block: (indices into dim L, padded with -1; number of cut choices).
 
-    candidates: entries that may be chosen. ids: number of the block in each entry, which decides between equal scores.
-    kind: "top_k", the `most` highest scores, of which no row counts as cut; "top_p", the fewest entries whose softmax
-    shares over the candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares
-    of the row, and the share outside the candidates counts towards `amount`; or "threshold", the entries with a softmax
-    share of at least `amount`.
+    candidates: entries that may be chosen.
+    ids: number of the block in each entry, which decides between equal scores.
+    kind: "top_k", the `most` highest scores, of which no query block counts as cut; "top_p", the fewest entries whose
+        softmax shares over the candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are
+        logarithms of shares of the query block, and the share outside the candidates counts towards `amount`; or
+        "threshold", the entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.
@@ -180,12 +188,10 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def _ordered(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids.
-
-    A float32 converted to float64 ends in zero bits, into which the id is written. `topk` promises no order among equal
-    numbers, so a choice among ties could otherwise depend on the values of other rows.
-    """
+    """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids."""
+    # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0
+    # A float32 converted to float64 ends in 29 zero bits, into which the id is written.
     bits = rounded.double().view(torch.int64)
     return (bits | torch.where(rounded < 0, ids, _TIES - ids)).view(torch.float64)

@@ -1,4 +1,4 @@
-"""Scores of key blocks for rows (blocks of queries): by mean, minimum or maximum keys, or by shares of attention."""
+"""Scores of key blocks for query blocks: by mean, minimum or maximum keys, or by shares of attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]
 
 
 def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
-    """(minimum, maximum) of each channel over each block of keys; tied keys share the gradient equally."""
+    """(minimum, maximum) of each channel over each key block; tied keys share the gradient equally."""
     parts = _blocks(k, block)
     least, greatest = (torch.cat([end_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax))
     return least, greatest
@@ -68,10 +68,13 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 def summaries(
     q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
-    """One query for each row (block of queries) in `part`, in float32 or wider.
+    """One query for each query block in `part`, in float32 or wider.
 
-    With `rows.whole` it is the mean of the row's queries that see a key, else the row's first query; it is 0 if none of
-    these sees a key. part: range of row indices. sees: mask of queries that see a key; None if all do.
+    With `rows.whole` it is the mean of the query block's queries that see a key, else the query block's first query; it
+    is 0 if none of these sees a key.
+
+    part: range of query block indices.
+    sees: mask of queries that see a key; None if all do.
     """
     if not rows.whole:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
@@ -85,7 +88,7 @@ def summaries(
 
 
 def in_rows(q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range) -> Float[Tensor, "B H n query_block D"]:
-    """Queries of the rows in `part`, in float32 or wider, padded with 0 beyond the call's queries."""
+    """Queries of the query blocks in `part`, in float32 or wider, padded with 0 beyond the call's queries."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
     if shown.shape[2] != stop - start:
@@ -118,10 +121,13 @@ def scores_of(
     part: range,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Score of each key block for each row (block of queries) in `part`, by the scorer that `call` names.
+    """Score of each key block for each query block in `part`, by the scorer that `call` names.
 
-    pools: result of `pools_for`. boxes: the boxes of these rows under `rule`. lists: the L blocks of each row to score;
-    None scores all C blocks. Scores of blocks that may not be chosen are arbitrary.
+    pools: result of `pools_for`.
+    boxes: the boxes of these query blocks under `rule`.
+    lists: the L blocks of each query block to score; None scores all C blocks.
+
+    Scores of blocks that may not be chosen are arbitrary.
     """
     if call.scorer in LOGS:
         found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
@@ -130,7 +136,7 @@ def scores_of(
     # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
     factors = (queries,) if call.scorer == "mean" else _by_sign(queries)
     sides = zip(factors, pools, strict=True)
-    scores = sum(_products(x, pool) if lists is None else _listed(x, pool, lists) for x, pool in sides)
+    scores = sum(_products(x, pool) if lists is None else _scores_at_lists(x, pool, lists) for x, pool in sides)
     assert isinstance(scores, Tensor)
     if boxes.own is None:
         return scores
@@ -140,9 +146,10 @@ def scores_of(
 def _own(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Score of each box (row of queries, block of keys) in `own`, by pools over only the keys that the row sees.
+    """Score of each box (query block, key block) in `own`, by pools over only the keys that the query block sees.
 
-    queries: one for each row, with the scale applied. block: tokens of a key block.
+    queries: one for each query block, with the scale applied.
+    block: tokens of a key block.
     """
     p, w = own.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
@@ -169,17 +176,14 @@ def _own(
 
 
 def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(negative part, positive part) of q.
-
-    A zero of q is in both parts, with half the gradient in each: the derivative of max(q * greatest, q * least) there
-    is the mean of greatest and least.
-    """
+    """(negative part, positive part) of q; a zero is in both, with half the gradient in each."""
+    # The derivative of max(q * greatest, q * least) at 0 is taken to be the mean of greatest and least.
     halved = torch.where(q == 0, 0.5 * q, q)
     return halved.masked_fill(q > 0, 0.0), halved.masked_fill(q < 0, 0.0)
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Scores of the blocks in `lists` for each row, arbitrary where `lists` is -1; all scores if `lists` is None."""
+    """Scores of each query block's blocks in `lists`, arbitrary where it is -1; all scores if `lists` is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
@@ -199,9 +203,9 @@ def _put(
     rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Replace the scores of the boxes (row, block) in `boxes`, which have hidden keys, by `own`; return all scores.
+    """Replace the scores of `boxes`, (query block, key block) pairs with hidden keys, by `own`; return all scores.
 
-    lists: the L blocks of each row; None if `scores` has all blocks.
+    lists: the L blocks of each query block; None if `scores` has all blocks.
     """
     if lists is None:
         return scores.flatten(2).index_copy(2, boxes.place, own).view_as(scores)
@@ -216,10 +220,10 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
     return (groups @ k.to(q.dtype).mT).view(*q.shape[:3], k.shape[2])
 
 
-def _listed(
+def _scores_at_lists(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
-    """Dot product of each row's query with the pooled keys, of its key/value head, of each block listed for the row.
+    """Dot product of each query block's query with the pooled keys of its listed blocks, in its key/value head.
 
     The result is arbitrary where `lists` is -1.
     """
@@ -231,7 +235,7 @@ def _listed(
 
 
 def _few_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
-    """Split `part` into ranges of rows that bound the memory of scores, one score per tile of stride x stride pairs."""
+    """Split `part` into ranges that bound the memory of scores, one score per tile of stride x stride pairs."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
@@ -240,11 +244,11 @@ def _few_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[ra
 def _log_shares(
     call: SelectionCall, q: Tensor, k: Tensor, rule: SelectionRule, rows: QueryBlocks, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """log of the share of attention that each row (block of queries) gives to each block of keys.
+    """log of the share of attention that each query block gives to each key block.
 
     It is estimated from tiles of stride x stride pairs. For each run of `stride` queries, a softmax over its tiles is
-    summed per block; the sums are averaged over the row. A tile's score is the mean score of the visible pairs on its
-    antidiagonal; stride 1 gives the exact share.
+    summed per block; the sums are averaged over the query block. A tile's score is the mean score of the visible pairs
+    on its antidiagonal; stride 1 gives the exact share.
     """
     stride, group, columns = call.stride, 1, rows.blocks * rows.block // call.stride
     if rows.whole:
@@ -268,7 +272,7 @@ def _log_shares(
 
 
 def _positions(rows: QueryBlocks, part: range, device: torch.device) -> Int64[Tensor, " n"]:
-    """Positions of the queries of the rows in `part`, as if each row had all of its query_block queries."""
+    """Positions of the queries of the blocks in `part`, as if each block had all of its query_block queries."""
     start = rows.q_offset - rows.lead
     return torch.arange(start + part.start * rows.query_block, start + part.stop * rows.query_block, device=device)
 
@@ -286,10 +290,12 @@ def _sees(
 def _shares(
     scores: Float[Tensor, "b h m t"], shown: Bool[Tensor, "m t"], per: int, group: int
 ) -> Float[Tensor, "b h n C"]:
-    """log of each block's share of a softmax over dim t, averaged over the `group` lines (along dim m) of each row.
+    """log of each block's share of a softmax over dim t, averaged over the `group` lines (dim m) of each query block.
 
-    shown: entries in the softmax. per: number of entries of dim t in a block. The average is of shares, before the log;
-    lines without shown entries are excluded.
+    shown: entries in the softmax.
+    per: number of entries of dim t in a block.
+
+    The average is of shares, before the log; lines without shown entries are excluded.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

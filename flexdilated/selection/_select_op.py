@@ -38,7 +38,9 @@ class HeadPart(NamedTuple):
     def shared(self, x: Tensor, heads: int) -> Tensor:
         """View of x for these batch entries and heads.
 
-        heads: number of query heads. Dim 1 of x has one entry per group of consecutive query heads.
+        heads: number of query heads.
+
+        Dim 1 of x has one entry per group of consecutive query heads.
         """
         own = x[self.entries]
         if self.heads == slice(None):
@@ -51,8 +53,9 @@ class HeadPart(NamedTuple):
 def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
     """Split the batch entries and query heads of a call into parts with one rule each.
 
-    bindings: run-time tensors of the patterns, in the order of their names. Raises ValueError if a pattern does not fit
-    the sizes, or tensors are missing.
+    bindings: run-time tensors of the patterns, sorted by name.
+
+    Raises ValueError if a pattern does not fit the sizes, or tensors are missing.
     """
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
@@ -85,11 +88,12 @@ HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 def walk(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
-    """Yield (range of row indices, lists, boxes for each rule) for chunks of rows (blocks of queries).
+    """Yield (range of query block indices, lists, boxes for each rule) for chunks of query blocks.
 
-    coarse: blocks chosen by the coarse selector; None without one. lists: for each row, this selector's blocks within
-    that choice, padded with -1; None without a coarse selector. bindings: run-time tensors of the patterns, in the
-    order of their names.
+    coarse: blocks chosen by the coarse selector; None without one.
+    lists: for each query block, this selector's blocks within that choice, padded with -1; None without a coarse
+        selector.
+    bindings: run-time tensors of the patterns, sorted by name.
     """
     rows, parts, lists = call.rows(q, k), head_parts_of(call, bindings, q, k), None
     numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
@@ -116,10 +120,10 @@ def _scored(
     pools: tuple[Tensor, ...],
     given: Tensor | None,
 ) -> Scored:
-    """(scores, mask of candidates) of the rows `some` for each table.
+    """(scores, mask of candidates) of the query blocks `some` for each table.
 
-    within, boxes: lists of blocks, and boxes, from `walk`. given: a module's scores of all rows; None computes scores
-    from q, k and pools.
+    within, boxes: lists of blocks, and boxes, from `walk`.
+    given: a module's scores of all query blocks; None computes scores from q, k and pools.
     """
     rows, found = call.rows(q, k), []
     for part, own in boxes:
@@ -182,12 +186,17 @@ def choose_blocks(
     call: SelectionCall,
     pools: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(chosen blocks, their indices among the L blocks that a row may choose from, their scores, density, cut).
+    """(chosen blocks, their indices among the L blocks that a query block may choose from, their scores, density, cut).
 
-    Blocks and indices are padded with -1, scores with -inf. density, cut: as in `Selection`. given: scores from a
-    module, or None. coarse: blocks chosen by the coarse selector, or None. bindings: run-time tensors of the patterns,
-    in the order of their names. pools: result of `pools_for`; None computes it. Works in chunks of rows to bound
-    memory.
+    Blocks and indices are padded with -1, scores with -inf.
+
+    density, cut: as in `Selection`.
+    given: scores from a module, or None.
+    coarse: blocks chosen by the coarse selector, or None.
+    bindings: run-time tensors of the patterns, sorted by name.
+    pools: result of `pools_for`; None computes it.
+
+    Works in chunks of query blocks to bound memory.
     """
     rows, tables = call.rows(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
@@ -228,8 +237,10 @@ def select_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Custom op around `choose_blocks`: (blocks, indices, scores, density, cut).
 
-    given, coarse, bindings: as in `choose_blocks`. constants, q_offset: `SelectionCall.arguments`. Boxes are looked up
-    at run time, so other sizes need no retracing.
+    given, coarse, bindings: as in `choose_blocks`.
+    constants, q_offset: `SelectionCall.arguments`.
+
+    Boxes are looked up at run time, so other sizes need no retracing.
     """
     return choose_blocks(q, k, given, coarse, bindings, SelectionCall.of(constants, q_offset))
 
@@ -257,8 +268,9 @@ def select_blocks_backward(
 ) -> list[Tensor]:
     """[gradient of q, gradient of k], or [gradient of `given`] if a module made the scores.
 
-    grad: gradient of the chosen scores. places: indices of the chosen blocks, the second result of `select_blocks`;
-    other arguments are those of `select_blocks`.
+    grad: gradient of the chosen scores.
+    places: indices of the chosen blocks, the second result of `select_blocks`; other arguments are those of
+        `select_blocks`.
     """
     call = SelectionCall.of(constants, q_offset)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
@@ -282,7 +294,7 @@ def _(grad, q, k, given, *others):
 
 
 def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, k) with zeros at queries that see no key and at keys that no row in `some` sees.
+    """(q, k) with zeros at queries that see no key and at keys that no query block in `some` sees.
 
     NaN at these places would otherwise reach gradients.
     """
@@ -300,7 +312,7 @@ def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: T
 def _sides(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
-    """(mask of queries that see a key, mask of keys that a row in `some` sees); None instead of an all-True mask."""
+    """(mask of queries that see a key, mask of keys that some query sees), for the blocks `some`; None if all True."""
     sees = seen = None
     if any(own.sees is not None for _, own in boxes):
         sees = torch.ones(*q.shape[:2], len(some), call.query_block, dtype=torch.bool, device=q.device)
@@ -338,10 +350,10 @@ select_blocks_backward.register_autograd(refuse("the scores of a selection have 
 def selection_sides(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int
 ) -> tuple[Tensor, Tensor]:
-    """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees).
+    """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some query block sees).
 
-    R rows are blocks of queries. bindings: run-time tensors of the patterns, in the order of their names. constants,
-    q_offset: `SelectionCall.arguments`.
+    bindings: run-time tensors of the patterns, sorted by name.
+    constants, q_offset: `SelectionCall.arguments`.
     """
     call = SelectionCall.of(constants, q_offset)
     rows = call.rows(q, k)
@@ -369,8 +381,8 @@ def _(q, k, bindings, *arguments):
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
     """Number of pairs that the call's `within` allows, over all heads and batch entries, as int64 of shape ().
 
-    bindings: run-time tensors of the patterns, in the order of their names. constants, q_offset:
-    `SelectionCall.arguments`.
+    bindings: run-time tensors of the patterns, sorted by name.
+    constants, q_offset: `SelectionCall.arguments`.
     """
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)

@@ -43,24 +43,21 @@ class SelectedAttention(nn.Module):
     the output is exact, and so are the gradients of q, k and v. A query without keys has output 0.
 
     selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
-    gradient: how the choice is trained.
-        "none": it is not trained.
-        "bias": by its scores, which are added to the logits. Let s(r, b) be the selector's score of block b for the row
-            r of query i, in the table of the head. The weight of key j is
-                exp(scale * q_i · k_j + bias_ij) / sum over j' of exp(scale * q_i · k_j' + bias_ij'),
-            over the pairs of (chosen | always) & within; bias_ij = s(r, b) if j is in a chosen block b and `always`
-            does not allow (i, j), else 0. Gradients reach q and k through the scores, too; a module that scores passes
-            them to its parameters, q and k. Each column of the table is one call of `attend`, to whose lse the score is
-            added, and the calls are merged by lse: time and memory of `most` calls with one block per row. The bias
-            changes the output, in inference as well.
-        "distill": by `distill_loss`, which the caller adds to its loss; the selector's scorer must be a module. The
-            output is that of "none".
+    gradient: how the choice is trained. "none": it is not trained. "bias": by its scores, which are added to the
+        logits. Let s(r, b) be the selector's score of block b for the query block r of query i, in the table of the
+        head. The weight of key j is exp(scale * q_i · k_j + bias_ij) / sum over j' of exp(scale * q_i · k_j' +
+        bias_ij'), over the pairs of (chosen | always) & within; bias_ij = s(r, b) if j is in a chosen block b and
+        `always` does not allow (i, j), else 0. Gradients reach q and k through the scores, too; a module that scores
+        passes them to its parameters, q and k. Each column of the table is one call of `attend`, to whose lse the score
+        is added, and the calls are merged by lse: time and memory of `most` calls with one block per query block. The
+        bias changes the output, in inference as well. "distill": by `distill_loss`, which the caller adds to its loss;
+        the selector's scorer must be a module. The output is that of "none".
     engine: as in `attend`.
     mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
-        rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order).
-        The choice equals the choice of a single rank with all tokens. Keys and values are all-gathered; the backward
-        returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a row of
-        queries starts, and a module must score each block and row independently, as in a cache. bindings and `within`
+        rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order). The
+        choice equals the choice of a single rank with all tokens. Keys and values are all-gathered; the backward
+        returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a query block
+        starts, and a module must score each block and query block independently, as in a cache. bindings and `within`
         are for the whole sequence.
 
     `torch.utils.checkpoint` recomputes the choice in the backward by equal operations on equal inputs: the choice is
@@ -119,13 +116,15 @@ class SelectedAttention(nn.Module):
         Query i has position q_offset + i and key j position j. With a mesh q_offset must be 0, and the sharding gives
         the positions.
 
-        enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too. bindings, within: as in the `forward`
-        of `BlockSelector`. return_selection: return the `Selection`, too; its scores have a gradient only with "bias".
-        With a mesh all its fields are for the rows of this rank's tokens, in the order of these tokens.
+        enable_gqa, sinks: as in `attend`.
+        scale: factor on the scores, a number, also for the scorer; None: 1 / sqrt(D).
+        bindings, within: as in the `forward` of `BlockSelector`.
+        return_selection: return the `Selection`, too; its scores have a gradient only with "bias". With a mesh all its
+            fields are for the query blocks of this rank's tokens, in the order of these tokens.
 
         Raises ValueError or TypeError for inputs that do not fit together, as the selector does. With a mesh it raises
         on all ranks, before any communication of tensors, if their calls differ, or if a contiguous run of a rank's
-        positions begins within a row.
+        positions begins within a query block.
         """
         q, k, v = autocast(q, k, v)
         runs = self._runs(q, k, v, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
@@ -180,21 +179,24 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """Mean, over rows (blocks of queries) with candidate blocks, of KL(p ‖ softmax(s)) over these blocks, in nats.
+        """Mean, over query blocks with candidate blocks, of KL(p ‖ softmax(s)) over these blocks, in nats.
 
-        With a mesh it is this rank's term of the mean over the rows of all ranks: the sum over ranks of the losses, and
-        of their gradients, equals the result of a single rank.
+        With a mesh it is this rank's term of the mean over the query blocks of all ranks: the sum over ranks of the
+        losses, and of their gradients, equals the result of a single rank.
 
-        s: the scores of the selector's module. p: the exact share of the row's attention in each block (as
-        scorer="mass", computed in chunks), normalised over the candidates, without a gradient: the loss trains only the
-        module's parameters. A coarse selector restricts the candidates; this loss does not train it. The target in
-        SeerAttention is the maximum weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum
-        of the weights, as in scorer="mass".
-
+        s: the scores of the selector's module.
+        p: the exact share of the query block's attention in each block (as scorer="mass", computed in chunks),
+            normalised over the candidates, without a gradient: the loss trains only the module's parameters. A coarse
+            selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
+            weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
+            scorer="mass".
         teacher: q and k of the attention, in equal shapes, if they differ from the q and k that the module gets: a gate
-        with a separate rotary embedding gets them before the model's. Heads that share a table use the mean of their
-        shares, in p and in the softmax. Other arguments are as in `forward`. Raises ValueError for another `gradient`
-        than "distill", for a teacher of other shapes, and as `forward` does.
+            with a separate rotary embedding gets them before the model's. Heads that share a table use the mean of
+            their shares, in p and in the softmax.
+
+        Other arguments are as in `forward`.
+
+        Raises ValueError for another `gradient` than "distill", for a teacher of other shapes, and as `forward` does.
 
         >>> class Gate(torch.nn.Module):
         ...     def __init__(self):
@@ -229,15 +231,18 @@ class SelectedAttention(nn.Module):
         """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
 
         It keeps all keys, as later queries may choose any of them, and the pools of their blocks; a step recomputes
-        only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a row
-        of several queries, and then uses the choice of the row's first query. `crop` accepts any position except one
-        inside a row that is not the last. A module that scores must score each block and row independently, from
-        the pools alone.
+        only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a
+        query block, and then uses the choice of the block's first query. `crop` accepts any position except one inside
+        a query block that is not the last. A module that scores must score each block and query block independently,
+        from the pools alone.
 
-        num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector with
-        future_in_choice=True, for a `within` that is not causal or has run-time tensors, with a mesh, and for a module
-        that scores unless `always` covers each query's own block, since a module scores whole blocks and that block is
-        still incomplete.
+        num_heads: query heads.
+        capacity: as in `KVCache`.
+        scale: factor on the scores, a number; None: 1 / sqrt(D).
+
+        Raises ValueError for a selector with future_in_choice=True, for a `within` that is not causal or has run-time
+        tensors, with a mesh, and for a module that scores unless `always` covers each query's own block, since a module
+        scores whole blocks and that block is still incomplete.
 
         >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
         >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
@@ -276,11 +281,11 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """(sum over rows of KL(p ‖ softmax of the module's scores), in nats; number of these rows).
+    """(sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of these query blocks).
 
-    Rows are blocks of queries. p is the exact share of a row's attention in each block of keys, normalised over the
-    row's candidate blocks, as is the softmax. exact: q and k of the attention, which may differ from the module's q and
-    k; none of these requires gradients. Rows without candidates, or whose p underflows, are left out.
+    p is the exact share of a query block's attention in each key block, normalised over the query block's candidate
+    blocks, as is the softmax. exact: q and k of the attention, which may differ from the module's q and k; none of
+    these requires gradients. Query blocks without candidates, or whose p underflows, are left out.
     """
     if 0 in q.shape or 0 in k.shape:
         zero = q.new_zeros((), dtype=sum_dtype(q))
@@ -315,8 +320,9 @@ def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
 class QueryRuns(NamedTuple):
     """Ranges of query positions (runs): run i has lengths[i] queries from position starts[i].
 
-    over: the ranks among which the sequence is sharded; sharding: the positions of each rank. Both are None if this
-    rank has all tokens.
+    over: the ranks among which the sequence is sharded; sharding: the positions of each rank.
+
+    Both are None if this rank has all tokens.
     """
 
     starts: Sequence[int]
@@ -364,7 +370,7 @@ def runs_over(
     """Check a call with a mesh; return the runs (ranges of positions) of this rank's queries, with ranks and sharding.
 
     The checks exchange the settings of the call, but no tokens. Raises ValueError on all ranks if their calls differ or
-    a run of any rank begins within a row (block of queries), and for a q_offset other than 0.
+    a run of any rank begins within a query block, and for a q_offset other than 0.
     """
     from ..distributed.group import check_shards
 
@@ -381,21 +387,24 @@ def runs_over(
         ("gradients wanted", torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)),
     )
     place = (ranks.name, ranks.size, ranks.rank, ranks.device_type)
-    agreed = _agreed(place, sharding.numbers(), selector.largest_row, facts)
+    agreed = _own_ranges(place, sharding.numbers(), selector.largest_row, facts)
     # In a trace the result of a graph constant has no type until its integers are read.
     starts, lengths = ([index(number) for number in numbers] for numbers in agreed)
     return QueryRuns(starts, lengths, over, sharding)
 
 
 @graph_constant
-def _agreed(
+def _own_ranges(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.
 
-    place: name, size, own rank and device type of the group of ranks. numbers: the sharding as integers. side: largest
-    query_block, at a multiple of which each range must start. facts: (name, value) pairs that must be equal on all
-    ranks. Raises ValueError on all ranks if `facts` differ between them, or a range starts elsewhere.
+    place: name, size, own rank and device type of the group of ranks.
+    numbers: the sharding as integers.
+    side: largest query_block, at a multiple of which each range must start.
+    facts: (name, value) pairs that must be equal on all ranks.
+
+    Raises ValueError on all ranks if `facts` differ between them, or a range starts elsewhere.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 
@@ -416,8 +425,11 @@ def _agreed(
 def joined(found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
     """Concatenate the selections of consecutive ranges of queries into one.
 
-    Its density is the mean of their densities weighted by pairs, its cut the mean of their cuts weighted by rows.
-    found: (selection, attention, queries) of each range. k: the keys of all ranges.
+    Its density is the mean of their densities weighted by pairs, its cut the mean of their cuts weighted by query
+    blocks.
+
+    found: (selection, attention, queries) of each range.
+    k: the keys of all ranges.
     """
     if len(found) == 1:
         return found[0][0]

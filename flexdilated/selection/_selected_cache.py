@@ -29,9 +29,12 @@ from ._selector import BlockSelector, is_causal
 class TableAttention(NamedTuple):
     """Attention of one call to the blocks in a table: builds patterns that read the table, and calls `attend`.
 
-    rule: pairs that the call allows. own: the selector that made the table. beyond: complement of the selector's
-    `always`; None without `always`. table: name of the table among the run-time tensors. bindings: the other run-time
-    tensors, by name. options: keyword arguments of `attend`.
+    rule: pairs that the call allows.
+    own: the selector that made the table.
+    beyond: complement of the selector's `always`; None without `always`.
+    table: name of the table among the run-time tensors.
+    bindings: the other run-time tensors, by name.
+    options: keyword arguments of `attend`.
     """
 
     rule: Pattern
@@ -52,9 +55,12 @@ class TableAttention(NamedTuple):
     ) -> TableAttention:
         """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        own: the selector. beyond: complement of the selector's `always`; None without `always`. rule: pairs that the
-        call allows. bindings: run-time tensors of the call by name, of which those that only a coarse selector needs
-        are dropped; None for none. options: scale, q_offset and engine of `attend`.
+        own: the selector.
+        beyond: complement of the selector's `always`; None without `always`.
+        rule: pairs that the call allows.
+        bindings: run-time tensors of the call by name, of which those that only a coarse selector needs are dropped;
+            None for none.
+        options: scale, q_offset and engine of `attend`.
         """
         table = "chosen"
         needed = names(own.with_always(rule))
@@ -80,7 +86,7 @@ class TableAttention(NamedTuple):
     def added(self, most: int) -> Pattern:
         """Pattern chosen & ~always & rule: pairs that are attended to only because the table has their block.
 
-        most: width of the table, in blocks per row of queries.
+        most: width of the table, in blocks per query block.
         """
         chosen = self._leaf(most) & self.rule
         return chosen if self.beyond is None else chosen & self.beyond
@@ -117,8 +123,8 @@ class TableAttention(NamedTuple):
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
         """Attention to pairs that are attended to only because the table has their block: (output, log-sum-exp).
 
-        blocks: the table. scores: score of each block in it, added to the logits of the block's keys; None adds
-        nothing.
+        blocks: the table.
+        scores: score of each block in it, added to the logits of the block's keys; None adds nothing.
         """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
@@ -130,7 +136,7 @@ class TableAttention(NamedTuple):
         return merge(found)
 
     def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
-        """Scores of the row that contains each query, repeated for the heads that share a table."""
+        """Scores of the query block that contains each query, repeated for the heads that share a table."""
         side, first = self.own.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
@@ -139,9 +145,10 @@ class TableAttention(NamedTuple):
 class Running(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs. row: index of
-    the last row (block of queries) with a choice; blocks, scores: its chosen blocks and their scores. coarse: state of
-    the coarse selector; None without one.
+    pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs.
+    row: index of the last query block with a choice.
+    blocks, scores: chosen blocks of the last query block and their scores.
+    coarse: state of the coarse selector; None without one.
     """
 
     tokens: int
@@ -157,7 +164,7 @@ class Running(NamedTuple):
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
     def cut(self, tokens: int) -> Running:
-        """State with only the first `tokens` keys; the choice of the last row is kept."""
+        """State with only the first `tokens` keys; the choice of the last query block is kept."""
         coarse = None if self.coarse is None else self.coarse.cut(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
@@ -171,10 +178,9 @@ class Running(NamedTuple):
 
 
 def knows_row(selector: BlockSelector, known: Running | None, position: int) -> bool:
-    """True if decoding can continue at the position: it begins a row, or is within the row whose choice is known.
+    """True if decoding can continue at the position: it begins a query block, or is within one whose choice is known.
 
-    A row is a block of queries that share a choice. Tests the rows of all coarse selectors, too. known: state of the
-    selector; None before the first token.
+    Tests the query blocks of all coarse selectors, too. known: state of the selector; None before the first token.
     """
     begun = position % selector.query_block
     if begun and (known is None or known.row != position // selector.query_block):
@@ -192,8 +198,8 @@ def advance(
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], Running]:
     """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
 
-    known: state before these queries; None for the first. k: keys of all tokens so far, those of these queries
-    included.
+    known: state before these queries; None for the first.
+    k: keys of all tokens so far, those of these queries included.
     """
     first = k.shape[2] - q.shape[2]
     coarse = inner = None
@@ -268,7 +274,7 @@ class SelectedCache(KVCache):
         self.selector, self._beyond, self._biased = selector, beyond, biased
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError as `KVCache` does, and for a position inside a row (query block) that is not the last."""
+        """Raise ValueError as `KVCache` does, and for a position inside a query block that is not the last."""
         self._require_row(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 

@@ -1,4 +1,4 @@
-"""BlockSelector: a module that chooses from q and k the key blocks that each block of queries attends to."""
+"""BlockSelector: a module that chooses from q and k the key blocks that each query block attends to."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _MOST_HEADS = 256  # largest number of heads that is tried for a pattern that fi
 
 
 class Selection(NamedTuple):
-    """Result of a `BlockSelector`: tables of chosen key blocks for each row of queries.
+    """Result of a `BlockSelector`: tables of chosen key blocks for each query block.
 
-    blocks: int64 (B, T, R, most), the chosen blocks of each row in descending order of score, padded with -1. Table t
-    serves the query heads h with h * T // H == t. Row r has the call's queries among the query_block positions from
-    (q_offset // query_block + r) * query_block; block j has the keys from j * block.
+    blocks: int64 (B, T, R, most), the chosen blocks of each query block in descending order of score, padded with -1.
+        Table t serves the query heads h with h * T // H == t. Query block r has the call's queries among the
+        query_block positions from (q_offset // query_block + r) * query_block; block j has the keys from j * block.
     scores: (B, T, R, most), float32, or float64 for float64 inputs; scores of the chosen blocks, padded with -inf.
-    Differentiable if q, k or a module's parameters require a gradient; the choice itself is not.
+        Differentiable if q, k or a module's parameters require a gradient; the choice itself is not.
     density: shape (), the attended pairs, by choice or by `always`, divided by the pairs that `within` allows, over all
-    heads and batch entries. cut: shape (), the share of rows, over all tables, whose choice was cut to `most` blocks.
+        heads and batch entries.
+    cut: shape (), the share of query blocks, over all tables, whose choice was cut to `most` blocks.
 
     >>> q, k = torch.randn(2, 1, 4, 256, 64)
     >>> fd.BlockSelector(block=32, choose=fd.TopK(2))(q, k).blocks.shape
@@ -53,40 +54,40 @@ class Selection(NamedTuple):
 
 @advises()
 class BlockSelector(nn.Module):
-    """Scores blocks of keys for each block of queries, and chooses some: (q, k) -> Selection.
+    """Scores key blocks for each query block, and chooses some: (q, k) -> Selection.
 
-    The attention that uses the choice is over (chosen | always) & within. A block is a candidate for a row if the row
-    has a pair there that `within` allows and `always` does not; `choose` chooses among candidates only.
+    The attention that uses the choice is over (chosen | always) & within. A block is a candidate for a query block if
+    the query block has a pair there that `within` allows and `always` does not; `choose` chooses among candidates only.
 
-    block, query_block: tokens of a block of keys, and of a row of queries, from position 0.
-    scorer: name of a score, or a module.
-        "mean": q · mean(K) of the block (MoBA, arXiv 2502.13189).
-        "minmax": sum_d max(q_d min_d, q_d max_d), an upper bound of the scores of the block's keys (Quest, arXiv
-            2406.10774). At q_d = 0 its gradient is the mean of min_d and max_d.
-        "antidiagonal": log of the block's share of the row's attention, estimated by sums over antidiagonals of tiles
-            (XAttention, arXiv 2503.16428).
-        "mass": log of the exact share, which costs the scores of dense attention.
-        A module: it gets one query per row (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each
-            (B, G, C, D), and returns scores (B, H or G, R, C). With `takes_positions = True` it also gets the position
-            at which each row begins, int64 (R,). With a module, blocks of which a row sees only some keys are not
-            candidates: to attend to them, include them in `always`.
-        Keys with equal minima or maxima share the gradient of a pool equally.
+    block, query_block: tokens of a key block, and of a query block, from position 0.
+    scorer: name of a score, or a module. "mean": q · mean(K) of the block (MoBA, arXiv 2502.13189). "minmax": sum_d
+        max(q_d min_d, q_d max_d), an upper bound of the scores of the block's keys (Quest, arXiv 2406.10774). At q_d =
+        0 its gradient is the mean of min_d and max_d. "antidiagonal": log of the block's share of the query block's
+        attention, estimated by sums over antidiagonals of tiles (XAttention, arXiv 2503.16428). "mass": log of the
+        exact share, which costs the scores of dense attention. A module: it gets one query per query block (B, H, R, D)
+        and a NamedTuple of pools (mean, least, greatest), each (B, G, C, D), and returns scores (B, H or G, R, C). With
+        `takes_positions = True` it also gets the position at which each query block begins, int64 (R,). With a module,
+        blocks of which a query block sees only some keys are not candidates: to attend to them, include them in
+        `always`.
     choose: `TopK`, `TopP` or `Threshold`.
-    within: a set pattern, the mask of the attention; a row's scores ignore the keys that it hides.
-    always: a set pattern of pairs that are attended to without being chosen, such as
-        masks.chunked(block) | masks.first_tokens(block).
+    within: a set pattern, the mask of the attention; a query block's scores ignore the keys that it hides.
+    always: a set pattern of pairs that are attended to without being chosen, such as masks.chunked(block) |
+        masks.first_tokens(block).
     share: "head", one table per query head (T = H); "group", one per key/value head (T = G), by the sum of its query
         heads' scores (NSA, arXiv 2502.11089), or for TopP, Threshold and scores that are logarithms, by the mean of
         their shares; "all", one table for all heads (T = 1). Scores (B, G, R, C) of a module count once per key/value
         head.
     coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
         its choice are scored and chosen from. It gets this selector's q and k.
-    query_summary: the query that represents a row of several. "mean": the mean of its queries that see a key; the row
-        sees every key that one of them sees. "first": its first query; the row sees the keys of this query. With a
-        causal `within`, "mean" leaks later queries into the choice of earlier ones, and needs future_in_choice=True.
+    query_summary: the query that represents a query block of several queries. "mean": the mean of its queries that see
+        a key; the query block sees every key that one of them sees. "first": its first query; the query block sees the
+        keys of this query. With a causal `within`, "mean" leaks later queries into the choice of earlier ones, and
+        needs future_in_choice=True.
     future_in_choice: allow "mean" with a causal `within`. For prefill: q and k must not require a gradient, a choice
-        depends on later tokens of its row, and decoding would choose other blocks.
-    stride: side of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
+        depends on later tokens of its query block, and decoding would choose other blocks.
+    stride: size of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
+
+    Keys with equal minima or maxima share the gradient of a pool equally.
 
     Raises ValueError or TypeError for other values.
 
@@ -148,16 +149,17 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None = None,
         within: Pattern | None = None,
     ) -> Selection:
-        """Choose key blocks for each row of queries; returns a `Selection`.
+        """Choose key blocks for each query block; returns a `Selection`.
 
         Query i has position q_offset + i, key j position j; query head h reads key/value head h // (H / G).
 
         scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's scores are not scaled.
         bindings: the run-time tensors that the patterns of this selector and of its coarse selector name but do not
-        carry.
+            carry.
         within: a set pattern for this call, intersected with the selector's `within`, such as the padding of a batch.
-        A row that begins before q_offset is scored by its queries in this call only: pass whole rows if chunks of a
-        sequence must choose as the whole sequence does.
+
+        A query block that begins before q_offset is scored by its queries in this call only: pass whole query blocks if
+        chunks of a sequence must choose as the whole sequence does.
 
         Raises ValueError or TypeError for inputs that do not fit together: q, k, q_offset and scale are checked before
         any work, `bindings` after a coarse selector has chosen, and the scores of a module when it has returned them.
@@ -199,8 +201,9 @@ class BlockSelector(nn.Module):
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
         """Check a call; return (blocks chosen by the coarse selector or None, run-time tensors, other arguments).
 
-        bindings, within: as in `forward`. The run-time tensors are those of this selector, in sorted order of their
-        names.
+        bindings, within: as in `forward`.
+
+        The run-time tensors are those of this selector, sorted by name.
         """
         coarse = None
         if self.coarse is not None:
@@ -237,9 +240,10 @@ class BlockSelector(nn.Module):
     ) -> Float[Tensor, "B X R C"]:
         """Scores of all blocks from the module `scorer`, for each query head (X = H) or key/value head (X = G).
 
-        bindings, call: from `prepared`. pools: pools of the blocks of k; None computes them, with keys that no row sees
-        pooled as zeros. Raises ValueError for scores of another shape, TypeError for scores that are not
-        floating-point.
+        bindings, call: from `prepared`.
+        pools: pools of the blocks of k; None computes them, with keys that no query block sees pooled as zeros.
+
+        Raises ValueError for scores of another shape, TypeError for scores that are not floating-point.
         """
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call.arguments)
         rows = call.rows(q, k)

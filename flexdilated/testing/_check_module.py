@@ -27,8 +27,9 @@ _DETAIL_LINES = (10, 3, 3, 3)  # number of lines of the first failures, below th
 class CheckResult:
     """Result of one check of an attention module.
 
-    name: a key of `MODULE_CHECKS`. detail: if passed, the tested lengths and the number of compared rows, pairs or
-    calls; if failed, the shortest failing case that was found; if the check does not apply, the reason.
+    name: a key of `MODULE_CHECKS`.
+    detail: if passed, the tested lengths and the number of compared rows, pairs or calls; if failed, the shortest
+        failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -152,8 +153,10 @@ def examine_attention_module(
         max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
         257, listed in the report.
     lengths: numbers of tokens to test instead of these; None: choose them by max_tokens and examples.
-    checks: names of the checks to run, None for all `MODULE_CHECKS`. skip: names of checks to omit.
-    dtype, device: of the test tensors and, for an `nn.Module`, of its parameters. seed: of the random values.
+    checks: names of the checks to run, None for all `MODULE_CHECKS`.
+    skip: names of checks to omit.
+    dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.
+    seed: of the random values.
 
     Each check runs the lengths in ascending order and reports the shortest failing one; unless `lengths` is given, it
     searches for a shorter failing length for up to 5 seconds. If the module raises an exception, the check fails. The
@@ -186,7 +189,7 @@ def examine_attention_module(
             f"{', '.join(map(repr, needed))}, and for packed or padded batches pass calls=testing.Calls(packed=...) or "
             "testing.Calls(padded=...)"
         )
-    chosen = [MODULE_CHECKS[name] for name in _chosen(checks, skip)]
+    chosen = [MODULE_CHECKS[name] for name in _checks_to_run(checks, skip)]
     if lengths is None:
         tried = lengths_for(pattern, num_heads, max_tokens=most, examples=examples)
     else:
@@ -209,7 +212,7 @@ def examine_attention_module(
     return ModuleReport(name, repr(pattern), sizes, textwrap.fill(drawn, _WIDTH + 32), results)
 
 
-def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
+def _checks_to_run(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
     for given, listed in (("checks", checks or ()), ("skip", skip)):
         if isinstance(listed, str):
             raise TypeError(

@@ -23,7 +23,7 @@ _SHRINK_TRIES = 500
 _WINDOWS, _WINDOW = 24, 48  # number of tested windows of a periodic rule, and their sides
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
-# Of block lists: block sides, layout rates, and tries to draw sizes that the pattern takes.
+# Of block lists: block sizes, layout rates, and tries to draw sizes that the pattern takes.
 _BLOCK_SIDES, _RATES, _SIZE_TRIES = (1, 2, 3, 4, 5, 8, 13, 16), (1, 1, 2, 3, 5), 50
 
 
@@ -35,10 +35,10 @@ def check_pattern(
 
     Checked are: the bounds that `count` (in custom patterns, `classify`) gives on the number of allowed pairs in boxes,
     which are products of two arithmetic progressions of positions (single pairs, whole blocks, and random boxes); block
-    lists for odd sizes, unequal block sides and several layouts (orders of tokens); `for_head`, the rule of one head;
+    lists for odd sizes, unequal block sizes and several layouts (orders of tokens); `for_head`, the rule of one head;
     `period` and `confined`, also at larger positions; and the round trip through JSON, except for custom functions and
-    tables of run-time tensors, which have no JSON. Of the random boxes, `examples` are drawn, from `seed`, for each of
-    eight combinations of query step and key step.
+    tables of run-time tensors, which have no JSON. For each of eight combinations of query step and key step,
+    `examples` random boxes are drawn from `seed`.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.
@@ -276,7 +276,7 @@ def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
 
 
 def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[tuple[Box, Tensor]]:
-    """Yield (boxes, number of allowed pairs of each): all square blocks of sides 1, 2, 4, ..., then random boxes.
+    """Yield (boxes, number of allowed pairs of each): all square blocks of sizes 1, 2, 4, ..., then random boxes.
 
     For each pair of steps in _STEPS there are `examples` random boxes. A quarter of their progressions start at
     position 0, and a quarter extend to the last position.
@@ -344,7 +344,7 @@ def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) ->
 
 
 def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
-    """Draw (pattern bound to random numbers of queries and keys, (query, key) block sides, rate of the layout).
+    """Draw (pattern bound to random numbers of queries and keys, (query, key) block sizes, rate of the layout).
 
     If the pattern accepts none of _SIZE_TRIES sizes, as a grid may, it is bound to all tokens.
     """

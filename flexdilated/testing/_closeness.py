@@ -52,10 +52,15 @@ def assert_attention_close(
     Each number has an error budget, `margin` times the larger of two errors: the first-order rounding error in the
     dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype. In bfloat16
     and float16 sums must be in float32, while scores, weights and results may be rounded. A row without keys must have
-    output 0 and lse -inf, exactly. gradients: also compare the gradients of q, k and v for a fixed functional of `out`
-    (and `lse`), which must then depend on q, k and v by autograd; the graph is retained. The other arguments are those
-    of `attend`; k and v are (B, G, M, D), where G divides H. Memory for all N x M pairs is needed, so use small inputs.
-    The error shows the first wrong row, and the keys that each branch of the pattern allows in it.
+    output 0 and lse -inf, exactly.
+
+    gradients: also compare the gradients of q, k and v for a fixed functional of `out` (and `lse`), which must then
+        depend on q, k and v by autograd; the graph is retained.
+    margin: factor on the error budgets.
+
+    The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G
+    divides H. Memory for all N x M pairs is needed, so use small inputs. The error shows the first wrong row, and the
+    keys that each branch of the pattern allows in it.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
@@ -85,9 +90,11 @@ def require_close(
 ) -> None:
     """Raise AssertionError unless out (B, H, N, D), lse (B, H, N) and grads equal dense attention within error budgets.
 
-    lse: None: not compared. grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
-    through_lse: True if grads follow from that of lse, too; None: True if lse is given. rows (B, H, N): True for the
-    rows of out and lse to compare; None: all. margin: factor on the budgets.
+    lse: None: not compared.
+    grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
+    through_lse: True if grads follow from that of lse, too; None: True if lse is given.
+    rows: (B, H, N), True for the rows of out and lse to compare; None: all.
+    margin: factor on the budgets.
     """
     through_lse = lse is not None if through_lse is None else through_lse
     truth = expected(dense, gradients=bool(grads), through_lse=through_lse, margin=margin)
@@ -144,7 +151,9 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
 def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
     """Describe the first wrong row: found and expected number, budget, and the keys that each branch allows in it.
 
-    For dk and dv, whose rows are keys: the queries that see the key instead. missed: True for each wrong number.
+    For dk and dv, whose rows are keys: the queries that see the key instead.
+
+    missed: True for each wrong number.
     wrong: True for each row with a wrong number, (B, heads, rows).
     """
     b, h, row = wrong.nonzero()[0].tolist()
@@ -201,8 +210,9 @@ def rough(x: Tensor) -> str:
 class DenseAttention:
     """Arguments of one attention call, q (B, H, N, D), k and v (B, G, M, D), from which it is computed densely.
 
-    bound: the pattern with run-time tensors, sizes and offsets, without zero keys of padding. pattern: as given by the
-    caller, with them. scale: factor of the scores.
+    bound: the pattern with run-time tensors, sizes and offsets, without zero keys of padding.
+    pattern: as given by the caller, with them.
+    scale: factor of the scores.
     """
 
     q: Tensor
@@ -335,8 +345,8 @@ def expected(
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Fixed pseudo-random float64 gradients of out and lse, in their shapes, from which a backward pass starts.
 
-    They are multiples of 1/16, exact in every dtype. Those of lse are 0 in rows without keys, and all 0 without
-    `through_lse`.
+    They are multiples of 1/16, exact in every dtype. The cotangents of lse are 0 in rows without keys, and all 0
+    without `through_lse`.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
@@ -349,8 +359,8 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 class _Terms:
     """Float64 tensors from which error limits are computed.
 
-    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. Of all pairs, (B, H, N,
-    M): times, the number of branches that allow it; scores; and weights, by the softmax, 0 for pairs not allowed.
+    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. For all pairs, (B, H,
+    N, M): times, the number of branches that allow it; scores; and weights, by the softmax, 0 for pairs not allowed.
     """
 
     q: Tensor
@@ -394,8 +404,10 @@ def _summation_limits(terms: _Terms, dtype: torch.finfo, *, gradients: bool) -> 
 def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Estimate the errors of lse, out and, if they are in `values`, dq, dk and dv, by name, in half precision.
 
-    dtype: bfloat16 or float16, to which scores, weights and results are rounded; sums are in float32. values: the exact
-    results by name. Rounding errors are independent, so the error of a sum is the root of the sum of squared errors.
+    dtype: bfloat16 or float16, to which scores, weights and results are rounded; sums are in float32.
+    values: the exact results by name.
+
+    Rounding errors are independent, so the error of a sum is the root of the sum of squared errors.
     """
     unit, sent = dtype.eps / 2, None
     sizes = torch.maximum(_root(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())

@@ -34,8 +34,9 @@ def lengths(
     """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. They shrink towards 1.
 
     around: edges, which are lengths at whose multiples a result may change; or a pattern, to use its `edges_of`.
-    blocks: further edges, such as block sides. Near an edge: 1 to 4 times the edge, or one less or more. The other
-    half are 1, max_tokens or any.
+    blocks: further edges, such as block sizes.
+
+    Near an edge: 1 to 4 times the edge, or one less or more. The other half are 1, max_tokens or any.
     """
     require_int("max_tokens", max_tokens, minimum=1)
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
@@ -92,9 +93,10 @@ def attention_sizes(
     """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. They shrink towards 1.
 
     around, blocks: half of the numbers of tokens are near multiples of these lengths or of a pattern's, as in
-    `lengths`. num_heads: fixed number of heads; None: any up to max_heads. self_attention=False: numbers of queries and
-    keys may differ, with offsets up to max_tokens; if `around` is a pattern, it can be bound to them. all_heads=False:
-    the tensors may have only some of the heads, as on one of several devices.
+        `lengths`.
+    num_heads: fixed number of heads; None: any up to max_heads. self_attention=False: numbers of queries and keys may
+        differ, with offsets up to max_tokens; if `around` is a pattern, it can be bound to them. all_heads=False: the
+        tensors may have only some of the heads, as on one of several devices.
     """
     total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
     keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
@@ -146,9 +148,10 @@ def tensors(
     """Strategy for tensors of this shape on the CPU, finite in `dtype`.
 
     values: kinds to draw from, in order of simplicity: "ordinary" (normal), "ties" (-1, 0 and 1), "zeros" (0.0 and
-    -0.0), "large" (times 100), "tiny" (times 1e-4) and "one far above" (one element is 1e4). ValueError for another
-    kind. Only a kind and a seed are drawn, so the cost of a draw does not grow with the size; they shrink towards
-    the first kind and seed 0.
+        -0.0), "large" (times 100), "tiny" (times 1e-4) and "one far above" (one element is 1e4).
+
+    ValueError for another kind. Only a kind and a seed are drawn, so the cost of a draw does not grow with the size;
+    they shrink towards the first kind and seed 0.
     """
     require_bool("requires_grad", requires_grad)
     _require_kinds(values)
@@ -224,7 +227,9 @@ def document_ids(
 ) -> Tensor:
     """Strategy for int64 tensors (batch, num_tokens) for `masks.documents`: the document 0, 1, ... of each position.
 
-    padding: also draw rows that end with padding, of id -1. They shrink towards one document in every row.
+    padding: also draw sequences that end with padding, of id -1.
+
+    They shrink towards one document in every sequence.
     """
     require_int("batch", batch, minimum=1)
     rows = []
@@ -243,8 +248,10 @@ def shardings(
 ) -> Sharding:
     """Strategy for shardings of `num_tokens` over 1 to max_ranks ranks, in order "contiguous" or "zigzag".
 
-    num_ranks: fixed number of ranks; None: any up to max_ranks. ragged: also draw shards of unequal lengths, also
-    empty ones; False: shard lengths as equal as possible. They shrink towards one rank and equal contiguous shards.
+    num_ranks: fixed number of ranks; None: any up to max_ranks.
+    ragged: also draw shards of unequal lengths, also empty ones; False: shard lengths as equal as possible.
+
+    They shrink towards one rank and equal contiguous shards.
     """
     require_int("num_tokens", num_tokens, minimum=1)
     ranks = draw(st.integers(1, max_ranks)) if num_ranks is None else require_int("num_ranks", num_ranks, minimum=1)

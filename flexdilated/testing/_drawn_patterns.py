@@ -100,8 +100,8 @@ def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
     """Draw one pattern of this kind, made by the constructors of `words`.
 
     kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood on a grid of
-    1 to 3 axes with at least `largest` tokens. largest: upper bound of segments, strides, rates and counts in the other
-    kinds.
+        1 to 3 axes with at least `largest` tokens.
+    largest: upper bound of segments, strides, rates and counts in the other kinds.
     """
 
     def number(most: int = largest, least: int = 1) -> int:
@@ -209,8 +209,9 @@ class Grammar:
     """Limits of drawn patterns, and methods that return strategies within these limits.
 
     num_heads, max_positions: patterns can be bound to this number of heads and up to this number of positions.
-    max_number: largest segment, stride, count and so on. closures: also draw `custom` patterns. words: object with the
-    constructors of patterns; see `Words`.
+    max_number: largest segment, stride, count and so on.
+    closures: also draw `custom` patterns.
+    words: object with the constructors of patterns; see `Words`.
     """
 
     num_heads: int = 1
@@ -315,8 +316,9 @@ def run_time_compositions(
 ) -> Any:
     """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
 
-    words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys,
-    mask, per_sample and selected_blocks. kinds: the compositions to choose from.
+    words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
+        per_sample and selected_blocks.
+    kinds: the compositions to choose from.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys
@@ -357,7 +359,7 @@ def run_time_compositions(
 def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
     """Draw a `documents` pattern of ascending ids, for each batch entry or for all, with padding.
 
-    Padding is at the end of a row, or in place of document 0 or 1. positions: length of a row.
+    Padding is at the end of a sequence, or in place of document 0 or 1. positions: length of a sequence.
     """
     rows = draw(st.sampled_from([1, batch]))
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
@@ -390,7 +392,7 @@ def _entry_numbers(batch: int, largest: int) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `same_document` pattern, with ids per batch entry or shared, documents on one side only, and padding."""
+    """Draw a `same_document` pattern: ids per batch entry or shared, documents of queries or keys only, padding."""
     sides = []
     for positions in (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys):
         rows = draw(st.sampled_from([1, sizes.batch]))
@@ -413,7 +415,7 @@ def _mask(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
 
 @st.composite
 def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `selected_blocks` pattern with block sides of 1 to 20 and one table for each group of heads.
+    """Draw a `selected_blocks` pattern with block sizes of 1 to 20 and one table for each group of heads.
 
     Row 0 of a table is for query block 0, or for the block of the first query.
     """

@@ -21,8 +21,8 @@ _NO_LENGTHS = ("seed", "head", "rows")
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
     """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
-    They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sides and so on.
-    Of a custom function only the period is known.
+    They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sizes and so on.
+    For a custom function only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
     return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
@@ -57,7 +57,7 @@ def tokens(length: int) -> str:
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
     """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
 
-    They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sides and one more, and
+    They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sizes and one more, and
     the largest; if there are too many, evenly spaced ones of these. Raises ValueError if the pattern accepts none.
     """
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
@@ -93,7 +93,8 @@ def values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make float64 q (batch, num_heads, num_tokens, head_dim), and k and v with num_kv_heads, on the CPU.
 
-    kind: of the values, a text in KINDS such as "large scores". seed: equal seeds give equal values.
+    kind: of the values, a text in KINDS such as "large scores".
+    seed: equal seeds give equal values.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     heads = (num_heads, num_kv_heads, num_kv_heads)
@@ -112,7 +113,7 @@ def values(
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """Copy x to rows with gaps of three elements between them, at an offset of five elements in a buffer."""
+    """Copy x to vectors with gaps of three elements between them, at an offset of five elements in a buffer."""
     *sizes, D = x.shape
     buffer = x.new_full((5 + x[..., 0].numel() * (D + 3),), 7.0)
     room = buffer[5:].view(*sizes, D + 3)[..., :D]

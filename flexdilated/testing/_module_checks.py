@@ -40,7 +40,8 @@ class Check:
     holds: text that follows this number in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
-    long: True if the check also runs at `LONG_LENGTHS`. shrinks: True if a shorter failing length is searched.
+    long: True if the check also runs at `LONG_LENGTHS`.
+    shrinks: True if a shorter failing length is searched.
     """
 
     name: str

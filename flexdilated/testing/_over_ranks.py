@@ -48,8 +48,10 @@ def run_over_ranks(calls: Calls, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
 def _on_two_processes(sent: bytes) -> list[bytes]:
     """Run `_rank` in RANKS processes; return the bytes that each answers, in order of rank.
 
-    sent: pickle for `_own_part`. Raises Failure if a rank raises, exits early, or exceeds LIMIT_S. No process outlives
-    the call. The processes meet through a file, so no port is needed.
+    sent: pickle for `_own_part`.
+
+    Raises Failure if a rank raises, exits early, or exceeds LIMIT_S. No process outlives the call. The processes meet
+    through a file, so no port is needed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, end = Path(name), monotonic() + LIMIT_S

@@ -133,10 +133,13 @@ class DoesNotApply(Exception):
 class Case:
     """Inputs of one call of a module under test, and the rows or pairs to check.
 
-    text: describes the case in reports. q (B, H, N, D), k and v (B, G, N, D). pattern: pairs that this call should
-    compute. call: name of the function of `Calls` to use, which also gets the tensors `extra`. rows (B, H, N), pairs
-    (H, N, N): True for output rows or pairs to check; None: all. modules: objects that a check shares between its
-    cases, such as a module that is called again; empty: the check makes new modules.
+    text: describes the case in reports.
+    q, k, v: (B, H, N, D) and twice (B, G, N, D).
+    pattern: pairs that this call should compute.
+    call: name of the function of `Calls` to use, which also gets the tensors `extra`.
+    rows, pairs: (B, H, N) and (H, N, N), True for output rows or pairs to check; None: all.
+    modules: objects that a check shares between its cases, such as a module that is called again; empty: the check
+        makes new modules.
     """
 
     text: str
@@ -166,7 +169,9 @@ class Case:
 class Subject:
     """A module under test, the pattern that it should compute, and the sizes of its test inputs.
 
-    factory: returns a new module. lengths: numbers of tokens to test, ascending. seed: of the random values.
+    factory: returns a new module.
+    lengths: numbers of tokens to test, ascending.
+    seed: of the random values.
     """
 
     factory: Callable[[], Any]
@@ -194,8 +199,9 @@ class Subject:
     ) -> Case:
         """Make a case of `length` tokens, whose values depend only on the sizes, kind (a text in KINDS) and seed.
 
-        text: follows the number of tokens in reports. dtype, pattern: None: those of the subject. more: further fields
-        of the `Case`.
+        text: follows the number of tokens in reports.
+        dtype, pattern: None: those of the subject.
+        more: further fields of the `Case`.
         """
         heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * length + KINDS.index(kind)
         drawn = values(kind, *heads, length, self.head_dim, batch=batch, seed=seed)

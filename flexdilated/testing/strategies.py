@@ -63,9 +63,12 @@ def patterns(
     compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
     range, which is an error (`attention_sizes(pattern)` avoids it).
 
-    max_number: largest segment, stride, count and so on. depth: maximum number of nested `&`, `|`, `~`, `per_head`,
-    `head_groups`, `blockwise` and `after` in a set. max_positions: grids have at least this number of tokens.
-    closures: also draw functions for `masks.custom`, which have no JSON. Patterns shrink towards `masks.causal()`.
+    max_number: largest segment, stride, count and so on.
+    depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.
+    max_positions: grids have at least this number of tokens.
+    closures: also draw functions for `masks.custom`, which have no JSON.
+
+    Patterns shrink towards `masks.causal()`.
     """
     return _Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
 
@@ -98,8 +101,10 @@ def longnets(
     """Strategy for `masks.longnet` of 1 to max_branches branches, with any segment lengths and rates.
 
     Segment lengths and rates are at most max_number and 7; a rate need not divide its segment length. Both offset rules
-    are drawn. heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads. padding: with
-    padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
+    are drawn.
+
+    heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads.
+    padding: with padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
     """
     return _Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 

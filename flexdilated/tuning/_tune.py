@@ -78,7 +78,8 @@ class Inputs:
 def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> TimedRun:
     """Return a function that runs the plan on x once, and returns (out,), or with `backward` (out, dq, dk, dv).
 
-    engine: "aten" or "flex". block_size: (query, key) side of the blocks; empty: those of the plan.
+    engine: "aten" or "flex".
+    block_size: (queries, keys) of a block; empty: those of the plan.
     """
     num_kv_heads, scale, device = x.k.shape[1], x.q.shape[-1] ** -0.5, x.q.device
     if engine == "flex":
@@ -106,7 +107,9 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 def interleave(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
     """Time the runs, one after the other in each round; return the seconds of each run in all rounds.
 
-    seconds: no round begins after this time, except the first 3. There are at most 15 rounds.
+    seconds: no round begins after this time, except the first 3.
+
+    There are at most 15 rounds.
     """
 
     def now() -> float:
@@ -141,7 +144,7 @@ class Trialled:
 
     @property
     def name(self) -> str:
-        """Text of the layout, and of the block sides unless all are 128, such as "natural, blocks of 64"."""
+        """Text of the layout, and of the block sizes unless all are 128, such as "natural, blocks of 64"."""
         sides = sorted(set(way_of(self.option)[1]))
         return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
 
@@ -162,10 +165,13 @@ def measure(
 ) -> tuple[list[Trialled], Choice]:
     """Time the options for each branch, then those for all branches together; return (timed options, the fastest).
 
-    Of a branch, options are timed whose predicted time is at most 4 times the least one. Options that compute all
-    branches together are compared with the fastest option of each branch. backward: time forward and backward. engine:
-    None: the default of the device. block_size: (query, key) block side of all options; empty: any that the engine
-    offers. seconds: time for the rounds of each comparison beyond the first three.
+    The timed options of a branch have a predicted time of at most 4 times the least one. Options that compute all
+    branches together are compared with the fastest option of each branch.
+
+    backward: time forward and backward.
+    engine: None: the default of the device.
+    block_size: (queries, keys) of a block in all options; empty: any that the engine offers.
+    seconds: time for the rounds of each comparison beyond the first three.
 
     Raises RuntimeError if the results of two options differ by more than the precision of their dtype.
     """
@@ -244,9 +250,12 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
     """Measure the ways to compute this call, unless that was done before; later calls like it use the fastest.
 
     Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while torch.compile
-    traces. has_bindings: True if the pattern has run-time tensors. Raises ValueError for calls that cannot be tuned
-    (another engine than "aten" or "flex", a layout, run-time tensors), and RuntimeError if the results of two ways
-    disagree.
+    traces.
+
+    has_bindings: True if the pattern has run-time tensors.
+
+    Raises ValueError for calls that cannot be tuned (another engine than "aten" or "flex", a layout, run-time tensors),
+    and RuntimeError if the results of two ways disagree.
     """
     if engine not in ("aten", "flex"):
         raise ValueError(f"autotune=True needs engine 'aten' or 'flex', as it measures only these; got {engine=}")

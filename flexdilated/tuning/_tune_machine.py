@@ -39,8 +39,8 @@ _LAUNCHES = 50  # in one timed run: the first call after a large problem finds t
 class Sizes:
     """Sizes of the timed attention problems.
 
-    num_tokens: of problems with block lists; dense and causal ones have half of it. listed_keys: number of keys that a
-    query attends to in the lists of neighbouring and of random blocks.
+    num_tokens: of problems with block lists; dense and causal ones have half of it.
+    listed_keys: number of keys that a query attends to in the lists of neighbouring and of random blocks.
     """
 
     num_tokens: int
@@ -55,8 +55,8 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 class MeasuredMachine:
     """Measured constants of a kind of device ("cpu", "cuda"), for the cost model.
 
-    date: of the measurement, ISO 8601 in UTC. spread: for each timed problem, by name, the time of its slowest run
-    divided by that of its fastest.
+    date: of the measurement, ISO 8601 in UTC.
+    spread: for each timed problem, by name, its longest measured time divided by its shortest.
     """
 
     machine: Machine
@@ -79,8 +79,8 @@ class _Work(NamedTuple):
 def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None = None) -> MeasuredMachine:
     """Measure the constants of this device.
 
-    seconds: no round of timed runs begins after this time, except the first three. sizes: of the problems; None: small
-    ones on a CPU, larger ones on an accelerator.
+    seconds: no round of timed runs begins after this time, except the first three.
+    sizes: of the problems; None: small ones on a CPU, larger ones on an accelerator.
     """
     builtin = builtin_machine(device.type)
     works = _works(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
@@ -143,7 +143,8 @@ def _attention(
 ) -> _Work:
     """Make a problem to time: attention with this pattern, of batch 1, in natural order of the tokens.
 
-    Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: side of the blocks.
+    Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: queries, and keys, of a
+    block.
     """
     kind, order = device_kind(device), Layout(tokens)
     bound = pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)

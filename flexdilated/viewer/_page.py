@@ -50,8 +50,12 @@ def page(
 ) -> str:
     """Text of an interactive HTML file that draws the pattern at any scale; it needs no network.
 
-    num_tokens: number of queries. num_keys: by default num_tokens. head: the global head shown first. batch: index of
-    the batch entry, for run-time tensors. title: heading of the page; None for a default.
+    num_tokens: number of queries.
+    num_keys: by default num_tokens.
+    num_heads: number of heads, over all devices.
+    head: the global head shown first.
+    batch: index of the batch entry, for run-time tensors.
+    title: heading of the page; None for a default.
 
     Raises ValueError for sizes that the pattern does not accept, for a head or batch entry out of range, for a custom
     function with operations beyond integer arithmetic, comparisons and tables, and for a page above 4 MB, whose tables

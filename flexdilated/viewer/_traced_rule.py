@@ -66,7 +66,8 @@ _SUPPORTED = (
 class TracedProgram:
     """Traced operations (nodes) of all rules of a page, and the constant tensors (tables) that they index.
 
-    sizes: number of heads, queries and keys. nodes: [operation, operand node indices ...].
+    sizes: number of heads, queries and keys.
+    nodes: [operation, operand node indices ...].
     """
 
     sizes: tuple[int, int, int]  # heads, queries, keys
@@ -221,7 +222,7 @@ def _table_data(table: Tensor) -> dict[str, Any]:
 
 
 def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """Trace a branch (summand of a pattern) to a nested dict for JSON.
+    """Trace a branch to a nested dict for JSON.
 
     Its keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
@@ -233,9 +234,10 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
 class _TracedRule:
     """A rule to be traced, with the traced parts that its reason names.
 
-    written, bound: the rule with names and with values of run-time tensors. nodes: indices of the nodes of head, query
-    and key. asked: a pair with the rule's number of heads and unit of positions. node: index of the node that is true
-    if the rule allows the pair.
+    written, bound: the rule with names and with values of run-time tensors.
+    nodes: indices of the nodes of head, query and key.
+    asked: a pair with the rule's number of heads and unit of positions.
+    node: index of the node that is true if the rule allows the pair.
     """
 
     def __init__(
@@ -276,8 +278,10 @@ class _TracedRule:
 class _Path:
     """One run of a rule's `reason` on a traced pair, in which every truth value is decided.
 
-    The first decisions are `answers`, later ones True. decisions: map from node to decision. named: indices of the
-    parts that the reason names.
+    The first decisions are `answers`, later ones True.
+
+    decisions: map from node to decision.
+    named: indices of the parts that the reason names.
     """
 
     def __init__(self, rule: _TracedRule, answers: Sequence[bool]) -> None:

@@ -149,6 +149,7 @@ def _crossed(source: RowSource, tried: int) -> Bool[Tensor, " P"]:
 def _covered(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) -> Bool[Tensor, " P"]:
     """Return, for each of `number` positions, True if query[i] < position <= key[i] for some i."""
     later = (query < key).long()
+    # Each pair adds 1 after its query and subtracts it after its key; pairs with key <= query add nothing.
     steps = torch.zeros(number + 1, dtype=torch.int64)
     steps.index_add_(0, query + 1, later).index_add_(0, key.maximum(query) + 1, -later)
     return steps.cumsum(0)[:number] > 0
@@ -172,7 +173,8 @@ def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tup
 def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: int) -> Iterator[int]:
     """Yield, in order, each end >= position such that no query in [first, end) sees a key at or after the end.
 
-    ends: the ends of chunks of these rules. first: below position.
+    ends: the ends of chunks of these rules.
+    first: below position.
     """
     while True:
         while pair := seen_ahead(sources, range(first, position), range(position, ends.next(position))):

@@ -41,8 +41,8 @@ _ALL = range(1 << 62)
 class KeyQuery:
     """A search for the positions in `keys` to which at least one position of `queries` attends.
 
-    factors: rules for one head; a pair is allowed if all of them allow it. head: a global head, below num_heads, that
-    follows them.
+    factors: rules for one head; a pair is allowed if all of them allow it.
+    head: a global head, below num_heads, that follows them.
     """
 
     factors: tuple[Pattern, ...]
@@ -396,7 +396,8 @@ def _windows(places: range, axis: Axis) -> Ranges:
 def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
     """Return the tokens whose index along each axis is in that axis's ranges, as ranges of row-major token numbers.
 
-    along: ranges of indices for each axis. strides: distance in tokens between neighbours along each axis.
+    along: ranges of indices for each axis.
+    strides: distance in tokens between neighbours along each axis.
     """
     *outer, found = along
     for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):

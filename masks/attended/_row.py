@@ -28,8 +28,10 @@ _MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys
 class Seen:
     """Keys that at least one of a few queries sees, each once, and the allowed pairs.
 
-    rows: indices of queries; queries left out see no key. keys: positions. pairs: True where a query sees a key, in the
-    order of `rows` and `keys`; None if every query of `rows` sees every key.
+    rows: indices of queries; queries left out see no key.
+    keys: positions.
+    pairs: True where a query sees a key, in the order of `rows` and `keys`; None if every query of `rows` sees every
+        key.
     """
 
     rows: range
@@ -41,7 +43,8 @@ class Seen:
 class RowSource:
     """The rule of one head, with a method that returns the keys that given queries see.
 
-    head: a global head that follows the rule. num_heads: number of global heads.
+    head: a global head that follows the rule.
+    num_heads: number of global heads.
     """
 
     rule: Pattern
@@ -119,7 +122,7 @@ def _hull(indices: Sequence[int]) -> range:
 def _union(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges.
 
-    Ranges of equal step and residue that touch, as rows of one rule mostly do, are joined first.
+    Ranges of equal step and residue that touch, as those of one rule mostly do, are joined first.
     """
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []
@@ -157,8 +160,10 @@ def visible(
     """Return a mask of R runs of keys: True if some query may see a key of the run, by at least one rule.
 
     False is certain: no query sees a key of the run. True is not certain.
-    sources: the rules. firsts, lengths: first position and length of each run. query, num_queries: first position and
-    number of the queries.
+
+    sources: the rules.
+    firsts, lengths: first position and length of each run.
+    query, num_queries: first position and number of the queries.
     """
     seen = torch.zeros(len(firsts), dtype=torch.bool)
     for source in sources:

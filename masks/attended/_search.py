@@ -63,7 +63,7 @@ def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
     """Return the distinct rules of these global heads, as {rule: the first head that follows it}.
 
-    They are collected over the summands of a mixture and over batch entries; num_heads: number of global heads.
+    They are collected over the branches of a mixture and over batch entries; num_heads: number of global heads.
     """
     rules: dict[Pattern, int] = {}
     for head in heads:
@@ -107,7 +107,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
         firsts += [seen.k.first, single]
         counts += [seen.k.count, torch.ones_like(single)]
         if not bool(small.all()):
-            stack.append(_split(boxes.select(~small)))
+            stack.append(_halve_long_sides(boxes.select(~small)))
     return _ranges(torch.cat(firsts), torch.cat(counts), step)
 
 
@@ -166,11 +166,12 @@ def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
 def _key_runs(boxes: Box) -> tuple[int, Tensor]:
     """Return (number of distinct runs of keys, index of the run of each box)."""
     longest = int(boxes.k.count.max()) + 1 if len(boxes.head) else 1
+    # Counts are below `longest`, so equal numbers mean equal runs.
     runs, number = (boxes.k.first * longest + boxes.k.count).unique(return_inverse=True)
     return len(runs), number
 
 
-def _split(boxes: Box) -> Box:
+def _halve_long_sides(boxes: Box) -> Box:
     """Halve the sides of boxes longer than 16 positions; boxes with a common run of keys have common halves of it."""
     box, q = _halved(boxes.q)
     part, k = _halved(boxes.k.select(box))
@@ -213,7 +214,8 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
 def _turns(number: Tensor, runs: int) -> Tensor:
     """Return, for each box, the number of earlier boxes that have its run of keys.
 
-    number: index of the run of each box. runs: number of distinct runs.
+    number: index of the run of each box.
+    runs: number of distinct runs.
     """
     order = number.argsort(stable=True)
     counts = torch.bincount(number, minlength=runs)
@@ -281,7 +283,7 @@ def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
         between = joined_intervals(*_between(begin[some], end[some], n))
         found += [(begin[full], end[full]), between]
         doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
-        begin, end = _cut(begin[doubtful], end[doubtful])
+        begin, end = _cut_intervals(begin[doubtful], end[doubtful])
     return joined_intervals(*(torch.cat(side) for side in zip(*found, strict=True)))
 
 
@@ -323,7 +325,7 @@ def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> T
     return (run >= 0) & (end <= run_end[run.clamp(min=0)])
 
 
-def _cut(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_intervals(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Cut each interval [begin, end) into at most 8 non-empty parts of about equal length.
 
     Returns the begins and the ends of all parts, flat, in the order of the intervals.

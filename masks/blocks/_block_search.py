@@ -1,10 +1,9 @@
 """Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
 
-The slot matrix has a row for each query and a column for each key, in the order of a layout. A run is a set of slots
-whose positions are an arithmetic progression. The search starts from the squares of pairs that a pattern lists, or else
-from pairs of a query run and a key run. In residue-major order there may be as many runs as tokens. Most pairs of runs
-are ruled out by the rule's spacing (query and key of an allowed pair are congruent modulo it), and by bounds on each
-run against all keys or all queries.
+The slot matrix has a row for each query and a column for each key, in the order of a layout. The search starts from the
+squares of pairs that a pattern lists, or else from pairs of a query run and a key run. In residue-major order there may
+be as many runs as tokens. Most pairs of runs are ruled out by the rule's spacing (query and key of an allowed pair are
+congruent modulo it), and by bounds on each run against all keys or all queries.
 """
 
 from __future__ import annotations
@@ -37,8 +36,10 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 class Leaves(NamedTuple):
     """Parts of blocks, with bounds low <= allowed pairs <= high of each part; int64 tensors of equal length.
 
-    table: index of the mask, which equal heads share. row, column: query block and key block. A run is a set
-    of slots whose positions are an arithmetic progression; a block has at most one leaf for each (query run, key run).
+    table: index of the mask, which equal heads share.
+    row, column: query block and key block.
+
+    A block has at most one leaf for each pair of a query's and a key's slot run.
     """
 
     table: Tensor
@@ -49,7 +50,7 @@ class Leaves(NamedTuple):
 
 
 class SlotIntervals(NamedTuple):
-    """Intervals of query slots (places in the order of a layout); interval i is first[i] to last[i] - 1."""
+    """Intervals of query slots; interval i is first[i] to last[i] - 1."""
 
     first: Tensor
     last: Tensor
@@ -58,7 +59,8 @@ class SlotIntervals(NamedTuple):
     def of_rows(cls, rows: range | Tensor, q_block: int) -> SlotIntervals:
         """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor.
 
-        rows: indices of query blocks. q_block: slots per query block.
+        rows: indices of query blocks.
+        q_block: slots per query block.
         """
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
@@ -68,9 +70,12 @@ class SlotIntervals(NamedTuple):
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    tables: indices of the masks to search. rows: query blocks to search. sides: (query side, key side) of a block. If
-    the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In a
-    union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
+    tables: indices of the masks to search.
+    rows: query blocks to search.
+    sides: (queries, keys) of a block.
+
+    If the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In
+    a union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
     found, unless these are too many.
     """
     slots = SlotIntervals.of_rows(rows, sides[0])
@@ -86,7 +91,10 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    tables: indices of the masks to search. slots: query slots to search. sides: (query side, key side) of a block.
+    tables: indices of the masks to search.
+    slots: query slots to search.
+    sides: (queries, keys) of a block.
+
     Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
     part, as each part rules out different classes.
     """
@@ -174,7 +182,7 @@ def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
 class _Meeting(NamedTuple):
     """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]].
 
-    A run is a set of slots whose positions are an arithmetic progression. order: indices into the runs of `k`.
+    order: indices into the runs of `k`.
     """
 
     table: int
@@ -245,11 +253,11 @@ def _descend_classes(
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
     """Yield the leaves (bounded parts) of the blocks with the flat (table, row, column) indices `key`.
 
-    shape: (number of rows of blocks, number of columns of blocks).
+    shape: (number of query blocks, number of key blocks).
     """
     rows, columns = shape
     rule = _shorter(rule, sides)
-    (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)
+    (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut_at_blocks, (rule.q, rule.k), shape, sides)
     nodes = q_number[key // columns % rows] * k_number[key % columns]
     for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
         block, index = enumerated(nodes[some])
@@ -260,10 +268,13 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
         yield from descend(rule, Nodes(number // (rows * columns), *runs), sides)
 
 
-def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
+def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
     """Cut pieces (runs of slots) at the boundaries of blocks; return (parts, begin, number).
 
-    Block i contains the number[i] parts from index begin[i] on. blocks: number of blocks. block: slots per block.
+    Block i contains the number[i] parts from index begin[i] on.
+
+    blocks: number of blocks.
+    block: slots per block.
     """
     stretch, run = _runs_in(pieces, SlotIntervals.of_rows(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)

@@ -32,9 +32,11 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 class Blocks:
     """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
 
-    A table is the mask that equal heads share; `heads`: index of the table of each head. Row r covers the query slots
-    (places in the order of a layout) from r * q_block on, column c the key slots from c * k_block on. `full`: True if
-    all q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of each block, or UNKNOWN (-1).
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on.
+
+    heads: index of the table of each head; heads with equal masks share one.
+    full: True if all q_block * k_block pairs exist and are allowed.
+    pairs: number of allowed pairs of each block, or UNKNOWN (-1).
     """
 
     num_q_slots: int
@@ -50,7 +52,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(number of query slots, number of key slots, query side of a block, key side of a block)."""
+        """(number of query slots, number of key slots, queries of a block, keys of a block)."""
         return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
 
     @property
@@ -94,11 +96,13 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """List the non-empty blocks of a rule (a pattern over reordered queries and keys).
+    """List the non-empty blocks of a rule.
 
-    settle=True evaluates the pairs of blocks that bounds on their number leave undecided, so that the list is exact.
-    With settle=False they are not evaluated: a listed block may have no allowed pair, and a full one may be listed as
-    partial. Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
+    q_block, k_block: slots of a block.
+    settle: True evaluates the pairs of blocks that bounds on their number leave undecided, so that the list is exact.
+        If False, a listed block may have no allowed pair, and a full one may be listed as partial.
+
+    Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
     """
     at_once = max(1, _SLOTS_AT_ONCE // max(rule.num_slots))
     rows = range(rule.in_blocks(q_block, k_block)[0])
@@ -115,7 +119,7 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Iterator[tuple[Tensor, ...]]:
     """Yield parts of the tensors (table, row, column, full, pairs) of `Blocks`, in the order of the list.
 
-    Halves the range of tables, then of block rows, while too many blocks are undecided.
+    Halves the range of tables, then of query blocks, while too many blocks are undecided.
     """
     found = _search(rule, tables, rows, sides, settle)
     if found is not None:
@@ -134,9 +138,9 @@ def _halves(some: range) -> tuple[range, range]:
 
 
 def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
-    """Return bounds on the allowed pairs of each possibly non-empty block in these tables and block rows.
+    """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    None if too many blocks are undecided and the range of tables or rows can be halved.
+    None if too many blocks are undecided and the range of tables or query blocks can be halved.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -167,7 +171,7 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
 def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
     """Return the number of allowed pairs of each block; blocks that are known to have equal masks are evaluated once.
 
-    shape: (number of query slots, number of key slots, query side of a block, key side of a block).
+    shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
@@ -183,7 +187,7 @@ def evaluate(
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """Yield the dense masks of these blocks, a chunk of blocks at a time: True if allowed, False beyond the last slot.
 
-    shape: (number of query slots, number of key slots, query side of a block, key side of a block).
+    shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
     for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
@@ -197,7 +201,7 @@ def evaluate(
 def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
     """Sum the bounds of the leaves (parts) of each block; return one leaf for each block, sorted by its coordinates.
 
-    shape: numbers of rows and columns of blocks.
+    shape: numbers of query blocks and key blocks.
     """
     table, row, column, low, high = map(torch.cat, zip(*found, strict=True))
     num_rows, num_columns = shape
@@ -208,10 +212,13 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Mean numbers of listed blocks of a mask, by kind of row (query block).
+    """Mean numbers of listed blocks of a mask, by kind of query block.
 
-    The speed of kernels depends on the kind. runs: number of blocks in rows whose blocks are all adjacent. plain:
-    number of blocks in other rows without a partial block. masked: number of blocks in other rows with a partial block.
+    The speed of kernels depends on the kind.
+
+    runs: number of blocks in query blocks whose blocks are all adjacent.
+    plain: number of blocks in other query blocks without a partial block.
+    masked: number of blocks in other query blocks with a partial block.
     """
 
     runs: float
@@ -224,10 +231,10 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Estimate the mean number of listed blocks of a table, by kind of row, from evenly sampled rows and tables.
+    """Estimate the mean number of listed blocks of a table, by kind of query block, from an even sample.
 
-    A table is the mask of one or more equal heads. q_block, k_block: sides of a block, in slots. Blocks that bounds
-    leave undecided are counted, so estimates tend to be too high. Exact for small masks.
+    q_block, k_block: sides of a block, in slots. Blocks that bounds leave undecided are counted, so estimates tend to
+    be too high. Exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
@@ -269,8 +276,9 @@ def _evenly(size: int, number: int) -> Tensor:
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     """Return the block list of a sequence `times` as long, with `times` copies of this list along the mask's diagonal.
 
-    classes: number of residue classes of the order of tokens, 1 for the order of positions. In residue-major order,
-    which lists class after class, the copies are placed within each class.
+    classes: number of residue classes of the order of tokens, 1 for the order of positions.
+
+    In residue-major order, which lists class after class, the copies are placed within each class.
     """
 
     def spread(index: Tensor, total: int) -> Tensor:

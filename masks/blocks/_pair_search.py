@@ -1,7 +1,4 @@
-"""Count allowed pairs of boxes by bounds, diagonals and single pairs, exactly or within a budget of evaluations.
-
-A box is the product of two arithmetic progressions of positions, queries and keys.
-"""
+"""Count allowed pairs of boxes by bounds, diagonals and single pairs, exactly or within a budget of evaluations."""
 
 from __future__ import annotations
 

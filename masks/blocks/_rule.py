@@ -1,4 +1,4 @@
-"""Rule: a pattern over slots (places of queries and keys in a computation order), evaluated on boxes or pairs."""
+"""Rule: a pattern over slots, evaluated on boxes or pairs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..orders import Pieces
 
 @dataclass(frozen=True)
 class SlotRun:
-    """n runs of slots (places in the order of a layout): `count` slots from slot `start` on; tensors of shape (n,).
+    """n slot runs: `count` slots from slot `start` on; tensors of shape (n,).
 
-    `piece`: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
-    `stride`: distance of consecutive slots of each run; None if all are 1.
+    piece: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
+    stride: distance of consecutive slots of each run; None if all are 1.
     """
 
     piece: Tensor
@@ -44,7 +44,9 @@ class SlotRun:
     def num_blocks(self, block: int) -> Tensor:
         """Return the number of blocks that each run spans, from the block of its first slot to that of its last.
 
-        block: slots per block. Blocks between that the run's stride skips are counted.
+        block: slots per block.
+
+        Blocks between that the run's stride skips are counted.
         """
         return self.last // block - self.start // block + 1
 
@@ -78,11 +80,13 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern over slots, which are the places of queries and keys in a computation order.
+    """A pattern over slots of queries and keys.
 
-    `heads`: one global head for each table (the mask that equal heads share). `q`, `k`: orders of queries and keys, as
-    pieces whose positions are progressions; their `firsts` have a row for each table. `rows`: an equal rule with slots
-    cut into runs of neighbouring tokens instead of residue classes; None unless the classes are many and short.
+    heads: one global head for each table.
+    q, k: orders of queries and keys, as pieces whose positions are progressions; their `firsts` have a row for each
+        table.
+    rows: an equal rule with slots cut into runs of neighbouring tokens instead of residue classes; None unless the
+        classes are many and short.
     """
 
     pattern: Pattern
@@ -138,7 +142,7 @@ def span(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
 
 
 class BlockPlaces(NamedTuple):
-    """Coordinates of n blocks: table (mask of equal heads), row (query block) and column (key block)."""
+    """Coordinates of n blocks: table, row (index of the query block) and column (index of the key block)."""
 
     table: Shaped[Tensor, " n"]
     row: Shaped[Tensor, " n"]
@@ -149,7 +153,7 @@ def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> 
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
     A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: (number
-    of query slots, number of key slots, query side of a block, key side of a block).
+    of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)
@@ -167,7 +171,9 @@ def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> 
 def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> SlotRun | None:
     """Return the slots of each block as a run, of piece -1 if they extend over several pieces; None for strided pieces.
 
-    start: first slot of each block. slots: number of existing slots. side: slots per block.
+    start: first slot of each block.
+    slots: number of existing slots.
+    side: slots per block.
     """
     if pieces.strides is not None:
         return None

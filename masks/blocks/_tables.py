@@ -65,7 +65,10 @@ def _side(
     """Return (partial counts, partial indices, full counts, full indices), as a BlockMask has them.
 
     A row lists the `minor` indices (for example key blocks) of the blocks with one head and one `major` index (query
-    block). major, minor: these indices of each listed block. shape: (number of major indices, number of minor indices).
+    block).
+
+    major, minor: these indices of each listed block.
+    shape: (number of major indices, number of minor indices).
     """
     counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
@@ -151,9 +154,10 @@ def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L
 class PackedBlocks:
     """`Blocks` compressed by zlib; `unpack` restores them exactly.
 
-    shape, heads: as in `Blocks`. The list is cut into parts; lengths: number of blocks in each part; data: compressed
-    bytes of each part. Blocks are stored as distances from the previous block of the part, as distances repeat for
-    regular patterns.
+    shape, heads: as in `Blocks`.
+    lengths: number of blocks in each part of the list.
+    data: compressed bytes of each part, in which blocks are stored as distances from the previous block, as distances
+        repeat for regular patterns.
     """
 
     shape: tuple[int, int, int, int]
@@ -164,7 +168,7 @@ class PackedBlocks:
     @classmethod
     def pack(cls, blocks: Blocks) -> PackedBlocks:
         parts = [part for _, part in blocks.portions()]
-        data = tuple(zlib.compress(_written(blocks, part), _LEVEL) for part in parts)
+        data = tuple(zlib.compress(_to_bytes(blocks, part), _LEVEL) for part in parts)
         return cls(blocks.shape, blocks.heads, tuple(part.stop - part.start for part in parts), data)
 
     def unpack(self) -> Blocks:
@@ -172,7 +176,7 @@ class PackedBlocks:
         table, row, column, pairs = (torch.empty(length, dtype=torch.int32) for _ in range(4))
         blocks = Blocks(*self.shape, self.heads, table, row, column, torch.empty(length, dtype=torch.bool), pairs)
         for number, written in zip(self.lengths, self.data, strict=True):
-            _read(written, blocks, slice(begin, begin + number))
+            _from_bytes(written, blocks, slice(begin, begin + number))
             begin += number
         return blocks
 
@@ -181,15 +185,15 @@ class PackedBlocks:
         return sum(map(len, self.data)) + 8 * len(self.heads)
 
 
-def _written(blocks: Blocks, part: slice) -> bytes:
+def _to_bytes(blocks: Blocks, part: slice) -> bytes:
     """Return a slice of the block list as uncompressed bytes: distances of blocks, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
     steps = key.diff(prepend=key.new_zeros(1))
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 
-def _read(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Decompress `written`, compressed bytes from `_written`, into the slice `part` of `blocks`, in place."""
+def _from_bytes(written: bytes, blocks: Blocks, part: slice) -> None:
+    """Decompress `written`, the compressed result of `_to_bytes`, into the slice `part` of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)

@@ -50,10 +50,13 @@ _ASKED = {
 class _Parameters(NamedTuple):
     """Names and kinds of a function's parameters, from which error texts are made.
 
-    called: qualified name of the function. path: the name that users write, such as `fd.attend`. own: number of `self`
-    parameters, 1 for a method, else 0; the fields below omit `self`. placed: parameters that may be positional.
-    by_name: keyword-only parameters. needed, needed_by_name: the required parameters of each kind. flags: `co_flags` of
-    the code object.
+    called: qualified name of the function.
+    path: the name that users write, such as `fd.attend`.
+    own: number of `self` parameters, 1 for a method, else 0; the fields below omit `self`.
+    placed: parameters that may be positional.
+    by_name: keyword-only parameters.
+    needed, needed_by_name: the required parameters of each kind.
+    flags: `co_flags` of the code object.
     """
 
     called: str
@@ -110,7 +113,9 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
     """Return a decorator of functions or classes: calls that do not fit their parameters raise TypeError with advice.
 
     keywords: {unknown keyword: advice}; for an unknown keyword that is not in it, the error names the closest
-    parameter, or lists all. how: advice for missing or excess arguments; "" gives the call with all required arguments.
+        parameter, or lists all.
+    how: advice for missing or excess arguments; "" gives the call with all required arguments.
+
     A function that is already decorated is returned unchanged.
     """
 
@@ -163,7 +168,7 @@ def renamed(**names: str) -> dict[str, str]:
     """Return advice on keywords of other libraries, in the form that `advises` takes as `keywords`.
 
     names: for each of our parameters, the other libraries' names separated by spaces: renamed(radius="window size")
-    returns {"window": "write radius=", "size": "write radius="}.
+        returns {"window": "write radius=", "size": "write radius="}.
     """
     return {other: f"write {name}=" for name, others in names.items() for other in others.split()}
 
@@ -171,8 +176,9 @@ def renamed(**names: str) -> dict[str, str]:
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str], prefix: str) -> str:
     """Return the text of an AttributeError for a module without `name`, with up to two names to write instead.
 
-    known: the module's names, which are searched for similar ones. elsewhere: other libraries' names with the
-    expressions to write instead. prefix: text before each suggestion, such as "masks.".
+    known: the module's names, which are searched for similar ones.
+    elsewhere: other libraries' names with the expressions to write instead.
+    prefix: text before each suggestion, such as "masks.".
     """
     near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2, 0.7)
     meant = f": write {' or '.join(f'{prefix}{each}' for each in near)}" if near else ""

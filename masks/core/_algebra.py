@@ -52,8 +52,10 @@ class OnePart(Pattern):
     """Base of patterns derived from one pattern, `part`.
 
     recounts: True if the part is evaluated at numbers other than token positions, such as block numbers or positions
-    within a document. Construction raises TypeError if `part` is not a pattern, or is a mixture, and ValueError if
-    `recounts` is True and `part` has run-time tensors.
+        within a document.
+
+    Construction raises TypeError if `part` is not a pattern, or is a mixture, and ValueError if `recounts` is True and
+    `part` has run-time tensors.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_transposition")
     ... class Transposed(masks.extend.OnePart):
@@ -451,13 +453,14 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Return the pattern in which head h follows patterns[h].
 
     patterns: one set pattern (not a mixture) for each head, counted over all devices; binding to another number of
-    heads raises ValueError.
-    Raises TypeError for a value that is not a sequence of set patterns.
+        heads raises ValueError.
+
+    Raises TypeError for a value that is not a sequence of set patterns, ValueError for an empty one.
 
     >>> masks.per_head([masks.causal(), masks.every()])
     per_head((causal(), every()))
     """
-    return PerHead(_listed(patterns))
+    return PerHead(_pattern_tuple(patterns))
 
 
 @constructor
@@ -465,17 +468,20 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     """Return the pattern in which the i-th group of consecutive heads follows patterns[i].
 
-    patterns: one set pattern (not a mixture) for each group. If the heads do not divide evenly, the first groups have
-    one head more; binding to fewer heads than groups raises ValueError.
-    Raises TypeError for a value that is not a sequence of set patterns.
+    patterns: one set pattern (not a mixture) for each group.
+
+    If the heads do not divide evenly, the first groups have one head more; binding to fewer heads than groups raises
+    ValueError.
+
+    Raises TypeError for a value that is not a sequence of set patterns, ValueError for an empty one.
 
     >>> masks.head_groups([masks.causal(), masks.every()])
     head_groups((causal(), every()))
     """
-    return HeadGroups(_listed(patterns))
+    return HeadGroups(_pattern_tuple(patterns))
 
 
-def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
+def _pattern_tuple(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence):
         raise TypeError(f"patterns must be a sequence, with one pattern for each head or group; got {patterns!r:.80}")
     return tuple(patterns)

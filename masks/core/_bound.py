@@ -96,7 +96,7 @@ class Bound:
     def entry(self, batch: int) -> Bound:
         """Return the `Bound` of the single batch entry with index `batch`.
 
-        Run-time tensors, such as document ids, are reduced to the row of this entry.
+        Run-time tensors, such as document ids, are reduced to the values of this entry.
         """
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
@@ -124,8 +124,9 @@ class Bound:
     def count(self, box: Box) -> Bounds:
         """Return lower and upper bounds on the number of allowed (query, key) pairs in each of n boxes.
 
-        box: boxes of global heads and of positions, not of indices on this device. Boxes have no batch index: if
-        run-time tensors differ by batch entry, use the bound of one `entry`.
+        box: boxes of global heads and of positions, not of indices on this device.
+
+        Boxes have no batch index: if run-time tensors differ by batch entry, use the bound of one `entry`.
         """
         return self.union.count(box, num_heads=self.num_heads_global)
 

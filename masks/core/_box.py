@@ -41,8 +41,9 @@ class Progression:
 class Box:
     """n boxes of attention pairs: box i has each query of q's i-th progression with each key of k's i-th progression.
 
-    head: global head of each box, int64 of shape (n,). `area` is the number of pairs of each box; `select(index)`
-    indexes the n boxes.
+    head: global head of each box, int64 of shape (n,).
+
+    `area` is the number of pairs of each box; `select(index)` indexes the n boxes.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> masks.extend.Box(torch.tensor([0]), rows, rows).area
@@ -77,8 +78,10 @@ class Squares:
 class Bounds:
     """Bounds on the number of allowed pairs in each of n boxes, low <= number <= high; equal bounds are exact.
 
-    low, high: int64 tensors of shape (n,), from 0 to the boxes' areas. A box with high 0 is empty and is left out of
-    block lists; a box whose low is its area is full, and kernels skip the mask there.
+    low, high: int64 tensors of shape (n,), from 0 to the boxes' areas.
+
+    A box with high 0 is empty and is left out of block lists; a box whose low is its area is full, and kernels skip the
+    mask there.
 
     >>> bounds = masks.extend.Bounds(low=torch.tensor([0]), high=torch.tensor([16]))  # valid for any box of area 16
     """
@@ -90,7 +93,8 @@ class Bounds:
 def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
     """Return the number of terms of each progression i that are congruent to residue[i] modulo `modulus`.
 
-    residue: int64 of shape (n,). modulus: an integer above 0.
+    residue: int64 of shape (n,).
+    modulus: an integer above 0.
 
     >>> terms = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([10]))  # 0 to 9
     >>> masks.extend.count_residue(terms, 4, torch.tensor([1]))  # 1, 5 and 9
@@ -118,6 +122,7 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
     Both are tensors of shape (n,). Where no term is congruent, the number is 0 and the index is arbitrary.
     """
+    # Solves first + step * index = residue modulo `modulus`, by the inverse of step / divisor modulo modulus / divisor.
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
     distance = torch.remainder(residue - progression.first, modulus)
@@ -147,7 +152,7 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
     """Return the number of terms of each of n progressions in [start, stop).
 
     start, stop: integers or tensors that broadcast against (n,) to the shape of the result; with shape (m, n) there are
-    m intervals for each progression.
+        m intervals for each progression.
 
     >>> terms = masks.extend.Progression(torch.tensor([0]), 4, torch.tensor([5]))  # 0, 4, 8, 12 and 16
     >>> masks.extend.count_within(terms, 5, 15)
@@ -164,8 +169,11 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
 def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) -> Bounds:
     """Return bounds on the allowed pairs of boxes that extend over several runs of positions, such as segments.
 
-    number: number of runs in each box. area: number of pairs of each box. pairs_in(i): number of allowed pairs of each
-    box in its i-th run; no pair crosses runs. Exact up to EXACT_RUNS (8) runs; with more, bounds are 0 and the area.
+    number: number of runs in each box.
+    area: number of pairs of each box.
+    pairs_in: function (i) -> number of allowed pairs of each box in its i-th run; no pair crosses runs.
+
+    Exact up to EXACT_RUNS (8) runs; with more, bounds are 0 and the area.
 
     >>> two_runs, area = torch.tensor([2]), torch.tensor([64])  # a box of 8 queries and 8 keys over two segments of 4
     >>> masks.extend.count_runs(two_runs, area, lambda index: torch.tensor([16])).low
@@ -242,6 +250,7 @@ def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts
     lag.
     """
     step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
+    # Lags with shift + step * lag = 0 modulo `rate` are one residue class modulo `period`, if `divisor` divides shift.
     divisor = gcd(step, rate)
     period = rate // divisor
     residue = -shift.div(divisor, rounding_mode="floor") * pow(step // divisor, -1, period)

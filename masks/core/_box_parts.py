@@ -57,8 +57,8 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    A side (queries or keys) has `factor` classes, but no more than the longest side of a box has positions. The number
-    of parts is that of query classes if `together` is True, else that of query classes times that of key classes.
+    A side has `factor` classes, but no more than the longest side of a box has positions. The number of parts is that
+    of query classes if `together` is True, else that of query classes times that of key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
@@ -104,7 +104,9 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 def halves(owned: Owned, period: int = 1) -> Owned:
     """Cut each box in two across its longer side, if possible at a multiple of `period` near its middle.
 
-    period: in positions. From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
+    period: in positions.
+
+    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -146,8 +148,10 @@ def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
     """Number the distinct rows of a table: return (number of each row, index of one row for each number).
 
-    columns: the table's columns, integer tensors of shape (n,). Numbers count from 0 in the lexicographic order of the
-    rows. Much faster than `unique(dim=0)`, as it sorts single numbers.
+    columns: the table's columns, integer tensors of shape (n,).
+
+    Numbers count from 0 in the lexicographic order of the rows. Much faster than `unique(dim=0)`, as it sorts single
+    numbers.
     """
     number = torch.zeros_like(columns[0])
     if not len(number):
@@ -155,7 +159,7 @@ def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
     below = 1  # exclusive bound of all numbers
     for column in columns:
         column = column - column.min()
-        if below * (int(column.max()) + 1) >= 1 << 62:
+        if below * (int(column.max()) + 1) >= 1 << 62:  # the product could exceed int64: renumber both, without gaps
             number, column = (each.unique(return_inverse=True)[1] for each in (number, column))
             below = int(number.max()) + 1
         span = int(column.max()) + 1

@@ -16,7 +16,9 @@ LARGEST = 2**31 - 1
 def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
     """Return the value if it is an integer in [minimum, maximum]; raise TypeError or ValueError otherwise.
 
-    A bool and other subclasses of int are rejected; a symbolic size of a traced graph is accepted. name: for the error.
+    A bool and other subclasses of int are rejected; a symbolic size of a traced graph is accepted.
+
+    name: for the error.
     """
     # Integers of other classes, such as enums, have another repr.
     if type(value) is not int and not isinstance(value, SymInt):
@@ -43,8 +45,8 @@ def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
 def require_below(name: str, value: object, stop: int, what: str) -> int:
     """Return the value if it is an integer in [0, stop); raise TypeError or ValueError otherwise.
 
-    name: name of the parameter, for the error. what: plural noun for the error, such as "heads" if `stop` is the number
-    of heads.
+    name: name of the parameter, for the error.
+    what: plural noun for the error, such as "heads" if `stop` is the number of heads.
     """
     found = require_int(name, value, minimum=0)
     if found >= stop:

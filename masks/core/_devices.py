@@ -14,11 +14,14 @@ class DeviceKind:
     """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
     engine: name of the default engine: "aten", "flex" (FlexAttention) where Triton serves the device, or "portable".
-    dtype: dtype of q, k and v that is assumed if no tensor is known. on_host: tensors are in host memory, so reading a
-    value waits for no kernel. kernels: the family of `engines/kernels` that engine "aten" calls, "cpu" (also for
-    device "meta") or "cuda"; "" for none. is_cuda: torch.cuda reports its memory and name. flex_trains: FlexAttention's
-    kernels return a log-sum-exp, have a backward pass, read block lists of any width, index in 32 bits and accept all
-    lengths; those of CPU do none of this. has_streams: kernels are queued in streams.
+    dtype: dtype of q, k and v that is assumed if no tensor is known.
+    on_host: tensors are in host memory, so reading a value waits for no kernel.
+    kernels: the family of `engines/kernels` that engine "aten" calls, "cpu" (also for device "meta") or "cuda"; "" for
+        none.
+    is_cuda: torch.cuda reports its memory and name.
+    flex_trains: FlexAttention's kernels return a log-sum-exp, have a backward pass, read block lists of any width,
+        index in 32 bits and accept all lengths; those of CPU do none of this.
+    has_streams: kernels are queued in streams.
     """
 
     engine: str

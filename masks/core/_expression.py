@@ -37,8 +37,9 @@ def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, d
     """Return a dataclass field of a pattern for an integer in [minimum, maximum], checked on construction.
 
     maximum: 2**31 - 1 by default, so that numbers of pairs stay within int64. None is accepted if it is the default.
-    name: name of the parameter in JSON and errors, if it differs from the field's. Constructing the pattern raises
-    TypeError for a value that is not an integer, ValueError for one outside the range.
+    name: name of the parameter in JSON and errors, if it differs from the field's.
+
+    Constructing the pattern raises TypeError for a value that is not an integer, ValueError for one outside the range.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_field")
     ... class Sketch(masks.Pattern):
@@ -62,6 +63,7 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
     kind: an identifier, also the name of the call that a pattern prints as.
     positional: number of fields printed without names; by default 1 if exactly one field has no default, else 0.
+
     Raises ValueError for a kind that is not an identifier, or that belongs to another class.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_kind")
@@ -95,7 +97,8 @@ def constructor(function: _Function) -> _Function:
 
     For `parse` to read the repr of a pattern, the function must be named like the pattern's kind, with parameters in
     the names and order of its fields. The decorated function raises TypeError, with a correct call in its text, for
-    arguments that do not fit. Raises ValueError for the name of another registered function.
+    arguments that do not fit.
+    Raises ValueError for the name of another registered function.
 
     >>> @masks.extend.constructor
     ... def recent(number):
@@ -112,8 +115,10 @@ def constructor(function: _Function) -> _Function:
 def _require_free(name: str, known: Any, new: Any) -> None:
     """Raise ValueError if `name` is registered for an object `known` that is not an earlier definition of `new`.
 
-    known: the registered class or function; None if the name is free. Two objects with equal module and qualified name
-    are definitions of one object, as after running a notebook cell twice.
+    known: the registered class or function; None if the name is free.
+
+    Two objects with equal module and qualified name are definitions of one object, as after running a notebook cell
+    twice.
     """
     if known is not None and (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
         raise ValueError(f"{name!r} is taken by {known.__module__}.{known.__qualname__}: choose another name")
@@ -127,9 +132,14 @@ class Expression:
     ValueError, so that every pattern can be stored, copied, printed and computed. `pads` is True if queries also see
     the zero keys that pad segments, which are no pairs: see `zero_keys`.
 
-    `pattern_kind` sets the class attributes from the dataclass fields. kind: name in JSON. stored: field by name in
-    JSON. ranges: (minimum, maximum) by name in JSON. defaults: default by field, dataclasses.MISSING without one.
-    optional: names in JSON that are omitted at their defaults. positional: number of fields printed without names.
+    `pattern_kind` sets the class attributes from the dataclass fields.
+
+    kind: name in JSON.
+    stored: field by name in JSON.
+    ranges: (minimum, maximum) by name in JSON.
+    defaults: default by field, dataclasses.MISSING without one.
+    optional: names in JSON that are omitted at their defaults.
+    positional: number of fields printed without names.
     """
 
     text: str
@@ -232,7 +242,8 @@ class Expression:
         """Return how many zero keys of padding, of score 0 and value 0, each query of each head sees, as int64.
 
         head, query: global heads, below num_heads, and positions, below num_tokens; they broadcast against each other
-        to the shape of the result. num_tokens: length of the whole sequence, which determines the padding.
+            to the shape of the result.
+        num_tokens: length of the whole sequence, which determines the padding.
         """
         return torch.zeros_like(head + query)
 
@@ -320,7 +331,9 @@ class Expression:
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
         """Return the expression with the values of its run-time tensors in place; self if it has none.
 
-        tensors: values by name. extent: one past the last position of the queries and of the keys.
+        tensors: values by name.
+        extent: one past the last position of the queries and of the keys.
+
         Raises ValueError for a tensor that is missing or does not fit.
         """
         if not self.varies:
@@ -336,12 +349,12 @@ class Expression:
     def num_entries(self) -> int:
         """Return the number of batch entries that have a rule of their own; 1 if all entries share one rule.
 
-        It is the largest number of rows of a run-time tensor, which must have its values: see `resolve`.
+        It is the largest batch size of a run-time tensor, which must have its values: see `resolve`.
         """
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time tensor has one row or `batch` rows; see `resolve` for their values."""
+        """Raise ValueError unless each run-time tensor has batch size 1 or `batch`; see `resolve` for their values."""
         for leaf in self.leaves() if self.varies else ():
             if leaf.entries not in (1, batch):
                 raise ValueError(
@@ -375,9 +388,13 @@ class Expression:
 
         Heads are counted over all devices: this device holds `num_heads` heads from `head_offset` on. Query i has
         position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset + num_heads.
-        batch: number of batch entries; with the default 1 it is the largest number of rows of the pattern's run-time
-        tensors, if it has any. Run-time tensors that the pattern carries are read when `bind` is called. Zero keys of
-        padding are no pairs and are dropped.
+
+        batch: number of batch entries; with the default 1 it is the largest batch size of the pattern's run-time
+            tensors, if it has any.
+
+        Run-time tensors that the pattern carries are read when `bind` is called. Zero keys of padding are no pairs and
+        are dropped.
+
         Raises ValueError for sizes below 1, a number of heads that does not fit the pattern, and tensors that are
         missing or do not fit.
         """
@@ -394,7 +411,9 @@ class Expression:
         """Return the rule with positions counted from the start of each document, and no pair across documents.
 
         documents: document ids, as `masks.documents` takes them, or a pattern from `masks.documents` or
-        `masks.lengths`. Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
+            `masks.lengths`.
+
+        Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
         """
         return KINDS["per_document"].of(self, documents)
 
@@ -414,10 +433,13 @@ class Expression:
         """Return the pattern in which query i of batch entry b is at position starts[b] + i; keys keep their positions.
 
         starts: integers of shape (batch,) or (), at least 0; or a string, the name under which `attend(bindings=)`
-        passes the tensor. New values do not recompile. name: name of the tensor in texts and errors, unless `starts` is
-        a string. `attend(q_offset=starts)` with starts of shape (batch,) is equivalent. A mixture is changed branch by
-        branch. Raises ValueError for a pattern with run-time tensors, except for an intersection with `visible_keys`.
-        Other run-time patterns may be intersected with the result; they count query i as position i.
+            passes the tensor. New values do not recompile.
+        name: name of the tensor in texts and errors, unless `starts` is a string.
+
+        `attend(q_offset=starts)` with starts of shape (batch,) is equivalent. A mixture is changed branch by branch.
+
+        Raises ValueError for a pattern with run-time tensors, except for an intersection with `visible_keys`. Other
+        run-time patterns may be intersected with the result; they count query i as position i.
 
         >>> last = masks.local_window(left=7, right=0).queries_from(torch.tensor([90, 12]))  # samples of 91 and 13 keys
         """

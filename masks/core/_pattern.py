@@ -59,6 +59,7 @@ class Pattern(Expression):
 
     A subclass is a frozen dataclass that states the rule twice, checked against each other by a property test:
     `mask_mod`, elementwise and exact, and `count`, sound bounds over boxes. Other methods have defaults.
+
     is_run_time: True if the pattern depends on a run-time tensor, such as document ids.
 
     >>> (masks.local_window(left=127, right=0) | masks.first_tokens(4)) & masks.causal()
@@ -71,7 +72,9 @@ class Pattern(Expression):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         """Return a closure (b, h, q, k) -> bool in FlexAttention's form; q and k are positions, and h is a global head.
 
-        num_heads: number of global heads. Constants of the rule are tensors on `device`.
+        num_heads: number of global heads.
+
+        Constants of the rule are tensors on `device`.
         """
         raise NotImplementedError
 
@@ -121,7 +124,8 @@ class Pattern(Expression):
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
         """Return the text of the one call that builds all these branches; None to print them separately.
 
-        branches: patterns of equal `origin`. grouped: True for the parts of `head_groups`, False for a mixture's.
+        branches: patterns of equal `origin`.
+        grouped: True for the parts of `head_groups`, False for a mixture's.
         """
         return None
 
@@ -132,12 +136,13 @@ class Pattern(Expression):
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
         """Return this leaf with the values of its run-time tensor in place; self if it needs none.
 
-        tensors: values by name. extent: one past the last position of the queries and of the keys.
+        tensors: values by name.
+        extent: one past the last position of the queries and of the keys.
         """
         return self
 
     def of_entry(self, batch: int) -> Pattern:
-        """Return this leaf for the batch entry with index `batch`, with its row of a run-time tensor if it has one."""
+        """Return this leaf for batch entry `batch`, with that entry's values of a run-time tensor if it has one."""
         return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -151,11 +156,8 @@ class Pattern(Expression):
 
     @cached_property
     def _rules_of_heads(self) -> dict[tuple[int, int], Pattern]:
-        """Cache of `for_head`, by (head, num_heads).
-
-        Every plan needs these rules, and combining them takes longer than a look-up.
-        """
-        return {}
+        """Cache of `for_head`, by (head, num_heads)."""
+        return {}  # every plan needs these rules, and combining them takes longer than a look-up
 
     def period(self) -> int | None:
         """Return a shift of query and key together, in tokens, that leaves the rule unchanged; None if none is known.
@@ -192,7 +194,7 @@ class Pattern(Expression):
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
-        """Return the positions below N that at least one of `queries` sees; None unless the rule lists each row's keys.
+        """Return the positions below N that at least one of `queries` sees; None unless the rule lists a query's keys.
 
         Only for the rule of one head, see `for_head`. queries: True for each position that is asked about.
         """

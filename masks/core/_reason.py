@@ -72,7 +72,10 @@ class Pair:
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
         """Return a clause on the positions of this pair that satisfy `holds`, such as: query 3 and key 5 are <what>.
 
-        None if neither the query nor the key satisfies it. holds: predicate of a position. what: the end of the clause.
+        None if neither the query nor the key satisfies it.
+
+        holds: predicate of a position.
+        what: the end of the clause.
         """
         sides = ((self.the_query, self.query), (self.the_key, self.key))
         names = [name for name, position in sides if holds(position)]
@@ -81,7 +84,9 @@ class Pair:
     def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
         """Return the clause that names the runs of positions of the query and key: "both are in segment 1 (4 to 7)".
 
-        kind: noun for a run. of_query, of_key: indices of their runs. edges(i): (start, stop) of run i.
+        kind: noun for a run.
+        of_query, of_key: indices of their runs.
+        edges: function (i) -> (start, stop) of run i.
         """
         query, key = (f"{kind} {index} ({span(*edges(index))})" for index in (of_query, of_key))
         if of_query == of_key:

@@ -67,9 +67,11 @@ class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
     build: returns a plain function of the recorded function's arguments for such tensors. It is one object for all
-    functions with equal operations and equal Python values, and so identifies them. shape, dtype: of the result. reads:
-    indices of the arguments on whose values the result depends. text: Python code of `build`, which says in every
-    process what it does; None if it calls functions that are not torch's.
+        functions with equal operations and equal Python values, and so identifies them.
+    shape, dtype: of the result.
+    reads: indices of the arguments on whose values the result depends.
+    text: Python code of `build`, which says in every process what it does; None if it calls functions that are not
+        torch's.
 
     >>> scale = torch.tensor(2.0)
     >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
@@ -106,9 +108,11 @@ def record(
 ) -> Recorded:
     """Call a function once, with a tensor of this shape for each dtype, and return its operations.
 
-    Operations that do not depend on the arguments are computed here, in the caller's autograd. device: that of later
-    arguments; the function gets stand-ins on the CPU, whose values mean nothing. Raises RecordError, and what
-    the function raises.
+    Operations that do not depend on the arguments are computed here, in the caller's autograd.
+
+    device: that of later arguments; the function gets stand-ins on the CPU, whose values mean nothing.
+
+    Raises RecordError, and what the function raises.
     """
     recorder = _Recorder(device)
 

@@ -41,11 +41,13 @@ class Cells:
     """Counts of allowed pairs in the cells of a grid of R rows and C columns.
 
     Row i has the query slots row_edges[i] to row_edges[i + 1] - 1, column j the key slots column_edges[j] to
-    column_edges[j + 1] - 1. A slot is a token's place in the order of tokens; in natural order it is the position.
-    window: (query slots, key slots) of the grid. area: number of pairs of each cell. low, high: bounds on its allowed
-    pairs, counted once for each branch (summand of a mixture) that allows them. likely: estimate within the bounds;
-    low, high and likely are equal if the count is exact. branches: the counts of each branch, in the order of
-    `pattern.branches()`.
+    column_edges[j + 1] - 1. In natural order a slot is the position.
+
+    window: (query slots, key slots) of the grid.
+    area: number of pairs of each cell.
+    low, high: bounds on its allowed pairs, counted once for each branch that allows them.
+    likely: estimate within the bounds; low, high and likely are equal if the count is exact.
+    branches: the counts of each branch, in the order of `pattern.branches()`.
     """
 
     window: tuple[range, range]
@@ -79,11 +81,13 @@ def count_cells(
 ) -> Cells:
     """Count one head's allowed pairs in each cell of a grid over a window of queries and keys.
 
-    num_keys: None for num_tokens, the number of queries. queries, keys: the window, in slots (places) of `order`; None
-    for all. order: None for natural order, where slots are positions. shape: (rows, columns) of the grid; row i begins
-    at slot queries.start + i * len(queries) // rows, columns likewise. sides: used if `shape` is None, (query side, key
-    side) of a cell in slots; cells begin at multiples of these, and cells at the window's borders are cut. batch: index
-    of the batch entry, if run-time tensors have a row for each.
+    num_keys: None for num_tokens, the number of queries.
+    queries, keys: the window, in slots of `order`; None for all.
+    order: None for natural order, where slots are positions.
+    shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
+    sides: used if `shape` is None, (queries, keys) of a cell in slots; cells begin at multiples of these, and cells at
+        the window's borders are cut.
+    batch: index of the batch entry, if run-time tensors differ by entry.
 
     Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
     estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
@@ -129,7 +133,9 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
 def _count_each(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, PairCounts]:
     """Return a map from each rule to the counts of its allowed pairs in each cell, shape (query cells, key cells).
 
-    rules: patterns of one head. Each count gets an equal share of the remaining budget of work.
+    rules: patterns of one head.
+
+    Each count gets an equal share of the remaining budget of work.
     """
     found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
@@ -225,7 +231,7 @@ def window_slots(name: str, window: object, size: int) -> range:
 class CellAxis:
     """Queries or keys of a window, cut into cells: cell i has the slots edges[i] to edges[i + 1] - 1.
 
-    A slot is a token's place in the order `layout`; `window`: all slots of the cells.
+    window: all slots of the cells.
     """
 
     window: range
@@ -246,7 +252,8 @@ class CellAxis:
     def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
         """Return the position of the token at each fraction of the length of a cell.
 
-        cell: indices of n cells, shape (n,). share: fractions from 0 to 1, shape (n, m), as the result.
+        cell: indices of n cells, shape (n,).
+        share: fractions from 0 to 1, shape (n, m), as the result.
         """
         size = self.sizes[cell, None]
         return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))

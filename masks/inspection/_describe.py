@@ -37,10 +37,12 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 
 @dataclass(frozen=True, kw_only=True)
 class BranchDescription(PlannedCounts):
-    """One distinct branch (summand) of a pattern: its counts over all heads, and the options the planner compared.
+    """One distinct branch of a pattern: its counts over all heads, and the options the planner compared.
 
-    multiplicity: number of equal branches. options: ways to compute it, the chosen one first. If the planner computes
-    all branches together, a single BranchDescription covers them all.
+    multiplicity: number of equal branches.
+    options: ways to compute it, the chosen one first.
+
+    If the planner computes all branches together, a single BranchDescription covers them all.
     """
 
     pattern: Expression
@@ -54,8 +56,11 @@ class Description(PlannedCounts):
 
     Pairs are (query, key) pairs over all heads, counted once for each branch that allows them; for the union use
     `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
-    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens. head_dim: of
-    queries and keys; value_dim: of values. bound: the pattern with the sizes and offsets at which it was counted.
+    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
+
+    head_dim: of queries and keys.
+    value_dim: of values.
+    bound: the pattern with the sizes and offsets at which it was counted.
     """
 
     pattern: Expression
@@ -181,10 +186,16 @@ def describe(
     """Count the pairs that a pattern allows, and the pairs that kernels compute in the layout that the planner chooses.
 
     Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
-    num_keys: num_queries by default. q_offset, k_offset: positions of the first query and key. device: kind of device
-    for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises
-    ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by batch
-    entry, and for more than 134,217,728 queries or keys if the planner's choice uses block lists.
+
+    num_keys: num_queries by default.
+    num_heads: number of query heads, over all devices.
+    head_dim: of queries, keys and values, for the predicted time and the FLOP.
+    q_offset, k_offset: positions of the first query and key.
+    device: kind of device for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision
+        elsewhere.
+
+    Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by
+    batch entry, and for more than 134,217,728 queries or keys if the planner's choice uses block lists.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
@@ -288,7 +299,7 @@ def _heads_table(counts: Description) -> str:
         of_branches = [_percent(own, sum(pairs)) for own in pairs] if len(branches) > 1 else []
         return name, f"{sum(pairs):,}", _percent(sum(pairs), counts.useful_pairs), *of_branches
 
-    rows = [row(_listed(sorted(numbers)), pairs) for pairs, numbers in list(alike.items())[:_MOST_LINES]]
+    rows = [row(_numbers_text(sorted(numbers)), pairs) for pairs, numbers in list(alike.items())[:_MOST_LINES]]
     if len(branches) > 1 and len(alike) > 1:
         rows.append(row("all", [each.pairs for each in branches]))
     names = [f"branch {number}" for number in range(1, len(branches) + 1)] if len(branches) > 1 else []
@@ -317,7 +328,7 @@ def _growth_table(counts: Description) -> str:
     return tabulate(rows, headers, disable_numparse=True, colalign=("right", "right"))
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _numbers_text(numbers: Sequence[int]) -> str:
     """Ascending numbers as text, shortened, such as "0 to 7" or "0, 2, ..., 14"."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1:

@@ -34,8 +34,11 @@ _PAIRS_AT_ONCE = 1 << 20
 class BlockOfPair:
     """The block that contains a pair if tokens are sorted by (position mod rate, position div rate).
 
-    Rate 1 is natural order. query_slot, key_slot: places of the tokens in that order. row, column: indices of the
-    block. block_pairs: number of its pairs, of which the head allows `allowed_pairs`.
+    Rate 1 is natural order.
+
+    query_slot, key_slot: places of the tokens in that order.
+    row, column: indices of the block.
+    block_pairs: number of its pairs, of which the head allows `allowed_pairs`.
     """
 
     rate: int
@@ -72,10 +75,12 @@ class BlockOfPair:
 class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
-    multiplicity: number of branches (summands of a mixture) that allow the pair. reason: the tree; str() gives it as
-    indented lines. standings: the blocks that contain the pair: one in natural order, and one in the order of
-    `masks.layout` if this differs; empty if the number of tokens is unknown. zero_keys: number of zero keys that
-    padding adds to the query's softmax; None if that depends on an unknown number of tokens.
+    multiplicity: number of branches that allow the pair.
+    reason: the tree; str() gives it as indented lines.
+    standings: the blocks that contain the pair: one in natural order, and one in the order of `masks.layout` if this
+        differs; empty if the number of tokens is unknown.
+    zero_keys: number of zero keys that padding adds to the query's softmax; None if that depends on an unknown number
+        of tokens.
     """
 
     pair: Pair
@@ -138,9 +143,12 @@ def explain(
 ) -> Explanation:
     """Explain why the query attends to the key or not, for each branch and part of the pattern.
 
-    query, key: positions. head: one of num_heads global heads. batch: index of the batch entry, for run-time tensors.
+    query, key: positions.
+    head: one of num_heads global heads.
+    batch: index of the batch entry, for run-time tensors.
     num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. If it is given,
-    the explanation includes the block of the pair, of block_size, in natural order and in the order of `masks.layout`.
+        the explanation includes the block of the pair, of block_size, in natural order and in the order of
+        `masks.layout`.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
@@ -185,7 +193,8 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]) -> Iterator[BlockOfPair]:
     """Yield the block in natural order; then in residue-major order, if the rule is dilated and sizes are equal.
 
-    sizes: number of queries and of keys. sides: query side and key side of a block.
+    sizes: number of queries and of keys.
+    sides: (queries, keys) of a block.
     """
     mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
     zero, head = torch.tensor(0), torch.tensor(pair.head)

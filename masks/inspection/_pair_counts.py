@@ -22,11 +22,13 @@ COUNTED = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "t
 
 @dataclass(frozen=True)
 class PlannedCounts:
-    """Number of pairs and blocks over all heads, in the layouts and block sides that the planner chose.
+    """Number of pairs and blocks over all heads, in the layouts and block sizes that the planner chose.
 
-    useful_pairs: allowed pairs, once for each branch that allows them. computed_pairs: pairs in computed blocks.
-    full_blocks: whole blocks that allow every pair; partial_blocks: other computed blocks. table_bytes: bytes of the
-    block lists.
+    useful_pairs: allowed pairs, once for each branch that allows them.
+    computed_pairs: pairs in computed blocks.
+    full_blocks: whole blocks that allow every pair.
+    partial_blocks: other computed blocks.
+    table_bytes: bytes of the block lists.
     """
 
     useful_pairs: int
@@ -47,7 +49,7 @@ def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Counts of a term (a part of a plan that one kernel computes); builds its block lists as attention does."""
+    """Counts of a term; builds its block lists as attention does."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
@@ -58,7 +60,7 @@ def count_term(term: Term) -> PlannedCounts:
         return PlannedCounts(term.counted_pairs(), computed_pairs(term), *term.block_counts(), 0)
     if term.shape != "blocks":
         return _count_plain(term)
-    blocks, pairs = _listed(term)
+    blocks, pairs = _counted_blocks(term)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
     full = int(users[blocks.full].sum()) * term.folds
@@ -66,8 +68,8 @@ def count_term(term: Term) -> PlannedCounts:
     return PlannedCounts(term.multiplicity * useful * term.folds, computed, full, listed - full, blocks.nbytes)
 
 
-def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
-    """(blocks in the list of a term (part of a plan), number of allowed pairs of each block)."""
+def _counted_blocks(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
+    """(blocks in the list of a term, number of allowed pairs of each block)."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
@@ -75,7 +77,7 @@ def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
 
 
 def _count_plain(term: Term) -> PlannedCounts:
-    """Counts of a term (part of a plan) without block lists, in closed form."""
+    """Counts of a term without block lists, in closed form."""
     computed = computed_pairs(term)
     listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
     full = _full_blocks(term) * problems
@@ -84,13 +86,13 @@ def _count_plain(term: Term) -> PlannedCounts:
 
 
 def _full_blocks(term: Term) -> int:
-    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold (segment)."""
+    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
         return rows * columns
     lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
-    # All queries of a row of blocks attend to the keys up to its first query.
+    # All queries of a query block attend to the keys up to its first query.
     return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))
 
 
@@ -107,7 +109,7 @@ def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
 class HeadShare:
     """Group of heads with equal rules, and the allowed pairs of each single head of the group.
 
-    branch_pairs: allowed pairs for each distinct branch (summand of a mixture), times the number of equal branches.
+    branch_pairs: allowed pairs for each distinct branch, times the number of equal branches.
     """
 
     heads: tuple[int, ...]
@@ -120,7 +122,7 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class BranchShare:
-    """A distinct branch (summand) of a pattern, and the number of branches that are equal to it, itself included.
+    """A distinct branch of a pattern, and the number of branches that are equal to it, itself included.
 
     pairs: its allowed pairs over all heads, times this number (`multiplicity`).
     """
@@ -133,8 +135,8 @@ class BranchShare:
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
     """Return the allowed pairs of a head for each distinct branch; one item for each group of heads with equal rules.
 
-    Pairs of a branch are multiplied by the number of equal branches. planned: map from a branch to its terms (parts of
-    a plan). A branch that is not in it is planned alone.
+    Pairs of a branch are multiplied by the number of equal branches. planned: map from a branch to its terms. A branch
+    that is not in it is planned alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():
@@ -146,7 +148,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
-    """Number of allowed pairs of each head in a term (part of a plan), without the term's multiplicity."""
+    """Number of allowed pairs of each head in a term, without the term's multiplicity."""
     if isinstance(term, PaddedTerm | TableTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):
@@ -154,6 +156,6 @@ def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
     if term.shape != "blocks":  # all heads have equal counts
         each = term.counted_pairs() // (term.multiplicity * len(term.heads))
         return torch.full((len(term.heads),), each)
-    blocks, pairs = _listed(term)
+    blocks, pairs = _counted_blocks(term)
     of_tables = torch.zeros(max(blocks.heads) + 1, dtype=torch.int64).index_add_(0, blocks.table.long(), pairs)
     return term.folds * of_tables[torch.tensor(blocks.heads)]

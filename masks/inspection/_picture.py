@@ -31,8 +31,7 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 class WindowAxis:
     """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
 
-    A slot is a token's place in the order that is drawn. Cells begin at multiples of `cell`, so the first and last cell
-    may extend beyond the window.
+    Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
     """
 
     slots: range
@@ -69,7 +68,8 @@ class Window(NamedTuple):
 class Picture:
     """Contents and options of a picture: one panel for each head and order of tokens, all of the same window.
 
-    block: (query side, key side) of blocks to draw, or None. title: None for the pattern's expression.
+    block: (queries, keys) of blocks to draw, or None.
+    title: None for the pattern's expression.
     """
 
     pattern: Expression
@@ -97,8 +97,11 @@ def window_of(
     """Return the window to draw, scaled so that its longer axis has about `size` pixels.
 
     Both axes have one scale; if one has over 4 times as many slots as the other, each has about `size` pixels instead.
-    queries, keys: slots to draw, None for all. block: (query side, key side) of blocks to draw, or None; the side of a
-    cell then divides that of a block. Raises ValueError for slots out of range, and for blocks smaller than a pixel.
+
+    queries, keys: slots to draw, None for all.
+    block: (queries, keys) of blocks to draw, or None; the size of a cell then divides that of a block.
+
+    Raises ValueError for slots out of range, and for blocks smaller than a pixel.
     """
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
@@ -124,8 +127,11 @@ def _axis(slots: range, scale: int, block: int, size: int) -> WindowAxis:
 class WindowBlocks:
     """The blocks that overlap a window, with their counts of allowed pairs.
 
-    cells: counts, one cell for each block. sides: (query side, key side) of a block. state: EMPTY, PARTIAL or FULL. As
-    in block lists, a block cut short by the end of the sequence is never FULL.
+    cells: counts, one cell for each block.
+    sides: (queries, keys) of a block.
+    state: EMPTY, PARTIAL or FULL.
+
+    As in block lists, a block cut short by the end of the sequence is never FULL.
     """
 
     cells: Cells
@@ -161,9 +167,10 @@ class WindowBlocks:
 class Panel:
     """Contents of the picture of one head in one order of tokens.
 
-    rate: rate of the residue-major order, 1 in natural order. blocks: None if no blocks are drawn. share: for each cell
-    the mean over its pairs of the number of branches that allow the pair; with `blocks` the fraction of pairs that any
-    branch allows.
+    rate: rate of the residue-major order, 1 in natural order.
+    blocks: None if no blocks are drawn.
+    share: for each cell the mean over its pairs of the number of branches that allow the pair; with `blocks` the
+        fraction of pairs that any branch allows.
     """
 
     head: int

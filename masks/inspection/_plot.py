@@ -54,12 +54,16 @@ def plot(
     A pair that several branches allow is darker. A window of at most `size` tokens is drawn pair by pair; in a longer
     window a cell is several pairs, and its colour shows the fraction allowed, on a logarithmic scale.
 
-    head: one head or several. order: "natural", "residue" (the residue-major order of `masks.layout`) or both. queries,
-    keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue". block_size: None, one
-    side or (query side, key side); allowed pairs are then dark in full blocks and light in partial ones, masked pairs
-    in computed blocks beige, and blocks that are not computed white. size: approximate pixels along the longer side of
-    a panel. legend: draw a legend, with block counts. title: by default the expression; "" for none. batch: index of
-    the batch entry, if run-time tensors have a row for each.
+    num_tokens, num_keys: numbers of queries and keys; num_keys None: num_tokens.
+    head: one head or several.
+    order: "natural", "residue" (the residue-major order of `masks.layout`) or both.
+    queries, keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue".
+    block_size: tokens of a block, (queries, keys), or None for no blocks; allowed pairs are then dark in full blocks
+        and light in partial ones, masked pairs in computed blocks beige, and blocks that are not computed white.
+    size: approximate pixels along the longer side of a panel.
+    legend: draw a legend, with block counts.
+    title: by default the expression; "" for none.
+    batch: index of the batch entry, if run-time tensors differ by entry.
 
     Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, with reproducible
     bytes. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.

@@ -135,7 +135,7 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
 
 
 def _borders(slots: range, side: int) -> range:
-    """Slots within the window at which blocks of this side begin, except the window's first slot."""
+    """Slots within the window at which blocks of this size begin, except the window's first slot."""
     return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
@@ -150,13 +150,13 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     If cells have several pairs, there are also entries for fractions of allowed pairs.
     """
     many = max(axis.cell for axis in picture.window) > 1
-    shares = [_entry(label, _shaded(share)) for share, label in _SHARES] if many else []
+    shares = [_entry(label, _shade(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:
         pairs = [_entry("pair of a full block", PAIR_OF_FULL), _entry("pair of a partial block", PAIR)]
         return [*pairs, *shares, _entry("computed, no pair", BEIGE), _entry("never computed", WHITE)]
     most = max(int(torch.round(panel.share.max())) for panel in panels)
     counts = range(2, most + 1) if most <= 3 else (2, most)
-    several = [_entry(f"pair in {count} branches", _shaded(float(count))) for count in counts]
+    several = [_entry(f"pair in {count} branches", _shade(float(count))) for count in counts]
     return [*(shares or [_entry("allowed pair", PAIR)]), *several]
 
 
@@ -167,5 +167,5 @@ def _legend_columns(entries: Sequence[Patch], width: int) -> int:
     return ceil(len(entries) / ceil(len(entries) / fitting))
 
 
-def _shaded(share: float) -> list[float]:
+def _shade(share: float) -> list[float]:
     return shade(torch.tensor(share, dtype=torch.float64), rgb(PAIR), rgb(WHITE)).tolist()

@@ -28,8 +28,11 @@ class ReceptiveField:
     """For each of `tokens`, number of tokens that it reaches (that influence it) through 1, 2, ... layers of a pattern.
 
     A token reaches itself, and with each layer all tokens that its keys in any head reach: heads are mixed between
-    layers, and residual connections keep the tokens reached before. tokens: indices of the examined tokens. reached:
-    for each of them, the number of tokens reached after 1, 2, 3, ... layers, itself included, as long as it grows.
+    layers, and residual connections keep the tokens reached before.
+
+    tokens: indices of the examined tokens.
+    reached: for each of them, the number of tokens reached after 1, 2, 3, ... layers, itself included, as long as it
+        grows.
     finished: for each of them, True if the number is known to grow no further.
 
     Up to 256 tokens are all examined, and all numbers are exact. Otherwise `tokens` is a sample: one token drawn at

@@ -57,8 +57,9 @@ class _Canvas:
 class HeatMap:
     """Allowed pairs of one head of a pattern, counted in the cells of a grid; str() is the picture.
 
-    order: "natural" or "residue". rate: rate of the residue-major order; 1 in natural order. cells: the counts; their
-    edges are positions, or slots in residue-major order.
+    order: "natural" or "residue".
+    rate: rate of the residue-major order; 1 in natural order.
+    cells: the counts; their edges are positions, or slots in residue-major order.
     """
 
     pattern: Expression
@@ -137,11 +138,18 @@ def show(
 ) -> HeatMap:
     """Draw one head of a pattern as text: queries down, keys across; denser characters for more allowed pairs.
 
-    Print the returned HeatMap. order: "natural", or "residue" for the residue-major order of `masks.layout`. queries,
-    keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order. size:
-    (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn pair by
-    pair. cells: (rows, columns) of the grid, regardless of `size`. color: use 256 ANSI colors. ascii: use only ASCII
-    characters. head: one of num_heads. batch: index of the batch entry, if run-time tensors have a row for each.
+    Print the returned HeatMap.
+
+    num_tokens: number of queries, and of keys.
+    order: "natural", or "residue" for the residue-major order of `masks.layout`.
+    queries, keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order.
+    size: (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn
+        pair by pair.
+    cells: (rows, columns) of the grid, regardless of `size`.
+    color: use 256 ANSI colors.
+    ascii: use only ASCII characters.
+    head: one of num_heads.
+    batch: index of the batch entry, if run-time tensors differ by entry.
 
     Time does not grow with the number of tokens. Raises ValueError or TypeError for heads, entries, windows and sizes
     that do not fit, and for tokens that the pattern does not take.
@@ -227,9 +235,9 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 def _even(slots: int, most: int) -> int:
     """Number of cells for `slots` slots: their largest divisor that is at most `most` and not far below it, if any.
 
-    Otherwise it is `most`. Divisors are preferred, as the borders of equally long cells coincide with those of segments
-    and blocks.
+    Otherwise it is `most`.
     """
+    # Divisors are preferred, as the borders of equally long cells coincide with those of segments and blocks.
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
 
@@ -254,7 +262,9 @@ def _by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, str]]:
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
     """(line of text with each label that fits above its cell, columns of these labels).
 
-    marks: (cell, label). width: characters of a cell. columns: greatest length of the line.
+    marks: (cell, label).
+    width: characters of a cell.
+    columns: greatest length of the line.
     """
     line, shown = "", []
     for cell, label in marks:
@@ -345,7 +355,8 @@ def _colored(level: Level, text: str) -> str:
 class Level:
     """Appearance of cells with fractions of allowed pairs in one range, or with pairs that several branches allow.
 
-    shape: character that is drawn; ascii: the character on a terminal with ASCII only. color: number of its ANSI color.
+    shape: character that is drawn; ascii: the character on a terminal with ASCII only.
+    color: number of its ANSI color.
     meaning: text for the legend.
     """
 
@@ -396,7 +407,8 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
 def _levels_by_times(single: bool, mixed: bool) -> list[Level]:
     """Levels of cells whose pairs one branch, two branches, ... allow.
 
-    single: each cell is one pair. mixed: the pattern has several branches.
+    single: each cell is one pair.
+    mixed: the pattern has several branches.
     """
     if single:
         once = Level("1", "1", _ALL.color, "branch") if mixed else replace(_ALL, meaning="allowed")

@@ -16,11 +16,11 @@ from ..core import Pattern, require_int
 
 @dataclass(frozen=True)
 class Pieces:
-    """P runs of slots whose token positions ascend by `step`; a slot is a place of a reordered tensor.
+    """P slot runs, in which token positions ascend by `step`.
 
-    Run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For heads
-    that use table t, the i-th slot of run p holds position firsts[t, p] + step * i. Runs of stride n > 1 come in groups
-    of n, which start at consecutive slots and together fill all slots of the group.
+    Slot run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For
+    heads that use table t, the i-th slot of slot run p holds position firsts[t, p] + step * i. Slot runs of stride n >
+    1 come in groups of n, which start at consecutive slots and together fill all slots of the group.
     """
 
     starts: Int64[Tensor, " P"]
@@ -40,7 +40,7 @@ class Pieces:
 
 
 class _Order:
-    """Base of orders. An order gives the token in each slot (place of a reordered tensor) of one or more folds.
+    """Base of orders. An order gives the token in each slot of one or more folds.
 
     Folds are groups of tokens that are computed as a batch, such as segments; the tokens of a fold are the tokens of
     fold 0, shifted.
@@ -52,13 +52,14 @@ class _Order:
         return False
 
     def pieces(self, origin: int) -> Pieces:
-        """Return the slots of fold 0 as runs whose positions are progressions; token 0 has position `origin`."""
+        """Return the slots of fold 0 as slot runs whose positions are progressions; token 0 has position `origin`."""
         raise NotImplementedError  # defined by each order
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """Return (rule, self.pieces(origin)): a rule over positions, and the slots as runs of positions.
+        """Return (rule, self.pieces(origin)): a rule over positions, and the slots as slot runs.
 
-        An order of many short runs may instead return an equivalent rule over slot numbers, and all slots as one run.
+        An order of many short slot runs may instead return an equivalent rule over slot numbers, and all slots as one
+        slot run.
         """
         return rule, self.pieces(origin)
 
@@ -178,14 +179,14 @@ class Layout(Permutation):
         return residue * each + residue.clamp(max=longer) + token // self.rate
 
     def pieces(self, origin: int) -> Pieces:
-        """Return the slots as one run for each residue class; token 0 has position `origin`."""
+        """Return the slots as one slot run for each residue class; token 0 has position `origin`."""
         classes = torch.arange(min(self.rate, self.num_tokens))
         lengths = (self.num_tokens - 1 - classes) // self.rate + 1
         starts = lengths.cumsum(0) - lengths
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
 
     def rows(self, origin: int) -> Pieces:
-        """Return the slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
+        """Return the slots as slot runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
 
         Token 0 has position `origin`. These runs are few where classes are many and short. Classes with one token more
         than others form a separate group.
@@ -254,8 +255,8 @@ class Compact(_Order):
     """Order of the tokens that each head's dilated rule uses: one progression for each head, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
-    fold_starts.tokens[f] replaces f * fold_stride. A fold is, for example, a segment. All heads have `num_slots` slots
-    in each fold; heads with another number need another Compact.
+    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold; heads with another
+    number need another Compact.
     """
 
     heads: tuple[int, ...]

@@ -20,7 +20,9 @@ from ..core import LARGEST, Ranges, among, within
 class Part(NamedTuple):
     """One computation for tokens of a placement: a run of queries, and an interval of positions with its keys.
 
-    queries: positions of the queries. q_token: index of the first query in q. span: the interval of key positions.
+    queries: positions of the queries.
+    q_token: index of the first query in q.
+    span: the interval of key positions.
     gapless: True if there is a key at each position of `span`.
     """
 
@@ -34,10 +36,11 @@ class Part(NamedTuple):
 class Placement:
     """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
 
-    keys: one entry for all key-value heads, or one for each. complete: True if the rule allows no pair with an absent
-    key, so that gaps between the keys need no mask; False if such pairs must be excluded, and then all heads have equal
-    keys, in runs of step 1. num_tokens: run-time tensors have values for all lower positions; 0 if they end with the
-    last position of a query or key.
+    keys: one entry for all key-value heads, or one for each.
+    complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; False if
+        such pairs must be excluded, and then all heads have equal keys, in runs of step 1.
+    num_tokens: run-time tensors have values for all lower positions; 0 if they end with the last position of a query or
+        key.
     """
 
     queries: Ranges

@@ -62,23 +62,23 @@ class Tiling(Permutation):
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """Return (`rule`, a neighbourhood, as a rule over slot numbers; all slots as one run); origin must be 0.
+        """Return (`rule`, a neighbourhood, as a rule over slot numbers; all slots as one slot run); origin must be 0.
 
-        Over positions instead of slot numbers, runs would be as short as a tile is wide.
+        Over positions instead of slot numbers, slot runs would be as short as a tile is wide.
         """
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
 
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
-        """Cut n runs of tokens, in slots start[i] to stop[i] - 1, into non-empty rectangles of the grid.
+        """Cut n slot runs, of slots start[i] to stop[i] - 1, into non-empty rectangles of the grid.
 
-        The result also has the index i of the run of each rectangle.
+        The result also has the index i of the slot run of each rectangle.
         """
         rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
         found = []
         for axis, unit in self._digits():
-            whole, rest = _cut(rest, axis, unit)
+            whole, rest = _cut_at_children(rest, axis, unit)
             found.append(whole)
         runs, boxes = zip(*((part.run, part.sides) for part in found), strict=True)
         return Rectangles(torch.cat(runs), joined(*boxes))
@@ -102,10 +102,11 @@ class Tiling(Permutation):
 
 @dataclass(frozen=True)
 class _Runs:
-    """Non-empty parts of runs of slots, each within one rectangle of the grid.
+    """Non-empty parts of slot runs, each within one rectangle of the grid.
 
-    run: index of the original run. start, stop: the part has slots start to stop - 1, counted from the rectangle's
-    first slot. box: the rectangles.
+    run: index of the original run.
+    start, stop: the part has slots start to stop - 1, counted from the rectangle's first slot.
+    box: the rectangles.
     """
 
     run: Tensor
@@ -117,12 +118,13 @@ class _Runs:
         return _Runs(self.run[index], self.start[index], self.stop[index], select(self.box, index))
 
 
-def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """Split runs of slots at the borders of children; return (rectangles of whole children, the remaining parts).
+def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
+    """Split slot runs at the borders of children; return (rectangles of whole children, the remaining parts).
 
-    Each run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along `axis`. A
-    run consists of the end of a child, whole children, and the beginning of another child; or it is inside one child.
-    Each remaining part is inside one child. A smaller last child counts as a beginning even if it is whole.
+    Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
+    `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is
+    inside one child. Each remaining part is inside one child. A smaller last child counts as a beginning even if it is
+    whole.
     """
     size = unit * _others(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -141,7 +143,7 @@ def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
 
 
 def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
-    """Return the part of each run i in child number child[i] of its rectangle, with that child as its rectangle.
+    """Return the part of each slot run i in child number child[i] of its rectangle, with that child as its rectangle.
 
     Children of a rectangle have `unit` places along `axis` and are numbered from 0. size: number of slots of a child.
     """

@@ -135,8 +135,8 @@ class LocalWindow(Band):
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         """Return a window that is at least as wide and touches no further blocks (of q_side queries by k_side keys).
 
-        With side = gcd(q_side, k_side), `left` and `right` are kept if they are multiples of side; else each becomes
-        the next multiple minus 1.
+        With side = gcd(q_side, k_side), `left` and `right` are kept if they are multiples of it; else each becomes the
+        next multiple minus 1.
         """
         side = gcd(q_side, k_side)
         left, right = (
@@ -201,9 +201,9 @@ def local_window(*, left: int, right: int) -> Pattern:
 def strided(stride: int) -> Pattern:
     """Pattern in which each query sees the keys 0, `stride`, 2 * `stride`, ... tokens before and after its position.
 
-    With a window of the `stride` keys before the query it is the strided form of the Sparse Transformer
-    (arXiv 1904.10509): `(local_window(left=stride, right=0) | strided(stride)) & causal()`. Raises ValueError for a
-    stride below 1.
+    With a window of the `stride` keys before the query it is the strided form of the Sparse Transformer (arXiv
+    1904.10509): `(local_window(left=stride, right=0) | strided(stride)) & causal()`.
+    Raises ValueError for a stride below 1.
 
     >>> masks.describe(masks.strided(4), 8).useful_pairs
     16

@@ -70,7 +70,7 @@ class BlockTable:
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
-        listed = (_compared if width <= _COMPARED else _halved)(self.entries.flatten(0, 1), device)
+        listed = (_test_by_comparing if width <= _COMPARED else _test_by_halving)(self.entries.flatten(0, 1), device)
         first_line = (table_of_head * rows).to(device, index_dtype(device, 0, self.entries.numel()))
 
         def seen(b, h, q, k):
@@ -83,8 +83,9 @@ class BlockTable:
     def count(self, table: Tensor, box: Box) -> Bounds:
         """Return bounds on the allowed (query, key) pairs of each of n boxes of queries and keys.
 
-        table: index of the table for each box, shape (n,); the heads in `box` are ignored. Bounds are exact for boxes
-        that span at most 8 query blocks, and coarser for larger ones.
+        table: index of the table for each box, shape (n,); the heads in `box` are ignored.
+
+        Bounds are exact for boxes that span at most 8 query blocks, and coarser for larger ones.
         """
         box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
         rows = torch.where(box.q.count > 0, box.q.last // self.q_block - box.q.first // self.q_block + 1, 0)
@@ -156,7 +157,7 @@ class BlockTable:
 
     @cached_property
     def _picture(self) -> tuple[int, Tensor]:
-        """Return (side of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
+        """Return (size of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
 
         A cell is a square of blocks. sums[t, i, j]: listed blocks of table t in the cells above row i and left of
         column j.
@@ -174,7 +175,7 @@ class BlockTable:
         return cell, sums
 
 
-def _compared(entries: Tensor, device: torch.device) -> RowTest:
+def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
     """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
 
     It compares the column with each entry, for rows of few entries. Entries depend on the query only, so a kernel loads
@@ -192,7 +193,7 @@ def _compared(entries: Tensor, device: torch.device) -> RowTest:
     return listed
 
 
-def _halved(entries: Tensor, device: torch.device) -> RowTest:
+def _test_by_halving(entries: Tensor, device: torch.device) -> RowTest:
     named = by_halving(entries.shape[1], device)
     entries = entries.to(device, index_dtype(device, 0, entries.numel()))
     return lambda line, inside, column: named(entries, line, column) & inside
@@ -206,7 +207,8 @@ def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Te
     halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
 
     def named(entries, line, column):
-        place = column - column
+        place = column - column  # zeros of its shape and dtype
+        # All entries before `place` are below `column`, after each step.
         for half in halves:
             place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
         return entries[line, place] == column
@@ -273,7 +275,7 @@ class BlockList(TableRule):
     block: int = at_least(1)
 
     def check(self) -> None:
-        object.__setattr__(self, "rows", _checked(self.rows))
+        object.__setattr__(self, "rows", _checked_rows(self.rows))
 
     def __hash__(self) -> int:
         return hash(self.text)  # a str caches its hash, a nested tuple does not
@@ -285,7 +287,10 @@ class BlockList(TableRule):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BlockList:
-        """Build the pattern from its stored fields. Raises ValueError for rows that are not in ascending order."""
+        """Build the pattern from its stored fields.
+
+        Raises ValueError for rows that are not in ascending order.
+        """
         made, rows = cls(data["rows"], data["block"]), data["rows"]
         given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
         pairs = (pair for tables in zip(given, kept, strict=True) for pair in zip(*tables, strict=True))
@@ -301,7 +306,7 @@ class BlockList(TableRule):
         return _of_head(self, head) if self.by_head else self
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Return self. Raises ValueError unless `block` divides, or is a multiple of, each of the two sides."""
+        """Return self. Raises ValueError unless `block` divides, or is a multiple of, both of these."""
         if any(self.block % side and side % self.block for side in (q_side, k_side)):
             raise ValueError(
                 "the blocks of a block_list cannot be rounded: list blocks whose side divides those "
@@ -354,9 +359,11 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     """Pattern in which the queries of block i see the key blocks whose numbers are in rows[i].
 
     block: tokens of a query block and of a key block; block 0 begins at position 0.
-    rows: a table, which has a row of key block numbers for each query block; or a sequence of tables, one for each
-    head over all devices. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans
-    of these shapes, True where the row sees the key block of that column. Queries beyond the last row see no key.
+    rows: a table, which has a row of key block numbers for each query block; or a sequence of tables, one for each head
+        over all devices. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans of
+        these shapes, True where the row sees the key block of that column.
+
+    Queries beyond the last row see no key.
 
     Raises ValueError for negative numbers, for a number that a row names twice, and for a table without rows; TypeError
     for entries that are not integers and for uneven nesting. `bind` raises ValueError if the row of a query names a
@@ -365,10 +372,10 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     >>> masks.describe(masks.block_list([[0], [0, 1]], block=64), 128).useful_pairs  # 3 blocks of 64 x 64
     12288
     """
-    return BlockList(_listed(rows) if isinstance(rows, Tensor) else rows, block)  # type: ignore[arg-type]
+    return BlockList(_rows_of_tensor(rows) if isinstance(rows, Tensor) else rows, block)  # type: ignore[arg-type]
 
 
-def _listed(rows: Tensor) -> list[Any]:
+def _rows_of_tensor(rows: Tensor) -> list[Any]:
     if rows.dtype.is_floating_point or rows.dtype.is_complex:
         raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
     if rows.dim() not in (2, 3):
@@ -382,12 +389,12 @@ def _listed(rows: Tensor) -> list[Any]:
     if rows.dtype != torch.bool:
         return rows.tolist()
     if rows.dim() == 3:
-        return [_listed(table) for table in rows]
+        return [_rows_of_tensor(table) for table in rows]
     columns = rows.nonzero()[:, 1].split(rows.sum(1).tolist())
     return [row.tolist() for row in columns]
 
 
-def _checked(rows: Any) -> tuple[Any, ...]:
+def _checked_rows(rows: Any) -> tuple[Any, ...]:
     if not isinstance(rows, _SEQUENCES):
         raise TypeError(
             f"rows must be rows of block numbers, or one list of such rows for each head; got {type(rows).__name__}"
@@ -401,13 +408,13 @@ def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
     if isinstance(table, _SEQUENCES) and not table:
         raise ValueError(f"a block list needs at least one row of block numbers; got {name}={table!r}")
     if not isinstance(table, _SEQUENCES):
-        raise TypeError(_uneven(name, table))
+        raise TypeError(_mixed_rows_error(name, table))
     return tuple(_checked_row(row, f"{name}[{index}]") for index, row in enumerate(table))
 
 
 def _checked_row(row: Any, name: str) -> tuple[int, ...]:
     if not isinstance(row, _SEQUENCES) or _is_table(row):
-        raise TypeError(_uneven(name, row))
+        raise TypeError(_mixed_rows_error(name, row))
     # Tables can be large: entries are checked one by one only to report an error.
     if row and not (set(map(type, row)) == {int} and min(row) >= 0 and max(row) < NOTHING):
         for place, entry in enumerate(row):
@@ -424,7 +431,7 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, _SEQUENCES) and any(issubclass(kind, _SEQUENCES) for kind in set(map(type, value)))
 
 
-def _uneven(name: str, value: Any) -> str:
+def _mixed_rows_error(name: str, value: Any) -> str:
     rule = "rows must be rows of block numbers, or one list of such rows for each head, not a mix"
     return f"{rule}; got {name}={value!r:.60}"
 

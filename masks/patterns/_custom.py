@@ -57,9 +57,12 @@ _POINTS = 40
 class CustomRule:
     """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest.
 
-    digest: identifies operations, tensors and period. recorded, classify: on the CPU; classify may be None.
-    period: shift of query and key that leaves the result unchanged, or None. covers_pairs: the result has an entry for
-    every query and key. given: the caller's mask_mod and classify. elsewhere: the function on other devices, see `on`.
+    digest: identifies operations, tensors and period.
+    recorded, classify: on the CPU; classify may be None.
+    period: shift of query and key that leaves the result unchanged, or None.
+    covers_pairs: the result has an entry for every query and key.
+    given: the caller's mask_mod and classify.
+    elsewhere: the function on other devices, see `on`.
     """
 
     digest: str
@@ -98,7 +101,7 @@ _rules_lock = Lock()
 class Custom(Pattern):
     """Pattern that allows a pair iff the mask_mod of `rule` returns True for it.
 
-    `head`: global head that the mask_mod gets in place of the pair's own head; None for the pair's own.
+    head: global head that the mask_mod gets in place of the pair's own head; None for the pair's own.
     """
 
     rule: CustomRule
@@ -185,11 +188,11 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     other parts of an intersection or `classify` decide all pairs.
 
     classify: a function (head, q_first, q_last, k_first, k_last) of int64 tensors of shape (n,): n boxes of queries
-    q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,): masks.EMPTY
-    (no pair of the box is allowed), masks.FULL (every pair is) or masks.PARTIAL (neither is certain). A wrong EMPTY
-    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it.
-    period: number of tokens by which query and key can be shifted together without changing the result; 1 if only
-    their distance counts, None if unknown.
+        q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,):
+        masks.EMPTY (no pair of the box is allowed), masks.FULL (every pair is) or masks.PARTIAL (neither is certain). A
+        wrong EMPTY or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it.
+    period: number of tokens by which query and key can be shifted together without changing the result; 1 if only their
+        distance counts, None if unknown.
 
     A BlockMask gives the pattern that compiled FlexAttention computes: partial blocks by the mask_mod, full blocks
     whole, no others, with the lists of each batch entry and head. Its mask_mod may read `b` if it has lists for several
@@ -348,8 +351,8 @@ def _check_mask_mod(name: str, recorded: Recorded) -> bool:
 def _largest_grid(function: MaskMod) -> Places:
     """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
-    Of a few sizes it is the largest at which the function does not index beyond the end of a captured tensor.
-    Positions begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
+    It is the largest of a few sizes at which the function does not index beyond the end of a captured tensor. Positions
+    begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
     grid: Places = ()
@@ -414,8 +417,10 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
 def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
     """Return the result of `classify` for n boxes: EMPTY, PARTIAL or FULL for each, in an integer tensor of shape (n,).
 
-    boxes: (head, q_first, q_last, k_first, k_last), each of shape (n,). name: name of the mask_mod, for errors. Raises
-    TypeError or ValueError for any other result, and ValueError if `classify` raises.
+    boxes: (head, q_first, q_last, k_first, k_last), each of shape (n,).
+    name: name of the mask_mod, for errors.
+
+    Raises TypeError or ValueError for any other result, and ValueError if `classify` raises.
     """
     head, q_first, q_last, k_first, k_last = boxes
     try:

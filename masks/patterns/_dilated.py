@@ -231,7 +231,8 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
 
     segment: tokens of a segment; the rate need not divide it. Other tokens of the segment see no key.
     offset: first active token of each segment, or one of `longnet`'s rules, "interleaved" or "contiguous", which give
-    each head an offset.
+        each head an offset.
+
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
 
     >>> masks.explain(masks.dilated(8, 2), query=0, key=6).allowed  # in segment 0, a multiple of 2 apart
@@ -244,7 +245,8 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
 def chunked(size: int) -> Pattern:
     """Pattern in which each token sees all tokens of its chunk of `size` tokens: a block-diagonal mask.
 
-    Equals `dilated(size, 1)`. The last chunk may be shorter. Raises ValueError for a size below 1.
+    Equals `dilated(size, 1)`. The last chunk may be shorter.
+    Raises ValueError for a size below 1.
 
     >>> masks.describe(masks.chunked(4), 8).useful_pairs  # 2 chunks of 4 x 4
     32
@@ -267,17 +269,18 @@ def longnet(
 ) -> Mixture | Pattern:
     """LongNet's combination of `dilated` patterns (branches): one for each segment length and its dilation rate.
 
+    segment_lengths, dilation_rates: segment length, in tokens, and dilation rate of each branch.
     heads: "all" returns a mixture in which every head has every branch, and a pair counts once for each branch that
-    allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); for a single branch it returns that pattern.
-    "grouped" returns a set pattern in which each of the consecutive groups of heads has one branch. This is the
-    grouping of dilated-attention-pytorch, except that there every head of group i starts at offset i mod rate; write
-    `per_head` for these offsets.
-    offsets: "interleaved" gives head h of H heads the offset h mod rate (eq. 13); "contiguous" gives it
-    floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
+        allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); for a single branch it returns that pattern.
+        "grouped" returns a set pattern in which each of the consecutive groups of heads has one branch. This is the
+        grouping of dilated-attention-pytorch, except that there every head of group i starts at offset i mod rate;
+        write `per_head` for these offsets.
+    offsets: "interleaved" gives head h of H heads the offset h mod rate (eq. 13); "contiguous" gives it floor(h /
+        ceil(H / rate)), which torchscale's checkpoints expect.
     padding: None, or "zeros" for the padding of torchscale's encoder. Zeros then pad the last segment, and each segment
-    to a multiple of the rate, and take part in the softmax as keys of score 0 and value 0. They are not pairs of the
-    pattern; `attend` adds them to the softmax. A padded pattern can be combined by `+`, and by `& causal()`, which
-    hides the zeros and so drops the padding.
+        to a multiple of the rate, and take part in the softmax as keys of score 0 and value 0. They are not pairs of
+        the pattern; `attend` adds them to the softmax. A padded pattern can be combined by `+`, and by `& causal()`,
+        which hides the zeros and so drops the padding.
 
     Raises ValueError for lists that are empty or of unequal length, values below 1, unknown rules, and padding with
     heads="grouped".

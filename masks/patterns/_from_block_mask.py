@@ -91,9 +91,11 @@ def of_block_mask(
 ) -> Pattern:
     """Return the pattern of the pairs that compiled FlexAttention computes for a BlockMask.
 
-    custom: makes a pattern of a mask_mod. reads_entry: returns True if a mask_mod reads the batch entry `b`. Raises
-    ValueError if its lists do not fit its lengths, or name a block twice, and for a mask_mod that reads `b` if there
-    are no lists for each batch entry.
+    custom: makes a pattern of a mask_mod.
+    reads_entry: returns True if a mask_mod reads the batch entry `b`.
+
+    Raises ValueError if its lists do not fit its lengths, or name a block twice, and for a mask_mod that reads `b` if
+    there are no lists for each batch entry.
     """
     partial, full = _tables(block_mask)
     rules = _rules(block_mask.mask_mod, len(partial), custom, reads_entry)
@@ -204,7 +206,7 @@ def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor
 
 
 def _table(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int) -> Bool[Tensor, "B H R C"]:
-    """kind: prefix of the lists' names, for errors. rows, columns: blocks of queries and of keys, by the lengths."""
+    """kind: prefix of the lists' names in errors; rows, columns: numbers of query and key blocks, by the lengths."""
     names = f"{kind}kv_num_blocks and {kind}kv_indices"
     if indices.is_meta or numbers.is_meta:
         raise ValueError(f"a BlockMask must have values in {names}; got tensors on the meta device")

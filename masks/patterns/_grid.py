@@ -34,8 +34,9 @@ Rectangle = tuple[Progression, ...]
 def fits(step: int, grid: tuple[int, ...]) -> bool:
     """True if `rectangles` can split arithmetic progressions of row-major positions with this step.
 
-    grid: lengths of the axes, the outermost first. The step must divide grid[-1], or be a multiple of grid[-1] such
-    that step // grid[-1] fits grid[:-1].
+    grid: lengths of the axes, the outermost first.
+
+    The step must divide grid[-1], or be a multiple of grid[-1] such that step // grid[-1] fits grid[:-1].
     """
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
@@ -51,6 +52,7 @@ def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rect
     """Split n progressions of row-major positions into rectangles: products of one progression for each axis.
 
     grid: lengths of the axes, the outermost first; `fits` must be True for the step of the progressions.
+
     Each yielded item is a batch of n rectangles, one for each progression; a rectangle may be empty. With two axes the
     items are the end of a row, the beginning of another row, and the whole rows between them.
     """
@@ -93,7 +95,8 @@ class Rectangles:
     def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return two tensors (first, is_only) with one entry for each progression, 0 to number - 1.
 
-        first: index of a rectangle of the progression, 0 if it has none. is_only: True if it has exactly one.
+        first: index of a rectangle of the progression, 0 if it has none.
+        is_only: True if it has exactly one.
         """
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
         return first, self.run.bincount(minlength=number) == 1
@@ -131,8 +134,10 @@ def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     """Return the coordinates of rows of a grid along its outer axes, as progressions of one term.
 
-    row: row-major numbers of the rows. grid: lengths of the outer axes. For rows beyond the grid the outermost
-    coordinate is at least the length of its axis.
+    row: row-major numbers of the rows.
+    grid: lengths of the outer axes.
+
+    For rows beyond the grid the outermost coordinate is at least the length of its axis.
     """
     one = torch.ones_like(row)
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]
@@ -169,7 +174,7 @@ class Axis:
     def seen(self, first: int, last: int) -> Ranges:
         """Return the places that the queries first, first + rate, ..., last see, as ascending ranges of step `rate`."""
         rate, residue = self.rate, first % self.rate
-        held = self._held(residue)
+        held = self._class_length(residue)
         begin, end = (self._begin(place // rate, held) for place in (first, last))
         stop = last // rate + 1 if self.is_causal else end + self.size
         if stop - begin >= held:
@@ -197,7 +202,7 @@ class Axis:
         low = high = torch.zeros_like(q.first)
         for residue in range(self.rate):
             box = Box(head, terms_of_class(q, self.rate, residue), terms_of_class(k, self.rate, residue))
-            bounds = self._count_in_class(box, self._held(residue))
+            bounds = self._count_in_class(box, self._class_length(residue))
             low, high = low + bounds.low, high + bounds.high
         return Bounds(low, high)
 
@@ -217,7 +222,7 @@ class Axis:
             inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
         return torch.where(inner, -1 - q.first % (self.rate * self.stride), q.first), ahead
 
-    def _held(self, residue: int) -> int:
+    def _class_length(self, residue: int) -> int:
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:

@@ -206,9 +206,9 @@ class Fixed(MarkedTokens):
 def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pattern:
     """Pattern in which the first `count` tokens see every token (`rows`) and are seen by every token (`columns`).
 
-    Other pairs are not allowed. Raises ValueError if both `rows` and `columns` are False and for a count below 1;
-    TypeError for a sequence or tensor of positions. Source: Longformer (arXiv 2004.05150) and BigBird
-    (arXiv 2007.14062), whose global tokens have both.
+    Other pairs are not allowed.
+    Raises ValueError if both `rows` and `columns` are False and for a count below 1; TypeError for a sequence or tensor
+    of positions. Source: Longformer (arXiv 2004.05150) and BigBird (arXiv 2007.14062), whose global tokens have both.
 
     >>> masks.describe(masks.global_tokens(1), 8).useful_pairs  # row 0 and column 0
     15

@@ -92,8 +92,8 @@ class MaskTable(Table):
     def _cells(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
         """(sums, sides): sums[t, i, j] is the number of allowed pairs in the first i by j cells of head t.
 
-        A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell with side 1. All
-        batch entries must share one mask.
+        A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell of size 1. All batch
+        entries must share one mask.
         """
         rows = self.only_row
         sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
@@ -115,8 +115,8 @@ class MaskTable(Table):
             box.area,
         )
         times = q.times * k.times
-        outer = times * _between(sums, table, q.outer, k.outer)
-        inner = times * _between(sums, table, q.inner, k.inner)
+        outer = times * _pairs_in_cells(sums, table, q.outer, k.outer)
+        inner = times * _pairs_in_cells(sums, table, q.inner, k.inner)
         missing = times * q.positions * k.positions - outer
         return Bounds(torch.maximum(inner, area - missing).clamp(min=0), torch.minimum(outer, area))
 
@@ -135,8 +135,8 @@ class MaskTable(Table):
 class _CellRange(NamedTuple):
     """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
 
-    positions: number of positions in the outer cells. times: number of positions that share each value: 1, or the
-    number of the box's positions if one value serves all.
+    positions: number of positions in the outer cells.
+    times: number of positions that share each value: 1, or the number of the box's positions if one value serves all.
     """
 
     outer: tuple[Counts, Counts]
@@ -146,7 +146,7 @@ class _CellRange(NamedTuple):
 
     @classmethod
     def of(cls, progression: Progression, side: int, size: int) -> _CellRange:
-        """side: positions of a cell. size: positions of the axis; 1 if a single value serves all positions."""
+        """side: positions of a cell; size: positions of the axis, 1 if a single value serves all positions."""
         first, stop, count = progression.first, progression.last + 1, progression.count
         none = torch.zeros_like(first)
         if size == 1:
@@ -159,7 +159,7 @@ class _CellRange(NamedTuple):
         return cls(outer, inner, (outer[1] * side).clamp(max=size) - outer[0] * side, none + 1)
 
 
-def _between(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
+def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
     """Return the number of allowed pairs in cells q[0] to q[1] - 1 by k[0] to k[1] - 1 of each box; 0 if empty."""
     (q_first, q_stop), (k_first, k_stop) = ((first, torch.maximum(first, stop)) for first, stop in (q, k))
     by_stop, by_first = (sums[table, q_edge, k_stop] - sums[table, q_edge, k_first] for q_edge in (q_stop, q_first))
@@ -175,9 +175,9 @@ def mask(allowed: Any, *, name: str = "mask") -> Pattern:
     """Pattern that allows the pairs for which a boolean tensor is True, such as SDPA's `attn_mask`.
 
     allowed: booleans of shape (queries, keys) or (batch, heads, queries, keys), or floats with 0 for True and -inf for
-    False; or a string, the name under which `attend(bindings=)` passes the tensor. A dim of size 1 broadcasts:
-    (batch, 1, queries, 1) marks queries that see every key. With offsets in the call, rows and columns are positions,
-    from 0 to that of the last query and key.
+        False; or a string, the name under which `attend(bindings=)` passes the tensor. A dim of size 1 broadcasts:
+        (batch, 1, queries, 1) marks queries that see every key. With offsets in the call, rows and columns are
+        positions, from 0 to that of the last query and key.
     name: name of the tensor in texts and errors, unless `allowed` is a string. Names within a pattern must differ.
 
     New values do not recompile, but their block lists are built in time linear in the size of the tensor. A pattern

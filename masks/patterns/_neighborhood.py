@@ -283,8 +283,11 @@ class Neighborhood(Pattern):
         """Return tensors of shape (n,) that tell which of n boxes have equal masks.
 
         Boxes with equal entries in all tensors, and equal counts and steps of queries and of keys, have equal masks.
-        q, k: rectangles of the boxes' queries and keys. If a box has more than one rectangle of queries or of keys, its
-        entries are its first positions, so that only an equal box matches it.
+
+        q, k: rectangles of the boxes' queries and keys.
+
+        If a box has more than one rectangle of queries or of keys, its entries are its first positions, so that only an
+        equal box matches it.
         """
         (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
         one = q_one & k_one
@@ -326,10 +329,11 @@ def neighborhood(
     A pair is allowed iff the key is in the query's window along every axis.
 
     grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. Other
-    arguments are one value for all axes, or a sequence of one for each axis.
+        arguments are one value for all axes, or a sequence of one for each axis.
     kernel_size: tokens in a window along the axis; or radius, for 2 * radius + 1 tokens. Give one of the two.
     rate: distance of neighbouring tokens of a window (NATTEN's dilation).
-    stride: number of consecutive queries that share a window. causal: True hides keys after the query along this axis.
+    stride: number of consecutive queries that share a window.
+    causal: True hides keys after the query along this axis.
     wrap: True for a periodic axis, such as longitude: distances are modulo its length.
 
     Along an axis of length n, for the query at x:
@@ -388,8 +392,9 @@ def _point(places: Sequence[int]) -> str:
 def _limit_windows(values: dict[str, tuple]) -> None:
     """Limit the windows of axes that wrap to the size of a residue class, in place; wrap becomes False at that size.
 
-    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size. Raises ValueError for an axis
-    that cannot wrap, because it is causal or rate * stride does not divide its length.
+    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size.
+
+    Raises ValueError for an axis that cannot wrap, because it is causal or rate * stride does not divide its length.
     """
     sizes = list(values.pop("kernel_size", ()) or (2 * radius + 1 for radius in values.pop("radius")))
     none, wrap = (1,) * len(sizes), list(values["wrap"])
@@ -419,7 +424,9 @@ def _steps(window: Ranges) -> str:
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
     """Return the closure (b, h, q, k) -> bool of one axis: True if the key is in the query's window along it.
 
-    num_tokens: number of tokens of the grid. pitch_of_axis: number of tokens between neighbouring places of the axis.
+    num_tokens: number of tokens of the grid.
+    pitch_of_axis: number of tokens between neighbouring places of the axis.
+
     Keys beyond the grid are placed before all windows, and the windows of queries beyond it after all keys.
     """
     apart = -(-axis.length // axis.rate)  # distance of the places of two classes

@@ -283,10 +283,11 @@ def without_start(rule: Expression) -> tuple[Any, int]:
 def per_sample(patterns: Sequence[Pattern], which: Any = None, *, name: str = "which") -> Pattern:
     """Pattern in which batch entry b follows patterns[which[b]].
 
-    patterns: set patterns, not mixtures. which: integers of shape (batch,), or a string, the name under which
-    `attend(bindings=)` passes the tensor; None for arange(batch), with one pattern per batch entry. New values do not
-    recompile.
+    patterns: set patterns, not mixtures.
+    which: integers of shape (batch,), or a string, the name under which `attend(bindings=)` passes the tensor; None for
+        arange(batch), with one pattern per batch entry. New values do not recompile.
     name: name of the tensor in texts and errors, unless `which` is a string. Names within a pattern must differ.
+
     Raises TypeError if `patterns` is not a sequence of set patterns, ValueError if it is empty or, when the tensor is
     used, for an index out of range.
 

@@ -1,4 +1,4 @@
-"""Random blocks: each block of queries sees a few blocks of keys, drawn reproducibly on every machine."""
+"""Random blocks: each query block sees a few key blocks, drawn reproducibly on every machine."""
 
 from __future__ import annotations
 
@@ -122,21 +122,24 @@ def random_blocks(
 ) -> Pattern:
     """Pattern in which each block of `block` queries of each head sees `count` distinct key blocks, drawn at random.
 
-    With `head`, all heads use the draw of that head (over all devices). Blocks cover `num_tokens` tokens; positions
-    beyond them see no key and are seen by no query.
+    num_tokens: tokens that the blocks cover; positions beyond them see no key and are seen by no query.
+    block: tokens of a block. Kernels compute whole blocks, of 128 tokens by default: a multiple of it has no
+        overcompute.
+    count: number of key blocks of each query block.
+    seed: in [0, 2**63).
+    head: the head, counted over all devices, whose draw all heads use; None: each head has its own draw.
 
     The draw depends only on these arguments and on the global head, so all ranks, platforms and versions agree on it:
     the seed, the head, the number of the query block and the number of the draw are hashed in this order with
     splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The upper 32 bits of the
-    hash are scaled to block numbers, and Floyd's method makes them distinct. Source: BigBird, arXiv 2007.14062,
-    section 2.
+    hash are scaled to block numbers, and Floyd's method makes them distinct. Source: BigBird, arXiv 2007.14062, section
+    2.
 
-    Kernels compute whole blocks, of side 128 by default: a `block` that is a multiple of it has no overcompute.
     Raises ValueError for num_tokens, block or count below 1, a seed outside [0, 2**63), a head below 0, and a count
     above the number of blocks. Blocks are drawn later, for positions in use only: planning or computing with the
     pattern raises ValueError if heads x query blocks x count exceeds 2**25.
 
-    >>> masks.describe(masks.random_blocks(1024, block=64, count=3), 1024).useful_pairs  # 16 rows of 3 blocks
+    >>> masks.describe(masks.random_blocks(1024, block=64, count=3), 1024).useful_pairs  # 16 x 3 blocks
     196608
     """
     return RandomBlocks(num_tokens, block, count, seed, head)

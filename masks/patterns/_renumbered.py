@@ -62,7 +62,8 @@ class _FromStart(OnePart):
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
         """Return (allowed, text, reason of `part`) for the pair with positions counted from `start`.
 
-        allowed: True if `part` allows this pair; the text states it. where: words that follow `start` in the text.
+        allowed: True if `part` allows this pair; the text states it.
+        where: words that follow `start` in the text.
         """
         inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         verdict = "allowed" if inner.allowed else "forbidden"
@@ -110,7 +111,7 @@ class After(_FromStart):
         return self.part.spacing()
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        counted = self._counted(keys)
+        counted = self._renumbered_range(keys)
         if query < self.start or not counted:
             return ()
         found = self.part.row(query - self.start, counted)
@@ -119,9 +120,9 @@ class After(_FromStart):
         return tuple(range(each.start + self.start, each.stop + self.start, each.step) for each in found)
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        self.part.check_tokens(self._counted(queries), self._counted(keys))
+        self.part.check_tokens(self._renumbered_range(queries), self._renumbered_range(keys))
 
-    def _counted(self, positions: range) -> range:
+    def _renumbered_range(self, positions: range) -> range:
         return range(max(0, positions.start - self.start), max(0, positions.stop - self.start))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:

@@ -55,9 +55,11 @@ add_safe_globals([CarriedTensor])
 class RunTime(Pattern):
     """Base of patterns that need a run-time tensor: `given` holds it, or is None if each call passes it by `name`.
 
-    num_dims: number of dims of the tensor for one batch entry; one more dim is the batch. The pattern's text holds the
-    name and not the values, so new values neither retrace nor recompile. Subclasses define two methods: `table` returns
-    the `Table`, which is the pattern with the values of a tensor, and `widest` returns the values that allow most.
+    num_dims: number of dims of the tensor for one batch entry; one more dim is the batch.
+
+    The pattern's text holds the name and not the values, so new values neither retrace nor recompile. Subclasses define
+    two methods: `table` returns the `Table`, which is the pattern with the values of a tensor, and `widest` returns the
+    values that allow most.
 
     >>> isinstance(masks.documents("ids"), masks.extend.RunTime)
     True
@@ -88,8 +90,9 @@ class RunTime(Pattern):
     def table(self, tensor: Tensor, extent: Extent) -> Table:
         """Return the pattern with this tensor's values.
 
-        extent: one past the last query position, and one past the last key position. Raises TypeError or ValueError for
-        a tensor whose dtype, shape or values do not fit the pattern.
+        extent: one past the last query position, and one past the last key position.
+
+        Raises TypeError or ValueError for a tensor whose dtype, shape or values do not fit the pattern.
         """
         raise NotImplementedError  # defined by each run-time pattern
 
@@ -171,10 +174,14 @@ class Table(Pattern):
     """Base of patterns that hold the values of a run-time tensor: one row for each batch entry, or one row for all.
 
     Tables with equal digests and sources are equal. Methods without a batch index, such as `count`, need a table of one
-    row (see `of_entry`) or of equal rows. rows: the values, on the CPU. digest: text that identifies shape and content.
-    reach: declared largest distance of allowed pairs, in tokens; None for no limit. known: False for a placeholder that
-    represents all values of its shape. source: the run-time pattern without its tensor; None if the table was built
-    directly. held: copies of the rows by device, see `on`.
+    row (see `of_entry`) or of equal rows.
+
+    rows: the values, on the CPU.
+    digest: text that identifies shape and content.
+    reach: declared largest distance of allowed pairs, in tokens; None for no limit.
+    known: False for a placeholder that represents all values of its shape.
+    source: the run-time pattern without its tensor; None if the table was built directly.
+    held: copies of the rows by device, see `on`.
 
     Subclasses define the methods `mask_mod`, `count` and `described`, and a unique text as class attribute `kind`.
 
@@ -303,7 +310,10 @@ def named(leaf: Pattern) -> Pattern:
 
 
 def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the pattern whose run-time leaves hold these tensors, by name. Raises TypeError for other values."""
+    """Return the pattern whose run-time leaves hold these tensors, by name.
+
+    Raises TypeError for other values.
+    """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"bindings must hold tensors; got {type(x).__name__} for {name!r}")
@@ -333,7 +343,8 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
     """Return the pattern with placeholder tables for its run-time tensors, which hold the `widest` values.
 
     tensors: run-time tensors by name, of which only the shapes are read. Placeholders of equal patterns and shapes are
-    equal. extent: see `RunTime.table`.
+        equal.
+    extent: see `RunTime.table`.
     """
 
     def with_any(leaf: Pattern) -> Pattern:
@@ -356,7 +367,9 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """Return a pattern of class `kind` that carries a tensor, or only the name under which calls pass it.
 
     tensor: a tensor; a value that torch.as_tensor converts; or a str, the name under which calls pass the tensor.
-    name: name of a tensor that the pattern carries; ignored if `tensor` is a str. options: other fields of the pattern.
+    name: name of a tensor that the pattern carries; ignored if `tensor` is a str.
+    options: other fields of the pattern.
+
     Raises TypeError for a value that does not convert.
 
     >>> masks.extend.of_tensor(type(masks.documents("ids")), [0, 0, 1], "ids")
@@ -405,7 +418,9 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
     """Return a copy of the tensor on the CPU in int64, as later changes of the caller's tensor must not change a rule.
 
     Raises TypeError unless it holds integers, not booleans, and ValueError unless its number of dims is in `dims`.
-    name: for errors. meant: text to append to the ValueError.
+
+    name: for errors.
+    meant: text to append to the ValueError.
     """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
@@ -419,9 +434,12 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
 def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
-    It is a copy, so that later changes of the caller's tensor do not change the rule. what: name of the mask, for
-    errors. dims: what its last dims count, as arguments of a score_mod. Raises TypeError for other dtypes, and
-    ValueError for other floats.
+    It is a copy, so that later changes of the caller's tensor do not change the rule.
+
+    what: name of the mask, for errors.
+    dims: what its last dims count, as arguments of a score_mod.
+
+    Raises TypeError for other dtypes, and ValueError for other floats.
     """
     if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
         raise TypeError(

@@ -155,10 +155,10 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
     """Pattern of packed cross-attention: each query sees the keys with its document id, possibly none.
 
     q_ids, k_ids: document ids, integers of shape (queries,) or (batch, queries), and (keys,) or (batch, keys). Ids grow
-    from one document to the next; negative ids are padding. With offsets in the call, ids are for all positions from 0
-    to that of the last query or key. Alternatively q_ids is a string, and k_ids None: the name under which
-    `attend(bindings=)` passes the tensor torch.cat([q_ids, k_ids], -1). New values do not recompile.
-    Two tensors are copied into one here, so the pattern does not follow their later changes.
+        from one document to the next; negative ids are padding. With offsets in the call, ids are for all positions
+        from 0 to that of the last query or key. Alternatively q_ids is a string, and k_ids None: the name under which
+        `attend(bindings=)` passes the tensor torch.cat([q_ids, k_ids], -1). New values do not recompile. Two tensors
+        are copied into one here, so the pattern does not follow their later changes.
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
 
     For self-attention write `documents(ids)`. Raises ValueError if the shapes do not fit together, and when the ids are

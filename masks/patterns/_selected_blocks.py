@@ -235,8 +235,10 @@ def require_tables(tables: int, num_heads: int) -> None:
 def require_row(side: int, first: int, rows: int, query: int) -> None:
     """Raise ValueError if the first query is before the query block of the first row of a table.
 
-    side: queries of a block. first: query block of row 0. rows: number of rows, for the error. query: position of the
-    first query.
+    side: queries of a block.
+    first: query block of row 0.
+    rows: number of rows, for the error.
+    query: position of the first query.
     """
     if query < first * side:
         raise ValueError(
@@ -272,10 +274,10 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
     """Pattern in which each query block sees the key blocks that a run-time table names, often chosen from the data.
 
     blocks: integers of shape (tables, rows, most) or (batch, tables, rows, most): the numbers of the key blocks that
-    each query block sees, in any order. -1 is an empty entry; a repeated block counts once. The number of tables
-    divides the number of heads: one for all heads, one for each key-value head, or one for each head. The last row is
-    that of the last query's block, so a call that continues a sequence needs rows for its own queries only. Or a
-    string, the name under which `attend(bindings=)` passes the tensor.
+        each query block sees, in any order. -1 is an empty entry; a repeated block counts once. The number of tables
+        divides the number of heads: one for all heads, one for each key-value head, or one for each head. The last row
+        is that of the last query's block, so a call that continues a sequence needs rows for its own queries only. Or a
+        string, the name under which `attend(bindings=)` passes the tensor.
     block: tokens of a block, or (tokens of a query block, tokens of a key block); block 0 begins at position 0.
     most: number of entries of each row.
     name: name of the tensor in texts and errors, unless `blocks` is a string. Names within a pattern must differ.
@@ -316,7 +318,7 @@ def table_split(pattern: Expression) -> TableSplit | None:
     if len(chosen) != 1:
         return None
     (place,) = chosen
-    own = _parted(branches[place])
+    own = _table_split(branches[place])
     if own is None:
         return None
     beside = [(index, branch) for index, branch in enumerate(branches) if index != place]
@@ -331,13 +333,13 @@ def _uses(pattern: Pattern) -> int:
     return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
 
 
-def _parted(pattern: Pattern) -> TableSplit | None:
+def _table_split(pattern: Pattern) -> TableSplit | None:
     if isinstance(pattern, SelectedBlocks | SelectedTable):
         return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None
     own = [part for part in pattern.direct_parts() if _uses(part)]
-    if len(own) != 1 or (inner := _parted(own[0])) is None:
+    if len(own) != 1 or (inner := _table_split(own[0])) is None:
         return None
     beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))
     rest, others = inner.rest, inner.others

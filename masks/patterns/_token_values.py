@@ -245,11 +245,11 @@ class Lengths(RunTime):
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
     """Pattern in which each token sees all tokens of its own document.
 
-    ids: integers of shape (tokens,) or (batch, tokens), the document id of each position. Ids grow from one document
-    to the next; negative ids are padding. Or a string, the name under which `attend(bindings=)` passes the tensor.
-    New values do not recompile.
+    ids: integers of shape (tokens,) or (batch, tokens), the document id of each position. Ids grow from one document to
+        the next; negative ids are padding. Or a string, the name under which `attend(bindings=)` passes the tensor. New
+        values do not recompile.
     longest: maximum number of tokens in a document, which keeps the block tables of compiled graphs narrow; a longer
-    document raises ValueError. None for no maximum.
+        document raises ValueError. None for no maximum.
     name: name of the tensor in texts and errors, unless `ids` is a string. Names within a pattern must differ.
 
     `p & documents(ids)` removes the pairs of p between documents; `p.per_document(ids)` also counts positions from the
@@ -270,10 +270,10 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
     """Pattern in which all real tokens see each other; padding sees no key and is seen by no query.
 
     lengths: integers of shape (batch,) or (), the number of real tokens of each batch entry, from 0 to the number of
-    positions. Or a string, the name under which `attend(bindings=)` passes the tensor.
-    padding: the side of the padding, "right" or "left". For padding on the left,
-    `p.per_document(lengths(n, padding="left"))` counts positions from the first real token, so that results equal those
-    without padding for every pattern p.
+        positions. Or a string, the name under which `attend(bindings=)` passes the tensor.
+    padding: the side of the padding, "right" or "left". For padding on the left, `p.per_document(lengths(n,
+        padding="left"))` counts positions from the first real token, so that results equal those without padding for
+        every pattern p.
     name: name of the tensor in texts and errors, unless `lengths` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
@@ -362,7 +362,7 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if visible keys form many runs in a batch entry, but leave few blocks of keys that could be skipped."""
+        """True if visible keys form many runs in a batch entry, but leave few key blocks that could be skipped."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY
@@ -393,9 +393,9 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Pattern in which each query sees exactly the keys that are marked True.
 
     visible: booleans of shape (positions,) or (batch, positions), with positions = k_offset + num_keys: one for each
-    position from 0 to that of the last key. In torch's convention it is `~key_padding_mask`, in that of transformers
-    the attention_mask. Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)`
-    passes the tensor.
+        position from 0 to that of the last key. In torch's convention it is `~key_padding_mask`, in that of
+        transformers the attention_mask. Or floats, 0 for True and -inf for False. Or a string, the name under which
+        `attend(bindings=)` passes the tensor.
     name: name of the tensor in texts and errors, unless `visible` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs

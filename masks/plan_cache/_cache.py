@@ -60,10 +60,13 @@ class Holding:
 class CacheStats:
     """Numbers of look-ups since the last `clear`, and the current contents of a cache.
 
-    hits: look-ups that found the value, or found another thread building it. misses: look-ups that built it. evictions:
-    entries dropped to stay within the budgets. build_seconds: time spent building; builds within builds count once.
-    masters: plans and block lists, on the CPU. copies: tensors made from these, one item for each device. limits:
-    budgets in bytes and entries.
+    hits: look-ups that found the value, or found another thread building it.
+    misses: look-ups that built it.
+    evictions: entries dropped to stay within the budgets.
+    build_seconds: time spent building; builds within builds count once.
+    masters: plans and block lists, on the CPU.
+    copies: tensors made from these, one item for each device.
+    limits: budgets in bytes and entries.
     """
 
     hits: int
@@ -110,10 +113,12 @@ class CacheStats:
 class Entry:
     """A cached value, with its size in bytes and its place in the order of eviction.
 
-    pattern: texts of the patterns it depends on, concatenated. device: the device of a copy made from other cached
-    values; None for a value that is no copy. line: the order of eviction that contains this entry, least recently used
-    first; a cache has one for copies and one for all other entries. Entries hash by identity, which is faster than by
-    key.
+    pattern: texts of the patterns it depends on, concatenated.
+    device: the device of a copy made from other cached values; None for a value that is no copy.
+    line: the order of eviction that contains this entry, least recently used first; a cache has one for copies and one
+        for all other entries.
+
+    Entries hash by identity, which is faster than by key.
     """
 
     key: Hashable
@@ -176,11 +181,14 @@ class Cache:
     ) -> T:
         """Return the value of `key`, from the cache or else from `build()`; a value above the budget is not kept.
 
-        nbytes: function that gives the bytes of a value. pattern: the pattern that the value depends on, or its text,
-        for `forget`; patterns of enclosing builds are added. device: the device of a value that is a copy of other
-        cached values, else None; copies are evicted first. suffices: function that is False for a cached value too
-        small for this call, such as a mask of fewer tokens; the result of `build` then replaces it. While another
-        thread builds the value, the call waits, and raises the error of that build if it fails.
+        nbytes: function that gives the bytes of a value.
+        pattern: the pattern that the value depends on, or its text, for `forget`; patterns of enclosing builds are
+            added.
+        device: the device of a value that is a copy of other cached values, else None; copies are evicted first.
+        suffices: function that is False for a cached value too small for this call, such as a mask of fewer tokens; the
+            result of `build` then replaces it.
+
+        While another thread builds the value, the call waits, and raises the error of that build if it fails.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -366,7 +374,7 @@ def _text(pattern: Expression | str) -> str:
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 
 
-def _read(variable: str, unit: str, default: int) -> int:
+def _read_budget(variable: str, unit: str, default: int) -> int:
     text = os.environ.get(variable, str(default))
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
         raise ValueError(f"{variable} must be a whole number of {unit}, such as {default}; got {text!r:.40}")
@@ -374,11 +382,11 @@ def _read(variable: str, unit: str, default: int) -> int:
 
 
 def bytes_from_environment() -> int:
-    return _read(BYTES_VARIABLE, "bytes", DEFAULT_BYTES)
+    return _read_budget(BYTES_VARIABLE, "bytes", DEFAULT_BYTES)
 
 
 def entries_from_environment() -> int:
-    return _read(ENTRIES_VARIABLE, "entries", DEFAULT_ENTRIES)
+    return _read_budget(ENTRIES_VARIABLE, "entries", DEFAULT_ENTRIES)
 
 
 _cache: Cache | None = None

@@ -53,12 +53,18 @@ def block_mask(
     Its block lists equal those of `create_block_mask`. A mixture (a sum of patterns, where a pair may count more than
     once) gives the mask of its union; use `attend` for the counts.
 
-    num_keys: num_queries by default. num_heads, head_offset, num_heads_global: the mask is for heads head_offset to
-    head_offset + num_heads - 1 of num_heads_global, by default head_offset + num_heads. The mask's batch axis has
-    length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads have equal masks.
-    q_offset, k_offset: positions of the first query and key. layout: order of the tokens in q, k and v, permuted by
-    `layout.apply`; permute the output back by `layout.invert`. block_size: one side or (query side, key side). Raises
-    ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask.
+    num_keys: num_queries by default.
+    num_heads, head_offset, num_heads_global: the mask is for heads head_offset to head_offset + num_heads - 1 of
+        num_heads_global, by default head_offset + num_heads.
+    q_offset, k_offset: positions of the first query and key.
+    layout: order of the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`.
+    device: device of the mask.
+    block_size: tokens of a block, or (queries, keys).
+
+    The mask's batch axis has length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads
+    have equal masks.
+
+    Raises ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask.
 
     >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
     (1, 1, 256, 256)
@@ -97,10 +103,12 @@ def block_mask(
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
-    """Return the block lists of a term (a part of a plan that one kernel computes), from the cache if it has them.
+    """Return the block lists of a term, from the cache if it has them.
 
-    There is one item for each batch entry if run-time tensors differ by entry, else a single item. bound: the pattern,
-    bound to sizes, that the term belongs to. block_size: (query side, key side).
+    There is one item for each batch entry if run-time tensors differ by entry, else a single item.
+
+    bound: the pattern, bound to sizes, that the term belongs to.
+    block_size: (queries, keys).
     """
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
@@ -112,7 +120,7 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
-    """Return the block list of a term (a part of a plan that one kernel computes); block_size: (query side, key side).
+    """Return the block list of a term; block_size: (queries, keys).
 
     If run-time tensors differ by batch entry, the lists of all entries are concatenated along the heads.
     """
@@ -125,7 +133,7 @@ def entry_terms(term: Term) -> list[Term]:
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(query side, key side) of a block size; ValueError unless both are integers from 1 to 32768."""
+    """(queries, keys) of a block size; ValueError unless both are integers from 1 to 32768."""
     sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
         raise ValueError(f"block_size must be one number of tokens, or two, for queries and keys; got {block_size=}")
@@ -177,9 +185,10 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
     sizes. All other patterns are unchanged and have a line in `changes`; also patterns under `~`, where rounding up
     would allow fewer pairs.
 
-    block: the side of the kernel's blocks, or (query side, key side); windows then use their greatest common divisor,
-        other patterns their least common multiple. Raises ValueError for sides outside 1 to 32,768 and for sizes that
-        would exceed 2^31 - 1.
+    block: the side of the kernel's blocks, or (queries, keys); windows then use their greatest common divisor, other
+        patterns their least common multiple.
+
+    Raises ValueError for sides outside 1 to 32,768 and for sizes that would exceed 2^31 - 1.
 
     >>> found = masks.snapped(masks.local_window(left=1000, right=0) & masks.causal(), 128)
     >>> found.pattern

@@ -23,22 +23,23 @@ _MAX_PARTS = 6
 _MOST_MASKED_PAIRS = 1 << 20
 # Blocks of another side gain at most this factor over blocks of 128: costlier options are not tried in them.
 _WORTH_OTHER_BLOCKS = 2
-# A smaller gain is within the error of the estimate: the block side then stays, and terms without block lists are
+# A smaller gain is within the error of the estimate: the block size then stays, and terms without block lists are
 # preferred.
 _CLEARLY = 0.95
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Kinds of terms that an engine can run; a term is a part of a plan that one kernel computes.
+    """Kinds of terms that an engine can run.
 
-    shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp. windows: terms inside
-    documents or similar windows, a separate one for each length. any_windows: such terms even if there are so many
-    lengths that one block list over all tokens would be cheaper. key_weights: terms with integer weights of (query,
-    key) pairs. masks: terms that compute all pairs of few tokens, under a dense mask. residues: terms over all tokens
-    in residue-major order. lists_only: the kernels take only block lists, so no terms are made for other kernels;
-    dilated segments then have one list for each branch (summand of the pattern), over the active tokens of all
-    segments.
+    shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp.
+    windows: terms inside documents or similar windows, a separate one for each length.
+    any_windows: such terms even if there are so many lengths that one block list over all tokens would be cheaper.
+    key_weights: terms with integer weights of (query, key) pairs.
+    masks: terms that compute all pairs of few tokens, under a dense mask.
+    residues: terms over all tokens in residue-major order.
+    lists_only: the kernels take only block lists, so no terms are made for other kernels; dilated segments then have
+        one list for each branch, over the active tokens of all segments.
     """
 
     shared_rows: bool = True
@@ -55,12 +56,14 @@ ANYTHING = Allowed()
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch (a summand of a mixture, which counts `multiplicity` times), or the whole mixture.
+    """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
-    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows". terms: the parts, each
-    computed by one kernel. shares_rows: True if several terms contribute to one row of the output and must be merged by
-    log-sum-exp. For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands:
-    sizes of these tensors.
+    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
+    terms: those of the branch, or of all branches.
+    machine: constants of the device, for the cost.
+    given: order of the tokens in q, k and v.
+    operands: sizes of q, k and v.
+    shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp.
     """
 
     branch: Expression
@@ -81,10 +84,12 @@ class Option:
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> tuple[Option, ...]:
-    """Return the ways to compute a branch (a summand of the pattern, which counts `times` times), the cheapest first.
+    """Return the ways to compute a branch, which counts `times` times, the cheapest first.
 
-    bound: the pattern's sizes. allowed: kinds of terms that the engine can run. Costs depend on machine, the constants
-    of the device, and operands, the sizes of q, k and v.
+    bound: the pattern's sizes.
+    allowed: kinds of terms that the engine can run.
+
+    Costs depend on machine, the constants of the device, and operands, the sizes of q, k and v.
     """
     given = Layout(bound.num_queries)
 
@@ -168,7 +173,7 @@ def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
-    """The option with all its block lists in square blocks of this side."""
+    """The option with all its block lists in square blocks of this size."""
     if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
         return option  # keeps a cost that is already computed
     terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
@@ -176,9 +181,9 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """The options, cheapest first, each in its cheapest block side.
+    """The options, cheapest first, each in its cheapest block size.
 
-    Sides other than 128 are tried only for options that cost at most twice the minimum. Options that cannot be the
+    Sizes other than 128 are tried only for options that cost at most twice the minimum. Options that cannot be the
     cheapest come last; their cost is not computed.
     """
     ruled_out = _ruled_out(options)
@@ -244,8 +249,10 @@ def _ruled_out(options: list[Option]) -> list[Option]:
 def _fullest(option: Option, plain: Option) -> float:
     """Upper bound on the fraction of pairs that the rule allows in a block of the option.
 
-    plain: an option without block lists for the same branch. If the option is in natural order, a query attends to only
-    every step-th key of a block, where `step` is the spacing of the keys in `plain`; in other orders the bound is 1.
+    plain: an option without block lists for the same branch.
+
+    If the option is in natural order, a query attends to only every step-th key of a block, where `step` is the spacing
+    of the keys in `plain`; in other orders the bound is 1.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0
@@ -273,9 +280,11 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 class Choice:
     """Choice among the planner's ways to compute a pattern.
 
-    ways: for each distinct branch (summand of the pattern), the `layout` name of the chosen option, such as "natural",
-    and the block side of each of its block lists. together: True if `ways` has a single item, for all branches
-    together. If an item is not among a pattern's options, the planner chooses by predicted cost.
+    ways: for each distinct branch, the `layout` name of the chosen option, such as "natural", and the block size of
+        each of its block lists.
+    together: True if `ways` has a single item, for all branches together.
+
+    If an item is not among a pattern's options, the planner chooses by predicted cost.
     """
 
     together: bool
@@ -286,8 +295,8 @@ class Choice:
 class Candidates:
     """Ways to compute a pattern, cheapest first.
 
-    branches: options for each distinct branch (summand of the pattern). together: options that compute all branches
-    together; may be empty.
+    branches: options for each distinct branch.
+    together: options that compute all branches together; may be empty.
     """
 
     branches: tuple[tuple[Option, ...], ...]
@@ -318,21 +327,21 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """(name, block side of each block list) of a way to compute a branch, as in `Choice.ways`."""
+    """(name, block size of each block list) of a way to compute a branch, as in `Choice.ways`."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_other_blocks(option: Option) -> tuple[Option, ...]:
-    """Return the option (a way to compute a branch), then copies of it in other block sides.
+    """Return the option (a way to compute a branch), then copies of it in other block sizes.
 
-    Each copy has all block lists in one of the sides for which the option's machine has rates.
+    Each copy has all block lists in one of the sizes for which the option's machine has rates.
     """
     others = (in_blocks_of(option, side) for side in option.machine.sides)
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 
 
 def _in_front(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """The options, with the one of this layout name and these block sides first; () if there is none."""
+    """The options, with the one of this layout name and these block sizes first; () if there is none."""
     for option in options:
         if option.layout == way[0]:
             for each in in_other_blocks(option):

@@ -17,7 +17,8 @@ SLOTS_AT_ONCE = 1 << 14  # slots copied in one chunk: enough to share among core
 class OperandSizes(NamedTuple):
     """Sizes of an attention call's tensors, on which costs depend; part of the key of cached plans.
 
-    element_bytes: bytes of an element. groups: number of query heads for each key-value head.
+    element_bytes: bytes of an element.
+    groups: number of query heads for each key-value head.
     """
 
     element_bytes: int = 4
@@ -49,8 +50,9 @@ _SINGLE, _HALF = OperandSizes(), OperandSizes(element_bytes=2)
 class Cost(NamedTuple):
     """Predicted cost of a forward pass.
 
-    computed_pairs: pairs in computed blocks, over all heads. gather_bytes: bytes read and written to gather q, k, v and
-    merge outputs. launches: number of kernel calls.
+    computed_pairs: pairs in computed blocks, over all heads.
+    gather_bytes: bytes read and written to gather q, k, v and merge outputs.
+    launches: number of kernel calls.
     """
 
     computed_pairs: int
@@ -61,10 +63,11 @@ class Cost(NamedTuple):
 
 @outside_torch_modes
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes) -> Cost:
-    """Predict the cost of a forward pass of these terms (parts of a plan, one kernel each) for one batch entry.
+    """Predict the cost of a forward pass of these terms for one batch entry.
 
-    given: order of the tokens in q, k and v. The machine's rates were measured at one head dim and dtype, and are used
-    for all.
+    given: order of the tokens in q, k and v.
+
+    The machine's rates were measured at one head dim and dtype, and are used for all.
     """
     work = [_work(term, machine) for term in terms]
     rates = sum((at_rate for _, at_rate in work), 0.0)
@@ -76,7 +79,8 @@ def least_seconds(
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of any block side.
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of any block size.
+
     given: order of the tokens in q, k and v.
     """
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
@@ -96,10 +100,10 @@ def _cost(
 def least_seconds_in_larger(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: OperandSizes
 ) -> float:
-    """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this side.
+    """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
 
-    side: larger than the present block side, so that all pairs computed at present are computed too. cost: predicted
-    cost in the present block side.
+    side: larger than the present block size, so that all pairs computed at present are computed too.
+    cost: predicted cost in the present block size.
     """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
@@ -110,7 +114,7 @@ def least_seconds_in_larger(
 def computed_pairs(term: Term) -> int:
     """Number of (query, key) pairs that the kernel of a term computes, over all heads and folds, allowed or not.
 
-    Folds are equally shaped segments computed as a batch. An estimate for a term with block lists.
+    An estimate for a term with block lists.
     """
     return round(sum(term.listed_blocks) * term.block_side**2)
 
@@ -143,8 +147,8 @@ def _launches(term: Term, calls_a_list: int) -> int:
 def _moved_rows(term: Term, given: Layout, groups: int) -> int:
     """Number of token vectors read and written to gather q, k, v and to merge outputs.
 
-    given: order of the tokens in q, k and v; nothing is gathered if the term uses this order. groups: number of query
-    heads for each key-value head.
+    given: order of the tokens in q, k and v; nothing is gathered if the term uses this order.
+    groups: number of query heads for each key-value head.
     """
     if isinstance(term, TableTerm):
         return term.moved_rows

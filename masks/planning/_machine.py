@@ -22,9 +22,11 @@ FORMAT, VERSION = "flexdilated machine constants", 2
 class BlockRates:
     """Rates, in FLOP/s, of attention over block lists with square blocks of `side` queries and `side` keys.
 
-    A row is a query block with its listed key blocks. runs_flops_per_s: in rows whose blocks are adjacent.
-    plain_flops_per_s: in other rows, if all their blocks are full. masked_flops_per_s: in other rows with a partial
-    block. Raises ValueError unless the side is a positive integer and the rates are positive and finite.
+    runs_flops_per_s: in query blocks whose listed blocks are adjacent.
+    plain_flops_per_s: in other query blocks, if all their blocks are full.
+    masked_flops_per_s: in other query blocks with a partial block.
+
+    Raises ValueError unless the side is a positive integer and the rates are positive and finite.
 
     >>> [rates.side for rates in masks.machine().blocks]
     [64, 128, 256]
@@ -46,12 +48,16 @@ class Machine:
     """Constants of a device for the planner's cost model: rates of attention forward passes, copy rate, call overhead.
 
     Rates are measured at head dim 64, in float32 on CPU and bfloat16 on accelerators, and are used for all calls.
-    dense_flops_per_s: attention over all pairs. causal_flops_per_s: causal attention, counting the pairs in blocks of
-    128 on and below the diagonal. blocks: rates of block lists by block side, ascending; the planner compares these
-    sides. bytes_per_s: rate of gather and merge. launch_s: seconds of overhead of a kernel call. backward_ratio: time
-    of a backward pass divided by that of its forward pass. calls_a_list: number of kernel calls for a block list, as
-    some kernels need separate calls for different kinds of rows. source: origin of the constants, "builtin" or the path
-    of a file; ignored in comparisons.
+
+    dense_flops_per_s: attention over all pairs.
+    causal_flops_per_s: causal attention, counting the pairs in blocks of 128 on and below the diagonal.
+    blocks: rates of block lists by block size, ascending; the planner compares these sizes.
+    bytes_per_s: rate of gather and merge.
+    launch_s: seconds of overhead of a kernel call.
+    backward_ratio: time of a backward pass divided by that of its forward pass.
+    calls_a_list: number of kernel calls for a block list, as some kernels need separate calls for different kinds of
+        rows.
+    source: origin of the constants, "builtin" or the path of a file; ignored in comparisons.
 
     Raises ValueError unless all numbers are positive and finite.
 
@@ -81,7 +87,7 @@ class Machine:
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this side, or of the nearest side that has rates."""
+        """Rates of blocks of this size, or of the nearest size that has rates."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
@@ -111,7 +117,7 @@ CPU = Machine(
     backward_ratio=2.6,
     calls_a_list=4,
 )
-# The only block side that FlexAttention's kernels accept on all accelerators.
+# The only block size that FlexAttention's kernels accept on all accelerators.
 ACCELERATOR = Machine(
     dense_flops_per_s=400e12,
     causal_flops_per_s=400e12,
@@ -147,8 +153,11 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
     """Use these cost constants for plans on this kind of device, in this process from now on.
 
     value: a Machine; None for the built-in constants; or the path of a file that `python -m flexdilated tune FILE`
-    wrote, whose constants are valid for the device, torch version and number of threads named in the file. Cached plans
-    made with other constants are no longer used. Raises ValueError for a file without constants of this kind of device.
+        wrote, whose constants are valid for the device, torch version and number of threads named in the file.
+
+    Cached plans made with other constants are no longer used.
+
+    Raises ValueError for a file without constants of this kind of device.
 
     >>> masks.set_machine(None)
     """

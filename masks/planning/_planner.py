@@ -27,12 +27,14 @@ _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 
 @dataclass(frozen=True)
 class Plan:
-    """How a bound pattern (a pattern with its sizes) is computed: the terms, each computed by one kernel.
+    """How a bound pattern is computed: the terms, with the options compared.
 
-    layout: order of the tokens in which the terms expect q, k and v. options: for each distinct branch (summand of the
-    pattern), the options compared, the chosen one first; a single tuple if all branches are computed together.
-    together: the options that compute all branches together, cheapest first. places: for each term, the indices of the
-    pattern's branches that it computes, several if these are equal; () if the term is for distinct branches together.
+    layout: order of the tokens in which the terms expect q, k and v.
+    options: for each distinct branch, the options compared, the chosen one first; a single tuple if all branches are
+        computed together.
+    together: the options that compute all branches together, cheapest first.
+    places: for each term, the indices of the pattern's branches that it computes, several if these are equal; () if the
+        term is for distinct branches together.
     """
 
     bound: Bound
@@ -103,9 +105,11 @@ def plan(
 ) -> Plan:
     """The cheapest plan of a bound pattern on this kind of device, by predicted cost; cached.
 
-    allowed: kinds of terms that the engine can run. operands: sizes of the tensors; None for the device's usual ones.
+    allowed: kinds of terms that the engine can run.
+    operands: sizes of the tensors; None for the device's usual ones.
     layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
-    the copies, in natural order: see `Plan.layout`. choice: options to take in natural order instead of the cheapest.
+        the copies, in natural order: see `Plan.layout`.
+    choice: options to take in natural order instead of the cheapest.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
@@ -180,10 +184,16 @@ def recommended_layout(
 ) -> Layout | None:
     """The order in which a whole model should keep its tokens for this pattern, by predicted cost; None for natural.
 
+    num_tokens: length of the sequences.
+    num_heads: number of query heads, over all devices.
+    device: kind of device for whose constants costs are predicted.
+
     The result depends on the values of run-time tensors that the pattern carries; if they differ by batch entry, costs
     are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number of
-    tokens at tracing. Raises ValueError if run-time tensors are missing or do not fit; inside torch.compile, for every
-    pattern with run-time tensors.
+    tokens at tracing.
+
+    Raises ValueError if run-time tensors are missing or do not fit; inside torch.compile, for every pattern with
+    run-time tensors.
 
     >>> masks.recommended_layout(masks.causal(), 1024, num_heads=4) is None  # natural order is best
     True
@@ -283,8 +293,12 @@ def plan_at(
 ) -> Plan:
     """Plan of attention for tokens at given positions, such as one rank's part of a sequence.
 
-    rule: the pattern over positions of the whole sequence. placement: positions of the rank's queries and keys. The
-    rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global. allowed, operands: as in `plan`.
+    rule: the pattern over positions of the whole sequence.
+    placement: positions of the rank's queries and keys.
+    allowed, operands: as in `plan`.
+
+    The rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global.
+
     Terms number queries by their index in q, and keys by position. The plan's bound has the rank's sizes. The terms
     allow no pair with a key that the placement lacks.
     """
@@ -302,7 +316,7 @@ def plan_at(
         offsets = (part.queries.start, part.span.start)
         bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch)
         best = plan(bound, device=device, allowed=allowed, operands=operands)
-        terms += [_placed(term, part, placement) for term in best.terms]
+        terms += [_placed_term(term, part, placement) for term in best.terms]
         places += best.places
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
     order, found = Layout(placement.num_queries), (tuple(terms), tuple(places))
@@ -326,7 +340,7 @@ def _over_all_runs(
     return Plan.of(bound, layout, tuple(options))
 
 
-def _placed(term: Term, part: Part, placement: Placement) -> Term:
+def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
     """Return a part's term with queries numbered by their index in the placement's q, and keys by position."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural

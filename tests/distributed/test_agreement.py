@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, shard, traffic, unshard
-from flexdilated.distributed.group._call import _named, check_agreement, disagreement
+from flexdilated.distributed.group._call import _ranks_text, check_agreement, disagreement
 from flexdilated.distributed.group._messages import communicating
 from flexdilated.distributed.group._ranks import Ranks, check_device
 from tests.support.rank_worker import set_group_timeout
@@ -236,7 +236,7 @@ def test_a_tensor_must_be_where_the_group_can_send_from() -> None:
 
 
 def test_many_ranks_are_named_in_few_words() -> None:
-    assert [_named(ranks) for ranks in ([3], [0, 1], [])] == ["rank 3", "ranks 0, 1", ""]
-    assert _named(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more"
+    assert [_ranks_text(ranks) for ranks in ([3], [0, 1], [])] == ["rank 3", "ranks 0, 1", ""]
+    assert _ranks_text(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more"
     text = disagreement([{"num_tokens": str(rank)} for rank in range(4096)])
     assert text.endswith("rank 7 has num_tokens=7; 4088 more calls")

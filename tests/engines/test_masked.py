@@ -132,8 +132,8 @@ def test_calls_of_other_lengths_share_the_mask(case, data, more, longer_first):
         masked_term(longer.pattern, 1, longer).bias(torch.float64)
     assert_plan_agrees(under_mask(bound), Layout(case.num_queries), drawn, case.counts(), 8)
     whole = masked_term(longer.pattern, 1, longer).weights.counts()
-    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._counted())
-    assert torch.equal(whole, CountedPairs(longer)._counted())
+    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._count_pairs())
+    assert torch.equal(whole, CountedPairs(longer)._count_pairs())
     masks.cache().clear()
 
 
@@ -142,7 +142,7 @@ def test_masks_of_other_offsets_are_others():
     places = [{"num_keys": 20}, {"num_keys": 40, "q_offset": 20}, {"num_keys": 20, "q_offset": 9, "k_offset": 9}]
     for place in [*places, {"num_keys": 40}, *places]:
         bound = pattern.bind(**sizes, **place)
-        assert torch.equal(CountedPairs(bound).counts(), CountedPairs(bound)._counted())
+        assert torch.equal(CountedPairs(bound).counts(), CountedPairs(bound)._count_pairs())
 
 
 def test_windows_of_900_lengths_hold_one_mask():

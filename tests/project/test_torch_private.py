@@ -235,7 +235,7 @@ try:
     torch.compile(call, backend="eager", fullgraph=True)(q)
 except torch._dynamo.exc.Unsupported as error:
     # Torch 2.11 names what it meets first within the call.
-    assert "_needed(" in str(error) or "_is_autocast_available" in str(error), error
+    assert "_needed_names(" in str(error) or "_is_autocast_available" in str(error), error
 else:
     raise AssertionError("no graph break")
 """
@@ -251,7 +251,7 @@ _TRIGGERS = {
         for number, kind in enumerate(("flash", "cudnn", "efficient"))
         for end, side in (("", _FORWARD), ("_backward", _BACKWARD))
     },
-    "mark_static": f"{_CALL}from flexdilated.engines.flex._slots import _fixed\n_fixed(q.to('meta'))",
+    "mark_static": f"{_CALL}from flexdilated.engines.flex._slots import _mark_static\n_mark_static(q.to('meta'))",
     "duck_shape": "from flexdilated.engines.flex._flex import equal_sizes_apart\nwith equal_sizes_apart(): pass",
     "has_triton": "from flexdilated._engine_choice import default_engine\ndefault_engine('cuda')",
     "FakeTensor": f"{_CALL}fd.attend(q, q, q, masks.causal(), autotune=True)",

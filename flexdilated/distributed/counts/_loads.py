@@ -32,8 +32,8 @@ _SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
 class ScheduleChoice:
     """The chosen schedule ("exchange" or "ring"), the reason, and the costs of both on the most loaded rank, in bytes.
 
-    exchange_bytes, ring_bytes: received keys and values, as encoded. exchange_memory, ring_memory: peak memory of other
-    ranks' keys and values.
+    exchange_bytes, ring_bytes: received keys and values, as encoded.
+    exchange_memory, ring_memory: peak memory of other ranks' keys and values.
     """
 
     name: RankSchedule
@@ -52,8 +52,8 @@ def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, 
 
     The counts are sums over KV heads. An exchange sends the tokens that rank i needs; a ring sends each contiguous
     range of rank j's positions whole if rank i needs a token of it. heads: num_heads and, if not all heads are on this
-    device, head_offset and num_heads_global. Raises ValueError if the pattern does not fit the heads or tokens, or
-    lacks the values of its run-time tensors.
+    device, head_offset and num_heads_global.
+    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
@@ -79,7 +79,8 @@ def choose_schedule(
     needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
     more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
     holds more exceeds the factor by which the ring receives more.
-    wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
+
+    wire_row_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
     Raises ValueError if the pattern does not fit the sharding's tokens and these heads.
@@ -104,9 +105,11 @@ def choose_schedule(
 def choice_of(counts: TokenCounts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
     """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
 
-    The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more. counts: for
-    each schedule, tokens that rank i receives from rank j, summed over KV heads, as (W, W). held_bytes, sent_bytes:
-    bytes of key and value of one token in one KV head, over the batch, as held in memory and as sent.
+    The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more.
+
+    counts: for each schedule, tokens that rank i receives from rank j, summed over KV heads, as (W, W).
+    held_bytes, sent_bytes: bytes of key and value of one token in one KV head, over the batch, as held in memory and as
+        sent.
     """
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
@@ -140,11 +143,15 @@ _WIDEST = 70  # characters of a fact
 class RankLoads:
     """The load of each rank in a call of `distributed.attend` and its backward; `str` returns a table.
 
-    Entry i of a tuple is for rank i. received_forward: bytes of other ranks' keys and values. received_backward: bytes
-    of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and values, which are received
-    again. pairs: number of (query, key) pairs over all heads and batch entries, counted once for each branch of a
-    mixture that allows them. reason: why schedule "auto" chose this schedule; None if the caller named it. codec:
-    encoding of keys and values in messages; None: their dtype.
+    Entry i of a tuple is for rank i.
+
+    received_forward: bytes of other ranks' keys and values.
+    received_backward: bytes of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and
+        values, which are received again.
+    pairs: number of (query, key) pairs over all heads and batch entries, counted once for each branch of a mixture that
+        allows them.
+    reason: why schedule "auto" chose this schedule; None if the caller named it.
+    codec: encoding of keys and values in messages; None: their dtype.
     """
 
     pattern: Expression
@@ -212,9 +219,11 @@ def rank_loads(
 ) -> RankLoads:
     """Count the bytes that each rank receives, and the pairs that it computes, in a call of `distributed.attend`.
 
-    Nothing is run and no process group is needed. size: batch, heads, head dims and dtype of the call; its tokens are
-    those of the sharding. Keys and values travel padded to the wider head dim. codec: encoding of keys and values in
-    messages; None: their dtype.
+    Nothing is run and no process group is needed.
+
+    size: batch, heads, head dims and dtype of the call; its tokens are those of the sharding. Keys and values travel
+        padded to the wider head dim.
+    codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
     does not fit the heads or tokens.

@@ -95,7 +95,8 @@ _MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit 
 class DilatedBranch:
     """Rule for one head: it allows a query and a key in one segment, whose positions both equal offset modulo rate.
 
-    segment: length in tokens. causal: True if the key must not come after the query.
+    segment: length in tokens.
+    causal: True if the key must not come after the query.
     """
 
     segment: int
@@ -146,13 +147,13 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
 def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
     """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
 
-    group: the branches of the head, by ascending rate. turns: for each of the R ranks, index of its first chunk and, in
-    row 1, of its second one; -1 if missing.
+    group: the branches of the head, by ascending rate.
+    turns: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
     """
     total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
-        head, tail = _reached(branch, chunks, turns)
+        head, tail = _needed_bounds(branch, chunks, turns)
         _, *holders = _lineage(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
         # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
@@ -162,7 +163,7 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
     return total
 
 
-def _reached(
+def _needed_bounds(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
     """Return (head, tail): in chunk j, rank r needs the active keys at positions < head[r, j] or >= tail[r, j].
@@ -191,10 +192,12 @@ def _reached(
 def _distinct(groups: Groups, chunks: Chunks) -> Groups:
     """Merge groups for which `_of_branches` gives equal counts of tokens; their numbers of heads are added.
 
-    groups: (branches of a KV head, number of KV heads with these branches) pairs. Let c be the greatest common divisor
-    of all segment lengths and chunk bounds. Two groups are merged if three conditions hold. Their i-th branches differ
-    at most in the offset. The offsets of their i-th branches give one quotient offset // gcd(rate, c). The residue
-    class of the i-th branch is contained in those of the same earlier branches (by index) in both groups.
+    groups: (branches of a KV head, number of KV heads with these branches) pairs.
+
+    Let c be the greatest common divisor of all segment lengths and chunk bounds. Two groups are merged if three
+    conditions hold. Their i-th branches differ at most in the offset. The offsets of their i-th branches give one
+    quotient offset // gcd(rate, c). The residue class of the i-th branch is contained in those of the same earlier
+    branches (by index) in both groups.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
@@ -298,10 +301,11 @@ class KVNeeds:
     ) -> KVNeeds:
         """Make the `KVNeeds` of a pattern over a sequence of num_tokens tokens.
 
-        num_heads, num_kv_heads: numbers of query and key/value heads on this device. head_offset: index of the first of
-        these query heads among those of all devices. num_heads_global: number of query heads on all devices; None:
-        head_offset + num_heads. Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values
-        of its run-time tensors.
+        num_heads, num_kv_heads: numbers of query and key/value heads on this device.
+        head_offset: index of the first of these query heads among those of all devices.
+        num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
+
+        Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
         """
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
@@ -352,8 +356,8 @@ def work_of_ranks(
     """Number of (query, key) pairs that the pattern allows for each rank's queries, summed over the query heads.
 
     A pair counts once for each branch of a mixture that allows it. The number is for one batch entry; if run-time
-    tensors have values by batch entry, it is the sum over their entries. Raises ValueError if the pattern does not fit
-    the heads or tokens, or lacks the values of its run-time tensors.
+    tensors have values by batch entry, it is the sum over their entries.
+    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

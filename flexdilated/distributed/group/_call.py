@@ -45,11 +45,17 @@ _SHOWN = 8  # ranks, and calls, that an error names
 class PlainCall(NamedTuple):
     """Validated arguments of attention over ranks, as plain values; only `pool` may differ between ranks.
 
-    pattern: in JSON. scale: factor on the scores. head_offset: index of this device's first query head among all
-    num_heads_global. block_size: (queries, keys) of a block, or () for the default. sharding: `Sharding.numbers()`.
-    group: name of the process group. codec: encoding of keys and values in messages, or "auto". error_bound: of codec
-    "auto", otherwise 0. pool: name of a buffer pool, "auto", or "" for none. dropout_p: probability of dropping an
-    attention weight; if it is above 0, custom ops take the seed of dropout as the last item of their `bindings`.
+    pattern: in JSON.
+    scale: factor on the scores.
+    head_offset: index of this device's first query head among all num_heads_global.
+    block_size: (queries, keys) of a block, or () for the default.
+    sharding: `Sharding.numbers()`.
+    group: name of the process group.
+    codec: encoding of keys and values in messages, or "auto".
+    error_bound: of codec "auto", otherwise 0.
+    pool: name of a buffer pool, "auto", or "" for none.
+    dropout_p: probability of dropping an attention weight; if it is above 0, custom ops take the seed of dropout as the
+        last item of their `bindings`.
     """
 
     pattern: str
@@ -106,8 +112,8 @@ def as_promised(x: Tensor, like: Tensor) -> Tensor:
 class PartSums:
     """Accumulates attention of q over parts of the keys, merged by lse, in float32 or wider and in the order of calls.
 
-    dtype: of the computation on each part. whole: out, lse and their gradients over all keys, which `gradients` needs;
-    None in the forward.
+    dtype: of the computation on each part.
+    whole: out, lse and their gradients over all keys, which `gradients` needs; None in the forward.
     """
 
     def __init__(
@@ -166,8 +172,9 @@ def constant_probability(name: str, value: object) -> float:
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """Return the pattern, given in JSON, with its run-time tensors replaced by their values.
 
-    bindings: the tensors, for a sequence of num_tokens tokens, ordered by name.
-    The values are read at each call, because a tensor may have changed in place.
+    bindings: the tensors, for a sequence of num_tokens tokens, sorted by name.
+
+    These are read at each call, because a tensor may have changed in place.
     """
     if not bindings:
         return read_text(pattern)
@@ -196,27 +203,30 @@ def check_agreement(
 ) -> None:
     """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
-    facts: names and hashable values, compared by `repr`. once: returns further facts that are slow to compute or may
-    change later; they are compared only when these `facts` are checked for the first time. All ranks must make equal
-    checks in one order.
+    facts: names and hashable values, compared by `repr`.
+    once: returns further facts that are slow to compute or may change later; they are compared only when these `facts`
+        are checked for the first time.
+
+    All ranks must make equal checks in one order.
+
     Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
     not make the check within the group's timeout.
     """
     checks = _checks.setdefault(group_of(ranks.name), _Checks())
-    digest, call = _written(tuple(facts.items()))
+    digest, call = _digest_and_text(tuple(facts.items()))
     if ranks.size == 1 or digest in checks.agreed:
         return
     place = checks.next_place
     checks.count += 1
-    first, call = (digest, call) if once is None else _written((*facts.items(), *once().items()))
+    first, call = (digest, call) if once is None else _digest_and_text((*facts.items(), *once().items()))
     try:
         verdict = _verdict(ranks, place, first, call)
     except RuntimeError as error:  # stores raise no specific class
         limit_s = timeout_of(ranks).total_seconds()
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
-            f"{_absent(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A peer "
-            f"may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
+            f"{_absent_text(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A "
+            f"peer may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
         raise ValueError(verdict)
@@ -226,7 +236,7 @@ def check_agreement(
 def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
     """Map the name of each run-time tensor of a pattern to text with its shape, dtype and a digest of its values.
 
-    tensors: the values of the run-time tensors, ordered by name.
+    tensors: the values of the run-time tensors, sorted by name.
     """
 
     def digest(x: Tensor) -> str:
@@ -252,7 +262,7 @@ def begun_elsewhere(ranks: Ranks) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
+def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
     """Return (digest of the facts, the facts as JSON); facts are (name of an argument, its value) pairs."""
     text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in facts})
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
@@ -282,10 +292,13 @@ def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
     return verdict
 
 
-def _absent(ranks: Ranks, place: str) -> str:
+def _absent_text(ranks: Ranks, place: str) -> str:
     store = group_of(ranks.name).get_group_store()
     try:
-        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that began it"
+        return (
+            _ranks_text([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])])
+            or "a rank that began it"
+        )
     except RuntimeError:
         return "the process that keeps the group's store"
 
@@ -301,13 +314,14 @@ def disagreement(calls: Sequence[dict[str, str]]) -> str:
     for rank, call in enumerate(calls):
         holders.setdefault(_as_call({name: call.get(name, "not given") for name in differing}), []).append(rank)
     shown = [
-        f"{_named(who)} {'has' if len(who) == 1 else 'have'} {call}" for call, who in list(holders.items())[:_SHOWN]
+        f"{_ranks_text(who)} {'has' if len(who) == 1 else 'have'} {call}"
+        for call, who in list(holders.items())[:_SHOWN]
     ]
     more = [f"{len(holders) - _SHOWN} more calls"] * (len(holders) > _SHOWN)
     return f"all ranks must make the same call; they disagree in {', '.join(differing)}: {'; '.join(shown + more)}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     """Text such as "ranks 0, 1, 5"; "" for no ranks."""
     if not ranks:
         return ""

@@ -25,7 +25,8 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 class Posted:
     """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read.
 
-    sent: tensors, kept until they are sent. lease: lease of the receiving buffer, or None; `drop` releases it.
+    sent: tensors, kept until they are sent.
+    lease: lease of the receiving buffer, or None; `drop` releases it.
     arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the received ones only.
     """
 
@@ -58,7 +59,7 @@ class Posted:
             self.lease.release()
 
     def _wait(self, works: list[dist.Work]) -> None:
-        with communicating(_named(self.role), self.ranks):
+        with communicating(_transfer_text(self.role), self.ranks):
             while works:
                 works[0].wait()
                 del works[0]
@@ -70,8 +71,9 @@ def post(
     """Start to send and receive messages as one group; return the pending transfers.
 
     send, receive: (contiguous tensor, other rank) pairs; empty tensors are skipped. Messages between two ranks arrive
-    in the order posted. role: kind of message under which the bytes are counted. lease: lease of the receiving buffer,
-    or None; `Posted.drop` releases it.
+        in the order posted.
+    role: kind of message under which the bytes are counted.
+    lease: lease of the receiving buffer, or None; `Posted.drop` releases it.
     """
     send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
     posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)
@@ -80,7 +82,7 @@ def post(
     if not operations:
         return posted
     try:
-        with communicating(_named(role), ranks):
+        with communicating(_transfer_text(role), ranks):
             works = dist.batch_isend_irecv(operations)
     except BaseException:
         posted.drop()
@@ -96,7 +98,7 @@ def post(
     return posted
 
 
-def _named(role: Role) -> str:
+def _transfer_text(role: Role) -> str:
     return f"sending and receiving {role}"
 
 
@@ -129,8 +131,9 @@ def shared_dropout(p: float, ranks: Ranks, after: Tensor) -> Dropout | None:
     """Return a Dropout with the seed of rank 0, sent by one broadcast of 8 bytes; None, without broadcast, if p is 0.
 
     p: probability of dropping an attention weight. Every rank draws a seed from torch's default generator of the
-    device, so that generators in equal states stay equal. after: a tensor that depends on this rank's earlier
-    transfers; it keeps a compiled graph from moving the broadcast before them, so that all ranks have one order.
+        device, so that generators in equal states stay equal.
+    after: a tensor that depends on this rank's earlier transfers; it keeps a compiled graph from moving the broadcast
+        before them, so that all ranks have one order.
     """
     if not p:
         return None

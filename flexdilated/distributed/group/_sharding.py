@@ -34,13 +34,13 @@ class Sharding:
     A rank's tokens are in ascending order of position: its local token i is the i-th position of `ranges(rank)`.
 
     order: "contiguous" gives each rank one contiguous range, in the order of the ranks. "zigzag" cuts the sequence into
-    2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a causal
-    pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
+        2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a
+        causal pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
 
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
-    have one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd length the first half
-    has one token more. After construction the field always holds the lengths, so two shardings are equal if they have
-    one order and assign equal positions to all ranks.
+        have one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd length the first
+        half has one token more. After construction the field always holds the lengths, so two shardings are equal if
+        they have one order and assign equal positions to all ranks.
 
     >>> fd.distributed.Sharding(10, 4, 'zigzag')
     Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
@@ -136,7 +136,9 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 
     x must be equal on all ranks; that is not checked.
 
-    mesh: one dimension. sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
+    mesh: one dimension.
+    dim: dimension of the tokens; the default is that of (B, H, N, D).
+    sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
     Gradients are of the sum of all ranks' losses, and each rank's x is a separate variable: x.grad is the gradient of
     this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
@@ -157,8 +159,11 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
     """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
-    mesh: one dimension. sharding: None means equal shards, `Sharding(W * L, W)`. All ranks must have one dtype, and one
-    shape except along dim; a rank may have no tokens.
+    mesh: one dimension.
+    dim: dimension of the tokens; the default is that of (B, H, L, D).
+    sharding: None means equal shards, `Sharding(W * L, W)`.
+
+    All ranks must have one dtype, and one shape except along dim; a rank may have no tokens.
 
     Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum over ranks of the gradients of these
     tokens, in float32 or wider, in the order of the ranks. So every rank must run the backward. If all W ranks compute
@@ -195,18 +200,19 @@ def _checked_dim(x: object, dim: int) -> int:
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """All-gather: return all ranks' tokens along dim, in the order of their positions; x is this rank's shard.
 
-    sharding: `Sharding.numbers()`. group: name of the process group.
+    sharding: `Sharding.numbers()`.
+    group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
     _check(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
     whole = own.new_empty(split.num_tokens, *own.shape[1:])
     runs = split.ranges(ranks.rank)
-    for run, rows in zip(runs, _cut(own, runs), strict=True):
+    for run, rows in zip(runs, _rows_of_runs(own, runs), strict=True):
         whole[run.start : run.stop] = rows
     _swap(
         ranks,
-        send=[(rows, peer) for peer in ranks.others for rows in _cut(own, runs)],
+        send=[(rows, peer) for peer in ranks.others for rows in _rows_of_runs(own, runs)],
         receive=[(whole[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
     )
     return whole.movedim(0, dim).contiguous()
@@ -216,8 +222,10 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """Reduce-scatter: return this rank's tokens, along dim, of the sum of all ranks' `whole`.
 
-    The sum is in float32 or wider and in the order of the ranks. sharding: `Sharding.numbers()`. group: name of the
-    process group.
+    The sum is in float32 or wider and in the order of the ranks.
+
+    sharding: `Sharding.numbers()`.
+    group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
     _check(ranks, "the gradient of unshard", whole, dim, split)
@@ -228,7 +236,7 @@ def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> 
     _swap(
         ranks,
         send=[(rows[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
-        receive=[(part, peer) for peer in ranks.others for part in _cut(parts[peer], runs)],
+        receive=[(part, peer) for peer in ranks.others for part in _rows_of_runs(parts[peer], runs)],
     )
     total = torch.zeros_like(own, dtype=sum_dtype(own))
     for part in parts:
@@ -268,7 +276,7 @@ def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> Non
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
 
 
-def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
+def _rows_of_runs(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
     """Split a rank's rows into its runs (contiguous ranges of positions), each of which is one message."""
     return rows.split([len(run) for run in runs])
 

@@ -1,6 +1,6 @@
-"""Encoding of rows in messages (codecs), and buffers for messages (pools).
+"""Encoding of vectors in messages (codecs), and buffers for messages (pools).
 
-A row is one head's key or value for one token. Codecs have no state; a pool lends a buffer to one tensor at a time.
+Codecs have no state; a pool lends a buffer to one tensor at a time.
 """
 
 from ._codec import Codec, CodecChoice, CodecName, check_codec, codec_for, codec_named, gradient_codec

@@ -1,6 +1,6 @@
-"""Codecs: encodings of rows of keys and values in a message; codec "auto" is the narrowest that keeps an error bound.
+"""Codecs: encodings of key and value vectors in a message; codec "auto" is the narrowest that keeps an error bound.
 
-A row is one head's vector for one token. All ranks choose the same codec, from the range of their rows.
+All ranks choose the same codec, from the range of their vectors.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ INT8_ERROR = 0.50001 / 127
 
 @dataclass(frozen=True)
 class Codec:
-    """Encoding of rows (vectors of head_dim numbers) in a fixed number of bytes per row. Not differentiable.
+    """Encoding of vectors of head_dim numbers in a fixed number of bytes each. Not differentiable.
 
-    name: the encoding. None: rows are unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite
-    above 3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per
-    row, its largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale
-    exceeds float32, decodes to NaN.
+    name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite
+        above 3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per
+        vector, its largest magnitude over 127; errors are at most half a scale. A vector that is not finite, or whose
+        scale exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None
 
     def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of an encoded row of `head_dim` numbers of this dtype."""
-        return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._written(dtype).itemsize
+        """Bytes of an encoded vector of `head_dim` numbers of this dtype."""
+        return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._wire_dtype(dtype).itemsize
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise TypeError unless rows of this dtype can be encoded: float64, float32, bfloat16 or float16.
+        """Raise TypeError unless vectors of this dtype can be encoded: float64, float32, bfloat16 or float16.
 
         Raises ValueError for float16 if the codec is "bf16", which is less precise.
         """
@@ -62,9 +62,9 @@ class Codec:
 
     @torch.no_grad()
     def encode(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None = None) -> UInt8[Tensor, "... R"]:
-        """Encoded rows as bytes, in `out` (any strides) if given; otherwise the result may share memory with x."""
+        """Encoded vectors as bytes, in `out` (any strides) if given; otherwise the result may share memory with x."""
         if self.name != "int8":
-            wire = _viewed(x.to(self._written(x.dtype)).contiguous(), torch.uint8)
+            wire = _view_as(x.to(self._wire_dtype(x.dtype)).contiguous(), torch.uint8)
             return wire if out is None else out.copy_(wire)
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
@@ -73,7 +73,7 @@ class Codec:
         # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
         scale = scale.where(scale.isfinite(), math.nan)
-        out[..., :_SCALE_BYTES] = _viewed(scale, torch.uint8)
+        out[..., :_SCALE_BYTES] = _view_as(scale, torch.uint8)
         levels = (rows / scale).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0)
         out[..., _SCALE_BYTES:].view(torch.int8).copy_(levels)
         return out
@@ -82,22 +82,28 @@ class Codec:
     def decode(
         self, wire: UInt8[Tensor, "... R"], head_dim: int, dtype: torch.dtype, out: Float[Tensor, "... D"] | None = None
     ) -> Float[Tensor, "... D"]:
-        """Decoded rows; head_dim and dtype as before encoding. `out`: any strides, any floating dtype."""
+        """Decoded vectors; head_dim and dtype as before encoding.
+
+        out: any strides, any floating dtype.
+        """
         assert wire.shape[-1] == self.row_bytes(head_dim, dtype), f"{head_dim} numbers of {dtype} are no {wire.shape}"
         if out is None:
             out = torch.empty((*wire.shape[:-1], head_dim), dtype=dtype, device=wire.device)
         if self.name != "int8":
-            return out.copy_(_viewed(wire, self._written(dtype)))
-        scale = _viewed(wire[..., :_SCALE_BYTES], torch.float32)
+            return out.copy_(_view_as(wire, self._wire_dtype(dtype)))
+        scale = _view_as(wire[..., :_SCALE_BYTES], torch.float32)
         # The product is computed in float32, in which both factors are exact, for any dtype of `out`.
         return torch.mul(wire[..., _SCALE_BYTES:].view(torch.int8), scale, out=out)
 
-    def _written(self, dtype: torch.dtype) -> torch.dtype:
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.bfloat16 if self.name == "bf16" else dtype
 
 
 def codec_named(name: str | None) -> Codec:
-    """The codec of this name; None: rows unchanged. Raises ValueError for any other name."""
+    """The codec of this name; None: vectors unchanged.
+
+    Raises ValueError for any other name.
+    """
     if name is None or name == "bf16" or name == "int8":
         return Codec(name)
     raise ValueError(f"codec must be None, {', '.join(map(repr, get_args(CodecName)))} or 'auto'; got {name!r}")
@@ -133,12 +139,12 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """The codec with the fewest bytes that keeps |decoded − row| / |row| within the bound for each row of all ranks.
+    """The codec with the fewest bytes that keeps |decoded − x| / |x| within the bound for each vector x of all ranks.
 
     All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
-    collective of 8 bytes, skipped if the bound rules out both encodings for all rows. ranks=None: this process only.
-    The codec is None if some row is not finite, or is too large, or
-    too small without being 0, for a normal float32 scale.
+    collective of 8 bytes, skipped if the bound rules out both encodings for all vectors. ranks=None: this process only.
+    The codec is None if some vector is not finite, or is too large, or too small without being 0, for a normal float32
+    scale.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
     rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again
@@ -161,8 +167,11 @@ def codec_for(
 ) -> Codec:
     """Return the codec of this name; for "auto" the one with fewest bytes that keeps error_bound on all ranks.
 
-    All ranks must call it. error_bound: used by "auto" alone. For k in bfloat16 the name "bf16" gives Codec(None),
-    which leaves rows unchanged.
+    All ranks must call it.
+
+    error_bound: used by "auto" alone.
+
+    For k in bfloat16 the name "bf16" gives Codec(None), which leaves vectors unchanged.
     """
     if name == "auto":
         return choose_codec(k, v, error_bound, ranks)
@@ -170,9 +179,9 @@ def codec_for(
 
 
 def row_peak(x: Float[Tensor, "... D"]) -> float:
-    """Largest ratio, over all rows, of a row's largest magnitude to its root mean square; 1 for no rows.
+    """Largest ratio, over all vectors, of a vector's largest magnitude to its root mean square; 1 for no vectors.
 
-    Infinite if a row is not finite, exceeds the range of bfloat16, or has an int8 scale that is no normal float32.
+    Infinite if a vector is not finite, exceeds the range of bfloat16, or has an int8 scale that is no normal float32.
     """
     if x.numel() == 0:
         return 1.0
@@ -183,14 +192,14 @@ def row_peak(x: Float[Tensor, "... D"]) -> float:
 
 
 def _magnitudes(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
-    """Return (the rows in float32 or wider, the largest magnitude in each row)."""
+    """Return (the vectors in float32 or wider, the largest magnitude in each vector)."""
     rows = x if x.dtype == torch.float64 else x.float()
     low, high = rows.aminmax(dim=-1, keepdim=True)
     return rows, torch.maximum(-low, high)
 
 
-def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bytes of each row as `dtype`; copies if strides or offset are not aligned to it."""
+def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reinterpret the bytes of each vector as `dtype`; copies if strides or offset are not aligned to it."""
     *strides, step = x.stride()
     if step != 1 or any(number % dtype.itemsize for number in (*strides, x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)

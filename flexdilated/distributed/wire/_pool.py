@@ -28,9 +28,11 @@ named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 class PoolStatistics:
     """Statistics of a `BufferPool`: current and peak bytes, and counts; peaks and counts are since its last `reset`.
 
-    allocated_bytes: of all buffers, leased and idle. leased_bytes: requested by open leases. num_allocations: leases
-    that needed new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without
-    new memory; 0 for no leases.
+    allocated_bytes: of all buffers, leased and idle.
+    leased_bytes: requested by open leases.
+    num_allocations: leases that needed new memory.
+    num_plain: tensors that torch allocated without a lease.
+    reuse_rate: share of leases without new memory; 0 for no leases.
     """
 
     allocated_bytes: int = 0
@@ -86,9 +88,10 @@ class Lease:
 class BufferPool:
     """Pool of reusable buffers, whose sizes are powers of two bytes. Thread-safe; no memory before the first lease.
 
-    device: of all buffers; None serves any device. threshold_bytes: smaller tensors are allocated by torch, without a
-    lease. budget_bytes: bound on the memory of all buffers; None: no bound. Above it idle buffers are freed, least
-    recently returned first; leases are always served, and a buffer that exceeds the budget is freed on return.
+    device: of all buffers; None serves any device.
+    threshold_bytes: smaller tensors are allocated by torch, without a lease.
+    budget_bytes: bound on the memory of all buffers; None: no bound. Above it idle buffers are freed, least recently
+        returned first; leases are always served, and a buffer that exceeds the budget is freed on return.
 
     >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """

@@ -97,11 +97,14 @@ def aten(
 ) -> tuple[Tensor, Tensor]:
     """(out, natural lse) of q (B, H, N, D) over k and v (B, G, M, D): out in the dtype of q, lse float32 or wider.
 
-    The plan is looked up when the op runs, so other sizes need no retracing. sinks: for each head the logit of an extra
-    key with value 0; None for no sinks. bindings: run-time tensors of the pattern, sorted by name. constants: pattern
-    and further sizes of the call as text; with q_offset and k_offset, the positions of the first query and key, they
-    come from `Call.arguments`. k and v are cast to the dtype of q; if they are wider, their gradients keep their dtype,
-    unrounded for further sums.
+    The plan is looked up when the op runs, so other sizes need no retracing.
+
+    sinks: for each head the logit of an extra key with value 0; None for no sinks.
+    bindings: run-time tensors of the pattern, sorted by name.
+    constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions of the first
+        query and key, they come from `Call.arguments`.
+
+    k and v are cast to the dtype of q; if they are wider, their gradients keep their dtype, unrounded for further sums.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
@@ -120,9 +123,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
 
-    call: pattern and sizes of the call. sinks: for each head the logit of an extra key with value 0; None for no sinks.
-    bindings: run-time tensors of the pattern, sorted by name. q, k and v have one dtype. lse is in float32 or wider; a
-    query without keys has output 0, and as lse the sink of its head, or -inf without sinks.
+    call: pattern and sizes of the call.
+    sinks: for each head the logit of an extra key with value 0; None for no sinks.
+    bindings: run-time tensors of the pattern, sorted by name.
+
+    q, k and v have one dtype. lse is in float32 or wider; a query without keys has output 0, and as lse the sink of its
+    head, or -inf without sinks.
     """
     programs, others = _programs_for(call, bindings, q)
     out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
@@ -142,8 +148,10 @@ def _over_entries(
 ) -> tuple[Tensor, ...]:
     """Run each program on its batch entries; return the results for all entries, shaped as `likes`.
 
-    programs: pairs (batch entries, program), which together cover the batch. compute: function of a program and the
-    inputs of its entries, one result for each of `likes`. Results are in float32 or wider.
+    programs: pairs (batch entries, program), which together cover the batch.
+    compute: function of a program and the inputs of its entries, one result for each of `likes`.
+
+    Results are in float32 or wider.
     """
     if len(programs) == 1 and isinstance(programs[0][0], EntryRange):
         return compute(programs[0][1], *inputs)
@@ -199,8 +207,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
 
-    call: pattern and sizes of the call. bindings: run-time tensors of the pattern, sorted by name. whole: out, lse and
-    their gradients, of rows that may have more keys than the call, or a sink.
+    call: pattern and sizes of the call.
+    bindings: run-time tensors of the pattern, sorted by name.
+    whole: out, lse and their gradients, of rows that may have more keys than the call, or a sink.
     """
     programs, others = _programs_for(call, bindings, q)
 
@@ -270,7 +279,7 @@ def _programs(
     if not bindings:
         return [(EntryRange(slice(None)), program_of(call, None, kind, choice, operands, written=written))]
     rule = call.kept_rules(bindings)
-    packed, visible = _packed(call, rule, batch), None
+    packed, visible = _joined_entries(call, rule, batch), None
     if packed is not None:
         call, groups = packed
     else:
@@ -293,7 +302,7 @@ def _programs(
     return found
 
 
-def _packed(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
+def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
     """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
 
     None if it is not possible or not useful: if the numbers of queries and keys differ, positions do not start at 0,
@@ -324,11 +333,13 @@ def program_of(
 ) -> Program:
     """Return the cached program of a call on devices of a kind, such as "cpu"; make it if it is not in the cache.
 
-    call: pattern and sizes of the call. rule: the pattern with the values of its run-time tensors; None if it has none.
-    choice: options measured to be the fastest; None for the cheapest by predicted cost. operands: sizes on which costs
-    depend; None for usual ones. written: JSON text of the caller's pattern, by which the cache groups its programs.
+    call: pattern and sizes of the call.
+    rule: the pattern with the values of its run-time tensors; None if it has none.
+    choice: options measured to be the fastest; None for the cheapest by predicted cost.
+    operands: sizes on which costs depend; None for usual ones.
+    written: JSON text of the caller's pattern, by which the cache groups its programs.
     hides_keys: True if an additive mask will hide keys, so that the plan may not use key weights, which are additive
-    too.
+        too.
     """
 
     def build() -> Program:

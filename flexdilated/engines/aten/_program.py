@@ -1,7 +1,6 @@
 """Execution of an attention plan by ATen's attention kernels, with exact gradients.
 
-A plan is a list of terms, each a part of the mask that one kernel computes, for some heads and tokens. A program runs
-the terms in turn and merges their outputs by log-sum-exp.
+A program runs the terms in turn and merges their outputs by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from ._tile_calls import KernelCalls, plan_calls
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Executable form of one term of a plan (a part of the mask that one kernel computes).
+    """Executable form of one term of a plan.
 
-    queries, keys: gather and scatter of the term's tokens. calls: kernel calls of its block list; None for a term
-    without one, such as a causal term. hidden: queries without a key and keys without a query in the term. fresh: True
-    if no earlier step writes to the same rows of the output.
+    queries, keys: gather and scatter of the term's tokens.
+    calls: kernel calls of its block list; None for a term without one, such as a causal term.
+    hidden: queries without a key and keys without a query in the term.
+    fresh: True if no earlier step writes to the same rows of the output.
     """
 
     term: Term
@@ -89,9 +89,11 @@ class Step:
 class Program:
     """Executable form of an attention plan: the steps whose merged outputs are attention under the mask.
 
-    given: token order of q, k and v. layout: token order of the plan. steps: one for each term (a part of the mask that
-    one kernel computes). complete: True if the steps that are `fresh` (first to write their rows) write every row of
-    the output. visible: True for keys that may be attended to, in addition to the plan's mask; None: all keys.
+    given: token order of q, k and v.
+    layout: token order of the plan.
+    steps: one for each term.
+    complete: True if the steps that are `fresh` (first to write their rows) write every row of the output.
+    visible: True for keys that may be attended to, in addition to the plan's mask; None: all keys.
     """
 
     given: Layout
@@ -190,10 +192,11 @@ def make_program(
 ) -> Program:
     """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
-    given: token order of q, k and v. block_size: (query side, key side) of blocks in tokens; empty for the default of
-    each term (a part of the mask that one kernel computes). slots_at_once: maximum number of tokens, summed over heads,
-    in a term whose operands are copied; larger terms are split where possible. placement: positions of the tokens if
-    the plan is for tokens at arbitrary positions; None if they are consecutive.
+    given: token order of q, k and v.
+    block_size: (queries, keys) of blocks in tokens; empty for the default of each term.
+    slots_at_once: maximum number of tokens, summed over heads, in a term whose operands are copied; larger terms are
+        split where possible.
+    placement: positions of the tokens if the plan is for tokens at arbitrary positions; None if they are consecutive.
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
@@ -243,7 +246,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
     """Split a term whose operands are copied into terms of at most `most_slots` tokens, summed over heads and folds.
 
-    A fold is one of several equally shaped segments. A term whose operands are not copied is returned as (term,).
+    A term whose operands are not copied is returned as (term,).
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
@@ -285,8 +288,9 @@ Entries = EntryRange | Packed
 def _start(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
     """Return the result of a step as a tensor shaped as x, in float32 or wider, if it covers every token; else None.
 
-    A sum over steps can then start from it, without a scatter into zeros. slots: the result, in the side's token order.
+    slots: the result, in the side's token order.
     """
+    # A sum over steps can start from it, without a scatter into zeros.
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
     return None if tokens is None else tokens.to(sum_dtype(x))
 

@@ -1,4 +1,4 @@
-"""Attention over tables of selected key blocks, where each row lists the key blocks of one block of queries.
+"""Attention over tables of selected key blocks, where each row lists the key blocks of one query block.
 
 Keys are gathered for each row of the table, or queries are grouped by key block. This runs directly on the table,
 without a plan; nothing that depends on its values is cached.
@@ -36,10 +36,12 @@ _Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (
 class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
-    set: index of the head set of each problem; a head set is the g query heads that share a table and a key/value head.
-    query: index of each query in the call. block: index of each key block. place: index of each query's result among
-    the results of its head set before their merge, which has one for each query or one for each query and selected
-    block; -1 for padding. shown: True for visible (query, key) pairs; None if every query sees every key.
+    set: index of the head set of each problem; g query heads each.
+    query: index of each query in the call.
+    block: index of each key block.
+    place: index of each query's result among the results of its head set before their merge, which has one for each
+        query or one for each query and selected block; -1 for padding.
+    shown: True for visible (query, key) pairs; None if every query sees every key.
     """
 
     set: Int64[Tensor, " n"]

@@ -29,10 +29,11 @@ _Index = tuple[int, int | slice, int | slice]
 
 @dataclass(frozen=True)
 class _Portion:
-    """Kernel call for some heads or folds of one batch entry; a fold is one of several equally shaped segments.
+    """Kernel call for some heads or folds of one batch entry.
 
-    at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v. mask: additive, one per problem or one for
-    all; None if every pair is allowed. blind: True for queries that see no key; None if there are none.
+    at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v.
+    mask: additive, one per problem or one for all; None if every pair is allowed.
+    blind: True for queries that see no key; None if there are none.
     """
 
     call: KernelCall

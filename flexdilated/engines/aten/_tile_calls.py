@@ -1,8 +1,7 @@
 """Grouping of block lists into batched kernel calls.
 
-A block list is one row of a block-sparse mask: a tile of queries and the key blocks that it sees. A problem is dense
-attention of such a tile over its keys, possibly with a mask; a kernel call batches problems of equal shape. A slot is
-the place of a token in the reordered sequence that the kernel reads, a stretch the slots of one problem.
+A block list has the key blocks of one query block. A problem is dense attention of such a query block over its keys,
+possibly with a mask; a kernel call batches problems of equal shape.
 """
 
 from __future__ import annotations
@@ -77,21 +76,21 @@ class BlockRanges:
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
         """Gather the listed blocks into n rows of `length` tokens; every listed block must be complete in x."""
-        picked = self._cut(x).index_select(1, self.blocks.flatten())
+        picked = self._in_blocks(x).index_select(1, self.blocks.flatten())
         return picked.unflatten(1, self.blocks.shape).flatten(2, 3)[:, :, : self.length]
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Copy row i of `part` to the blocks of list i of x, in place; no block may be listed twice."""
-        self._cut(x).index_copy_(1, self.blocks.flatten().long(), self._cut(part.flatten(1, 2)).to(x.dtype))
+        self._in_blocks(x).index_copy_(1, self.blocks.flatten().long(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets the sum."""
         missing = self.blocks.shape[1] * self.side - self.length
         if missing:
             part = pad(part, (0,) * (2 * part.dim() - 6) + (0, missing))
-        self._cut(x).index_add_(1, self.blocks.flatten(), self._cut(part.flatten(1, 2)).to(x.dtype))
+        self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
-    def _cut(self, x: Tensor) -> Tensor:
+    def _in_blocks(self, x: Tensor) -> Tensor:
         """View (X, S, ...) as (X, blocks, side, ...), without an incomplete last block, so an index moves a block."""
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
@@ -117,9 +116,11 @@ _LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kern
 class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
-    table: index of the block-sparse mask that the problems are part of; equal heads share one. row: first block row of
-    each problem in that mask. columns: block columns of each problem in it. masks: for each block, index of its mask
-    in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks, else m = n; None if every pair is allowed.
+    table: index of the block-sparse mask that the problems are part of; equal heads share one.
+    row: first query block of each problem in that mask.
+    columns: block columns of each problem in it.
+    masks: for each block, index of its mask in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks,
+        else m = n; None if every pair is allowed.
     """
 
     table: int
@@ -150,11 +151,14 @@ class KernelCall:
 class KernelCalls:
     """Kernel calls that together compute attention under a block-sparse mask.
 
-    rule: the mask as a function of query and key slots (places in the reordered sequence). shape: (query slots, key
-    slots, query side, key side of a block). heads: for each table (mask shared by equal heads), its heads. complete:
-    True if every query is in a problem. key_slots: number of slots to which keys must be padded. masks: the U distinct
-    masks of blocks, an all-True one first; None if they are too large to keep and are evaluated for each call. hidden:
-    queries that attend to no key and keys that no query attends to, in the listed blocks.
+    rule: the mask as a function of query and key slots.
+    shape: (query slots, key slots, queries of a block, keys of a block).
+    heads: for each table, its heads.
+    complete: True if every query is in a problem.
+    key_slots: number of slots to which keys must be padded.
+    masks: the U distinct masks of blocks, an all-True one first; None if they are too large to keep and are evaluated
+        for each call.
+    hidden: queries that attend to no key and keys that no query attends to, in the listed blocks.
     """
 
     rule: Rule
@@ -197,11 +201,11 @@ class KernelCalls:
 
 
 def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
-    """Make the kernel calls that compute a term (part of a plan) from its non-empty blocks, with their masks."""
+    """Make the kernel calls that compute a term from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
-    calls = list(_grouped(lists, blocks, ids))
+    calls = list(_batched_calls(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
     listed = (call.keys for call in calls if isinstance(call.keys, BlockRanges))
     cut = any(keys.length < keys.blocks.shape[1] * keys.side for keys in listed)
@@ -215,11 +219,13 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 @dataclass(frozen=True)
 class _Lists:
-    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one block row of one table.
+    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block of one table.
 
-    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks. num_queries, num_keys: number of
-    tokens. masked: True if a block is only partly allowed. code: fingerprint of the list's masks, equal for lists of
-    equal length with equal masks; 0 if not masked.
+    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks.
+
+    num_queries, num_keys: number of tokens.
+    masked: True if a block is only partly allowed.
+    code: fingerprint of the list's masks, equal for lists of equal length with equal masks; 0 if not masked.
     """
 
     table: Int64[Tensor, " m"]
@@ -250,7 +256,8 @@ def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Li
 def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
     """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs.
 
-    ids: mask indices of all lists, concatenated. length: number of indices in each list.
+    ids: mask indices of all lists, concatenated.
+    length: number of indices in each list.
     """
     if not len(ids):
         return length
@@ -262,7 +269,7 @@ def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tenso
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
-    """Join consecutive block rows that have equal key blocks and no mask into one list with more queries."""
+    """Join consecutive query blocks that have equal key blocks and no mask into one list with more queries."""
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)
@@ -286,11 +293,11 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
     return sums.index_add_(0, torch.repeat_interleave(length), values)
 
 
-def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
+def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
-    A list is the key blocks of one block row. First come groups of lists with equal masks, which share one mask tensor,
-    where a group is large enough for its own call; then all other lists. ids: mask index of each listed block.
+    A list is the key blocks of one query block. First come groups of lists with equal masks, which share one mask
+    tensor, where a group is large enough for its own call; then all other lists. ids: mask index of each listed block.
     """
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))
@@ -322,10 +329,11 @@ def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 
 
 def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
-    """Yield ascending indices of problems: runs with evenly spaced queries and keys, then all other problems at once.
+    """Yield ascending indices of problems: sequences with evenly spaced queries and keys, then all other problems.
 
-    row, columns: block row and key blocks of each problem. A run has at least `least` problems, each with consecutive
-    key blocks, so it can be read as strided views.
+    row, columns: query block and key blocks of each problem.
+
+    A sequence has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
     """
     first = columns[:, 0].long()
     unbroken = columns[:, -1].long() - first == columns.shape[1] - 1

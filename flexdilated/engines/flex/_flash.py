@@ -1,4 +1,4 @@
-"""Limits of the FLASH backend of FlexAttention, the CuTe kernels of FlashAttention 4: block sides and inputs."""
+"""Limits of the FLASH backend of FlexAttention, the CuTe kernels of FlashAttention 4: block sizes and inputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flash_sides(device: torch.device, head_dim: int) -> tuple[int, int]:
 
 
 def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides: tuple[int, ...] = ()) -> str | None:
-    """Reason that engine "flash" cannot serve such tensors and block sides, with an alternative; None if it can.
+    """Reason that engine "flash" cannot serve such tensors and block sizes, with an alternative; None if it can.
 
     sides: empty for the engine's default.
     """

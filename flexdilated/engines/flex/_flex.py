@@ -47,14 +47,16 @@ def run_flex(
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
     structure; in a traced graph, they become part of the graph. The pairs that dropout drops are hidden, also from the
-    lse. kernel: a replacement for flex_attention, called without compilation.
+    lse.
+
+    kernel: a replacement for flex_attention, called without compilation.
     """
     returns_lse, sinks = features.return_lse, features.sinks
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
         return out, lse if returns_lse else None
     if kernel is None and not device_kind(q.device).flex_trains:
-        q, k = _widened(q), _widened(k)
+        q, k = _pad_head_dim(q), _pad_head_dim(k)
     # FlexAttention has no lse on CPU. Elsewhere an unused lse is cheap, while a second compiled function is not.
     needs_lse = returns_lse or program.shares_rows or sinks is not None or device_kind(q.device).flex_trains
     features = features._replace(return_lse=needs_lse)
@@ -104,10 +106,12 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    LRU caches keep the maps and the compiled functions. structure: such as `FlexProgram.structure`. function: code to
-    compile; None for the code that runs a FlexProgram.
-    Each compiled function has a separate code object: torch counts recompilations per code object and stops compiling
-    at a limit, which all callers of the code would share.
+    LRU caches keep the maps and the compiled functions.
+
+    structure: such as `FlexProgram.structure`.
+    function: code to compile; None for the code that runs a FlexProgram. Each compiled function has a separate code
+        object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the
+        code would share.
     """
 
     @lru_cache(maxsize=64)
@@ -117,13 +121,11 @@ def compiled_flex(
     return own
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Pad head dims below 24 to 24 with zeros, for CPU kernels.
-
-    For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
-    smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
-    first queries, whose results become 0 or NaN.
-    """
+def _pad_head_dim(x: Tensor) -> Tensor:
+    """Pad head dims below 24 to 24 with zeros, for CPU kernels."""
+    # For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
+    # smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
+    # first queries, whose results become 0 or NaN.
     return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
 
@@ -281,10 +283,7 @@ def flex_in_graph(q, k, v, **options):
 
 @own_op("flexdilated::own_buffer")
 def _own_buffer(x: Tensor) -> Tensor:
-    """Return a contiguous copy that inductor cannot see through.
-
-    Its CPU template for FlexAttention reads the shape of the buffer behind a view, instead of the view's.
-    """
+    # Inductor's CPU template for FlexAttention reads the shape of the buffer behind a view, instead of the view's.
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -35,11 +35,10 @@ from ._traced import MAKERS, traced
 def static_program(
     call: Call, device: torch.device, choice: Choice | None = None, operands: OperandSizes | None = None
 ) -> FlexProgram:
-    """Return the FlexProgram (a plan made executable) of a call without run-time tensors; cached.
+    """Return the FlexProgram of a call without run-time tensors; cached.
 
-    Run-time tensors are mask data that are passed with a call. choice: measured options of the planner; None for those
-    of lowest predicted cost. operands: sizes of the tensors, on which predicted costs depend; None for the device's
-    usual ones.
+    choice: measured options of the planner; None for those of lowest predicted cost.
+    operands: sizes of the tensors, on which predicted costs depend; None for the device's usual ones.
     """
     allowed = replace(allowed_on(device), residues=not call.placement)  # queries of a placement stay in order
 
@@ -50,7 +49,7 @@ def static_program(
 
 
 def allowed_on(device: torch.device) -> Allowed:
-    """Return the kinds of terms (parts of a plan, one kernel each) that the flex engine can run on this device.
+    """Return the kinds of terms that the flex engine can run on this device.
 
     On CPU FlexAttention returns no lse for a merge, so no two terms may contribute to one row of the output.
     """
@@ -60,10 +59,12 @@ def allowed_on(device: torch.device) -> Allowed:
 def run_time_program(
     call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
 ) -> FlexProgram:
-    """Return the FlexProgram (a plan made executable) of a call for these values of its run-time tensors; cached.
+    """Return the FlexProgram of a call for these values of its run-time tensors; cached.
 
-    bindings: the tensors (mask data that are passed with the call), sorted by name. batch: number of batch entries. The
-    program has the terms of `blank_program`, whatever the values.
+    bindings: the tensors, sorted by name.
+    batch: number of batch entries.
+
+    The program has the terms of `blank_program`, whatever the values.
     """
     rule = call.rules(bindings)
     rule.require_entries(batch)
@@ -81,10 +82,12 @@ def run_time_program(
 def blank_program(
     call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
 ) -> FlexProgram:
-    """Return the FlexProgram (a plan made executable) of a call for placeholder values of its run-time tensors; cached.
+    """Return the FlexProgram of a call for placeholder values of its run-time tensors; cached.
 
-    bindings: the tensors (mask data that are passed with the call), of which only the shapes matter. batch: number of
-    batch entries. Programs for values, from `run_time_program`, differ from this one only in their tables.
+    bindings: the tensors, of which only the shapes matter.
+    batch: number of batch entries.
+
+    Programs for values, from `run_time_program`, differ from this one only in their tables.
     """
     blank = call.blank(bindings)
     blank.require_entries(batch)
@@ -106,8 +109,9 @@ def _cached(
 ) -> FlexProgram:
     """Return the FlexProgram of a call from the cache; if it is not there, it is built from the plan `planned()`.
 
-    rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors.
-    The program is evicted when the cache forgets the call's pattern. choice, operands: as in `static_program`.
+    rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors. The
+        program is evicted when the cache forgets the call's pattern.
+    choice, operands: as in `static_program`.
     """
 
     def build() -> FlexProgram:
@@ -125,8 +129,9 @@ def run_time_tables(
 ) -> list[Tensor]:
     """Return the tensors of a call's program that depend on values of run-time tensors, for each term in turn.
 
-    A term is the part of a plan that one kernel computes. The tensors are its block tables (as in BlockMask), the rows
-    of its mask's run-time tables and the masks of hidden queries and keys. Their shapes are equal for all values.
+    The tensors are its block tables (as in BlockMask), the rows of its mask's run-time tables and the masks of hidden
+    queries and keys. Their shapes are equal for all values.
+
     constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
@@ -149,8 +154,7 @@ def _(q, k, bindings, *arguments):
 def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
     """Yield (tensor, padded width) for each tensor of a program that depends on values of run-time tensors.
 
-    The padded width is that of the last dim and is enough for all values. Run-time tensors are mask data that are
-    passed with a call.
+    The padded width is that of the last dim and is enough for all values.
     """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device
@@ -202,7 +206,7 @@ def _check_sides(q: Tensor, call: Call) -> None:
 
 
 def _check_table(q: Tensor, call: Call) -> None:
-    """Raise ValueError if FlashAttention's kernels do not support the sides of the call's selected blocks."""
+    """Raise ValueError if FlashAttention's kernels do not support the sizes of the call's selected blocks."""
     table = selected_parts(call.pattern)
     if table is None or not takes_table(table, call):
         return
@@ -260,8 +264,10 @@ def flex(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
 
-    bindings: the pattern's run-time tensors, sorted by name. call: pattern and sizes. Raises ValueError for tensors and
-    block sides that FlexAttention's kernels do not support.
+    bindings: the pattern's run-time tensors, sorted by name.
+    call: pattern and sizes.
+
+    Raises ValueError for tensors and block sizes that FlexAttention's kernels do not support.
     """
     if not features.drops:
         return _in_parts(q, k, v, bindings, call, features)
@@ -279,8 +285,10 @@ def with_dropout(
 ) -> Float[Tensor, "B H N D"]:
     """Return the output of attention with dropout of probability p: kept * exp(kept_lse - lse) / (1 - p).
 
-    kept, kept_lse: output and natural log-sum-exp over the kept pairs only. lse: over all pairs. A row without kept
-    pairs has output 0.
+    kept, kept_lse: output and natural log-sum-exp over the kept pairs only.
+    lse: over all pairs.
+
+    A row without kept pairs has output 0.
     """
     none = kept_lse == -torch.inf
     share = (kept_lse.masked_fill(none, 0.0) - lse.masked_fill(none, 0.0)).exp().masked_fill(none, 0.0)

@@ -39,9 +39,10 @@ def call_kernel(
     """Call `kernel`, which has the signature of flex_attention, with a BlockMask; returns (out, natural lse or None).
 
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
-    kernels do not check. sides: (queries, keys) of a block. features: of which scale, score_mod, by the kernel's
-    indices, return_lse and kernel_options count. is_complex: True if the mask has many operations, for which kernels
-    need more registers.
+        kernels do not check.
+    sides: (queries, keys) of a block.
+    features: of which scale, score_mod, by the kernel's indices, return_lse and kernel_options count.
+    is_complex: True if the mask has many operations, for which kernels need more registers.
     """
     own: dict[str, Any] = dict(_options_of(features.kernel_options))
     if is_flash(features.kernel_options):
@@ -66,7 +67,7 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """True if both lengths (queries, keys) are multiples of the block's sides; kernels then need no bounds checks.
+    """True if both lengths (queries, keys) are multiples of those of the block; kernels then need no bounds checks.
 
     torch's own check does not suffice: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples
     of 128, although the last of larger blocks then has tiles beyond the tokens.
@@ -89,10 +90,8 @@ def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dic
 
 
 def _as_wide_as_rows(tables: Tables) -> Tables:
-    """Cut block lists to width 1 where a row (or column) of the mask has a single block.
-
-    Programs pad such lists to width 2, which FlashAttention refuses.
-    """
+    """Cut block lists to width 1 where a row (or column) of the mask has a single block."""
+    # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}
     return {name: each[..., :1] if single.get(name.removeprefix("full_")) else each for name, each in tables.items()}

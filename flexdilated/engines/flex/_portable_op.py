@@ -48,8 +48,9 @@ def portable(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Compute a call by engine "portable"; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    bindings: the pattern's run-time tensors, sorted by name. Gradients reach q, k, v, sinks and every tensor that
-    score_mod reads.
+    bindings: the pattern's run-time tensors, sorted by name.
+
+    Gradients reach q, k, v, sinks and every tensor that score_mod reads.
     """
     if features.score_mod is None:
         tensors, p = with_seed(bindings, features.dropout)
@@ -140,7 +141,7 @@ class Portable:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """Those tensors that score_mod reads and that require a gradient."""
+        """The tensors that score_mod reads and that require a gradient."""
         return tuple(x for x in self.tensors if x.requires_grad)
 
     def reading(self, tensors: Sequence[Tensor]) -> Portable:
@@ -349,8 +350,9 @@ def _second_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of `Portable.backward` for `given`; None for 0.
 
-    given: (grad_out, grad_lse, q, k, v, out, lse, *tensors that score_mod reads). incoming: gradients of the results of
-    the backward. learned: True for each tensor that score_mod reads and that gets a gradient.
+    given: (grad_out, grad_lse, q, k, v, out, lse, *tensors that score_mod reads).
+    incoming: gradients of the results of the backward.
+    learned: True for each tensor that score_mod reads and that gets a gradient.
     """
     with torch.enable_grad(), torch.autocast(incoming[0].device.type, enabled=False):
         leaves = _leaves(given, (*[True] * (len(given) - len(learned)), *learned))
@@ -398,8 +400,8 @@ def portable_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of a call, in the dtypes of q, k and v.
 
-    bindings: the pattern's run-time tensors, sorted by name. whole: out, lse and their gradients for the rows, possibly
-    over more keys than those of the call, and with sinks.
+    bindings: the pattern's run-time tensors, sorted by name.
+    whole: out, lse and their gradients for the rows, possibly over more keys than those of the call, and with sinks.
     """
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = _run_of(call, q, bindings, features).backward(q, k, v, whole)
@@ -421,8 +423,8 @@ def portable_op(
 ) -> tuple[Tensor, Tensor]:
     """Compute a call without a score_mod; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    bindings: run-time tensors, if dropout_p > 0 followed by the seed of dropout. constants, q_offset, k_offset: as from
-    `Call.arguments`.
+    bindings: run-time tensors, if dropout_p > 0 followed by the seed of dropout.
+    constants, q_offset, k_offset: as from `Call.arguments`.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     bindings, dropout = without_seed(bindings, dropout_p)

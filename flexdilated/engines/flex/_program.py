@@ -1,7 +1,6 @@
 """FlexProgram: a plan made executable on one device, as block tables and gathers for FlexAttention.
 
-Its structure does not depend on lengths, so that programs share compiled functions. A term is a part of the plan that
-one kernel computes.
+Its structure does not depend on lengths, so that programs share compiled functions.
 """
 
 from __future__ import annotations
@@ -45,12 +44,17 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class Structure(torch.nn.Module):
-    """Length-independent numbers of a term's kernel call; a term is a part of the plan that one kernel computes.
+    """Length-independent numbers of a term's kernel call.
 
-    A module, because compiled graphs have the numbers of modules as constants. queries, keys: rules of the gathers.
-    sides: (queries, keys) of a block. places: indices of the term's branches (summands) in the pattern. multiplicity:
-    number of times that each pair counts. lead: (batch entries, heads) of the block tables. heads: (query, key/value)
-    heads of the tensors. is_complex: True if the mask has many operations.
+    A module, because compiled graphs have the numbers of modules as constants.
+
+    queries, keys: rules of the gathers.
+    sides: (queries, keys) of a block.
+    places: indices of the term's branches in the pattern.
+    multiplicity: number of times that each pair counts.
+    lead: (batch entries, heads) of the block tables.
+    heads: (query, key/value) heads of the tensors.
+    is_complex: True if the mask has many operations.
     """
 
     def __init__(
@@ -80,11 +84,12 @@ class Structure(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class FlexStep:
-    """Executable term (a part of the plan that one kernel computes): its BlockMask and the gathers of its operands.
+    """Executable term: its BlockMask and the gathers of its operands.
 
-    hidden: queries and keys that the kernel reads although they are in no allowed pair. held: holders of the run-time
-    tables that the mask reads. indices: map from kernel indices to heads and positions, for a score_mod. structure: the
-    numbers that do not depend on lengths.
+    hidden: queries and keys that the kernel reads although they are in no allowed pair.
+    held: holders of the run-time tables that the mask reads.
+    indices: map from kernel indices to heads and positions, for a score_mod.
+    structure: the numbers that do not depend on lengths.
     """
 
     mask: BlockMask
@@ -109,10 +114,11 @@ class FlexStep:
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
-    """Executable plan on one device: one step, with one kernel call, for each term (part that one kernel computes).
+    """Executable plan on one device: one step, with one kernel call, for each term.
 
-    shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order of
-    tokens; None if the tensors are in that order. packed: concatenated block tables of all steps, on accelerators.
+    shares_rows: some rows are computed by several steps.
+    enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
+    packed: concatenated block tables of all steps, on accelerators.
     sizes: (rows, columns, row list width, column list width) of the block tables of each step; empty without `packed`.
     """
 
@@ -154,8 +160,9 @@ def make_flex_program(
 ) -> FlexProgram:
     """Build the FlexProgram of a plan: the BlockMask and the gathers of each term, on a device.
 
-    given: order of the tokens in q, k and v. block_size: (queries, keys) of a block; None for the smallest that keep
-    block lists short. placement: the positions for which the plan was made, if it was made for a part of a sequence.
+    given: order of the tokens in q, k and v.
+    block_size: (queries, keys) of a block; None for the smallest that keep block lists short.
+    placement: the positions for which the plan was made, if it was made for a part of a sequence.
     """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
@@ -182,7 +189,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
     """Return the smallest (queries, keys) of square blocks for which a term's block lists are short.
 
     Lists of long sequences can fill gigabytes; they are short if they have at most _MOST_NUMBERS numbers. The search
-    begins with blocks so large that even full lists are short, and halves the side while the lists, at most twice as
+    begins with blocks so large that even full lists are short, and halves their size while the lists, at most twice as
     long after each halving, stay short.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
@@ -209,7 +216,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
     """Return (most blocks listed in a row, most listed in a column) for any values of a term's run-time tensors.
 
-    A row is a block of queries, a column a block of keys. On CPU, the number of all blocks in a row and in a column.
+    On CPU, the number of all blocks in a row and in a column.
     """
     return longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
 
@@ -254,7 +261,8 @@ def _sizes(tables: Tables) -> tuple[int, int, int, int]:
 def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
     """Cut a program's `packed` tensor into views: the block tables of each step (the kernel call of one term), by name.
 
-    leads: (batch entries, heads) of each step's tables. sizes: four numbers for each step, as in FlexProgram.
+    leads: (batch entries, heads) of each step's tables.
+    sizes: four numbers for each step, as in FlexProgram.
     """
     found, begin = [], 0
     for index, lead in enumerate(leads):

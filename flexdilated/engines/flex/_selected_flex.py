@@ -1,9 +1,9 @@
 """Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-The table has a row for each block of queries, which names the key blocks that these see. A row of whole kernel tiles is
-a row of a BlockMask. The queries of smaller rows, down to a single query, are gathered: they are copied once for each
-block that their row selects, copies are sorted by block, each block's copies begin at a tile, and the results are
-merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
+The table has a row for each query block, which names the key blocks that these see. Query blocks of whole kernel tiles
+are query blocks of a BlockMask. The queries of smaller ones, down to a single query, are gathered: they are copied once
+for each block that their query block selects, copies are sorted by block, each block's copies begin at a tile, and the
+results are merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from ._kernel_call import Kernel, call_kernel
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
     """Return how many consecutive queries are gathered as one unit, to attend to the key blocks selected for them.
 
-    block: (queries, keys) of a selected block. q_offset: position of the first query. The result is 0 if queries are
-    not gathered, as blocks are whole kernel tiles; None if the kernels do not support these blocks: neither the number
-    of keys of a block nor that of a tile is a multiple of the other.
+    block: (queries, keys) of a selected block.
+    q_offset: position of the first query.
+
+    The result is 0 if queries are not gathered, as blocks are whole kernel tiles; None if the kernels do not support
+    these blocks: neither the number of keys of a block nor that of a tile is a multiple of the other.
     """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
@@ -44,10 +46,11 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 
 
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
-    """Return (queries, keys) of the kernel's blocks, for selected blocks of these sides.
+    """Return (queries, keys) of the kernel's blocks, for selected blocks of these sizes.
 
-    unit: queries that are gathered as one unit, 0 if none are. The kernel's blocks are at least a tile if queries are
-    gathered, else the selected blocks.
+    unit: queries that are gathered as one unit, 0 if none are.
+
+    The kernel's blocks are at least a tile if queries are gathered, else the selected blocks.
     """
     return (TILE, max(block[1], TILE)) if unit else block
 
@@ -55,8 +58,10 @@ def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
     """Return the number of gathered copies per query, with padding of tiles, rounded up; 1 if queries are not gathered.
 
-    block: (queries, keys) of a selected block. q_offset: position of the first query. most: key blocks in a row of the
-    table. sizes: (queries, keys) of the call.
+    block: (queries, keys) of a selected block.
+    q_offset: position of the first query.
+    most: key blocks in a row of the table.
+    sizes: (queries, keys) of the call.
     """
     unit = unit_of(block, q_offset)
     if not unit:
@@ -69,9 +74,12 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
 class SelectedBlocksOf(torch.nn.Module):
     """Length-independent sizes of attention over a table of selected blocks.
 
-    A module, because a compiled graph has a module's numbers as constants. block: (queries, keys) of a selected block.
-    unit: queries that are gathered as one unit, 0 if none are. most: key blocks in a row of the table. heads: numbers
-    of tables, query heads and key/value heads.
+    A module, because a compiled graph has a module's numbers as constants.
+
+    block: (queries, keys) of a selected block.
+    unit: queries that are gathered as one unit, 0 if none are.
+    most: key blocks in a row of the table.
+    heads: numbers of tables, query heads and key/value heads.
     """
 
     def __init__(self, block: tuple[int, int], unit: int, most: int, heads: tuple[int, int, int]) -> None:
@@ -94,8 +102,8 @@ class SelectedBlocksOf(torch.nn.Module):
 class Where(NamedTuple):
     """Offsets of a call as tensors: global index of the first head, positions of the first query and the first key.
 
-    row: index of the first query in its block of queries. tables: table of selected blocks of each head; empty if head
-    i has table i and there are no other tables.
+    row: index of the first query in its query block.
+    tables: table of selected blocks of each head; empty if head i has table i and there are no other tables.
     """
 
     head: Int64[Tensor, ""]
@@ -119,10 +127,12 @@ def attend_selected(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `rest` also allows.
 
-    of: sizes. rest: mask by global head and positions. where: offsets of the call. rows: for each row, a block of
-    queries, the key blocks that it selects; block 0 has the call's first key, row 0 its first query. Blocks outside the
-    keys are ignored, a block that a row names twice counts once. classes: for rows and blocks of whole tiles, 2 where
-    `rest` allows every pair, else 1; None if not known.
+    of: sizes.
+    rest: mask by global head and positions.
+    where: offsets of the call.
+    rows: key blocks that each query block selects; key block 0 has the call's first key, query block 0 its first query.
+        Blocks outside the keys are ignored, a block that is named twice counts once.
+    classes: for query and key blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
     """
     blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
@@ -166,9 +176,10 @@ def _tables_of_rows(
     classes: Int32[Tensor, "h R C"] | None,
     columns: int,
 ) -> dict[str, Tensor]:
-    """Return the block tables of a BlockMask in which each row lists the key blocks `rows` where `named` is True.
+    """Return the block tables of a BlockMask whose query blocks list the key blocks `rows` where `named` is True.
 
-    classes: 2 for blocks that are full, else 1; None: no block is listed as full. columns: number of key blocks.
+    classes: 2 for blocks that are full, else 1; None: no block is listed as full.
+    columns: number of key blocks.
     """
     full = torch.zeros_like(named)
     if classes is not None:
@@ -178,8 +189,10 @@ def _tables_of_rows(
     tables: dict[str, Tensor] = {}
     for prefix, listed in (("", named & ~full), ("full_", full)):
         tables[f"{prefix}kv_num_blocks"] = listed.sum(-1, dtype=torch.int32)
+        # A stable sort puts the listed blocks first and keeps their order.
         order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
         tables[f"{prefix}kv_indices"] = rows.gather(-1, order).int()
+        # Blocks that are not listed are written to an extra column, which is cut off.
         dense = torch.zeros(*rows.shape[:3], columns + 1, dtype=torch.int8, device=rows.device)
         dense = dense.scatter(3, torch.where(listed, rows, columns), 1)[..., :columns].mT
         tables[f"{prefix}q_num_blocks"] = dense.sum(-1, dtype=torch.int32)
@@ -188,11 +201,14 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
+    """Places of gathered queries in the kernel's tiles: each holds a unit of queries and a key block that it selects.
 
-    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile. place: index of the
-    place of each pair, -1 for none. pair: index of the pair in each place, -1 for none. block: key block of each tile,
-    C (the number of blocks) for unused tiles. begin, number: first tile and number of tiles of each block.
+    Pairs are sorted by block; the pairs of each block begin at a tile.
+
+    place: index of the place of each pair, -1 for none.
+    pair: index of the pair in each place, -1 for none.
+    block: key block of each tile, C (the number of blocks) for unused tiles.
+    begin, number: first tile and number of tiles of each block.
     """
 
     place: Int32[Tensor, "B H RW"]
@@ -263,9 +279,11 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse).
 
-    Rows without keys have output 0 and lse -inf. position: function that returns the position of a gathered query; None
-    if queries are in order. inside: mask of the pairs of gathered queries with the blocks they are gathered for; None
-    if queries are not gathered.
+    Rows without keys have output 0 and lse -inf.
+
+    position: function that returns the position of a gathered query; None if queries are in order.
+    inside: mask of the pairs of gathered queries with the blocks they are gathered for; None if queries are not
+        gathered.
     """
 
     def query_at(b, h, query):
@@ -287,25 +305,25 @@ def _run(
 
 
 class _Gathered(torch.autograd.Function):
-    """Autograd function (x, index, inverse) -> rows of x (dim 2) by index, 0 for a negative index.
+    """Autograd function (x, index, inverse) -> vectors of x (dim 2) by index, 0 for a negative index.
 
-    The gradient is a gather too. inverse: for each row of x, along the last dim, the indices of its copies in the
+    The gradient is a gather too. inverse: for each vector of x, along the last dim, the indices of its copies in the
     result; negative for no copy.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _read(x, index)
+        return _take_or_zero(x, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (inverse,) = grads, ctx.saved_tensors
-        total = _read(grad, inverse.flatten(2)).unflatten(2, inverse.shape[2:])
+        total = _take_or_zero(grad, inverse.flatten(2)).unflatten(2, inverse.shape[2:])
         return total.sum(3, dtype=sum_dtype(grad)).to(grad.dtype), None, None
 
 
-def _read(x: Tensor, index: Tensor) -> Tensor:
+def _take_or_zero(x: Tensor, index: Tensor) -> Tensor:
     batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
     head = torch.arange(x.shape[1], device=x.device)[:, None]
     found = x[batch, head, index.clamp(min=0)]

@@ -34,9 +34,11 @@ _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advanc
 class SelectedParts(NamedTuple):
     """Split of a pattern with a run-time table of selected blocks, as plain values that are constants of a graph.
 
-    leaf: name under which the call passes the table. block: (queries, keys) of a block. most: key blocks in a row of
-    the table. others: JSON of the pattern of other pairs, which are allowed without the table; "" for none. needed,
-    names: names of the run-time tensors (mask data) of `others`, and of the whole pattern.
+    leaf: name under which the call passes the table.
+    block: (queries, keys) of a block.
+    most: key blocks in a row of the table.
+    others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
+    needed, names: names of the run-time tensors of `others`, and of the whole pattern.
     """
 
     leaf: str
@@ -51,8 +53,8 @@ class SelectedParts(NamedTuple):
 def selected_parts(text: str) -> SelectedParts | None:
     """Split a pattern, given as JSON, into its table of selected blocks and a pattern of other pairs.
 
-    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
-    it cannot be separated from the rest.
+    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
+    cannot be separated from the rest.
     """
     return _parts_of(text)
 
@@ -78,9 +80,12 @@ def takes_table(parts: SelectedParts, call: Call) -> bool:
 class Prepared:
     """SelectedParts of a call with a table of selected blocks that do not depend on the table's values.
 
-    of: sizes. rest: mask that also applies to pairs in selected blocks. held: holders of the run-time tables that
-    `rest` reads. where: offsets of the call. classes: 2 for each (row, key block) in which `rest` allows every pair,
-    else 1; None if not known. skipped: number of the table's rows before the first query's.
+    of: sizes.
+    rest: mask that also applies to pairs in selected blocks.
+    held: holders of the run-time tables that `rest` reads.
+    where: offsets of the call.
+    classes: 2 for each (query block, key block) in which `rest` allows every pair, else 1; None if not known.
+    skipped: number of the table's rows before the first query's.
     """
 
     of: SelectedBlocksOf
@@ -99,8 +104,10 @@ def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, bl
     """Return the parts of a call that do not depend on its table of selected blocks.
 
     Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
-    blank_rest: use placeholders for the values of these tensors, for a trace. Raises TypeError or ValueError if the
-    table does not fit the call.
+
+    blank_rest: use placeholders for the values of these tensors, for a trace.
+
+    Raises TypeError or ValueError if the table does not fit the call.
     """
     selection = table_split_of(call)
     assert selection is not None
@@ -143,9 +150,9 @@ def _tables_of(call: Call, count: int) -> tuple[int, ...]:
 
 
 def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return, for each (row, key block), 2 if both are whole and the rule allows all their pairs, else 1: (h, R, C).
+    """Return, for each (query block, key block), 2 if both are whole and the rule allows all their pairs, else 1.
 
-    A row is a block of queries. One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
+    One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
     """
     rows, columns = -(-call.num_queries // block[0]), -(-call.num_keys // block[1])
     bound: Bound = call.bound(rule)
@@ -177,8 +184,10 @@ def selected_flex(
 ) -> tuple[Tensor, Tensor]:
     """Return (out in float32 or wider, natural lse) over the pairs in the table's selected blocks.
 
-    Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph. bindings: all
-    run-time tensors of the call's pattern, sorted by name. parts: the split of the pattern.
+    Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph.
+
+    bindings: all run-time tensors of the call's pattern, sorted by name.
+    parts: the split of the pattern.
     """
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
@@ -197,7 +206,7 @@ def selected_flex(
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
     """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
 
-    table: key blocks that each row, a block of queries, selects. t tables: T, or one for each head.
+    table: key blocks that each query block selects. t tables: T, or one for each head.
     """
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables

@@ -1,8 +1,7 @@
 """Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
-A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. A token has at most
-one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. Plain torch throughout,
-for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
+A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. Plain
+torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _Numbers = tuple[int, ...]
 
 
 class SlotIndex(NamedTuple):
-    """Index tensors between one side (queries or keys) of a term and a tensor; None where not needed.
+    """Index tensors between one side of a term and a tensor; None where not needed.
 
-    A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. heads: query
-    head of each head of the term. places: head of the term of each query head, -1 for none. Both are None if the term
-    has all query heads in order. offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
-    listed: token in each slot; inverse: slot of each token of every query head; both are for kind "index", with -1 for
-    none.
+    heads: query head of each head of the term.
+    places: head of the term of each query head, -1 for none. Both are None if the term has all query heads in order.
+    offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
+    listed: token in each slot.
+    inverse: slot of each token of every query head; both are for kind "index", with -1 for none.
     """
 
     heads: Int32[Tensor, " H"] | None = None
@@ -48,12 +47,14 @@ class SlotIndex(NamedTuple):
 
 
 class SlotRule(torch.nn.Module):
-    """Rule that gathers one side (queries or keys) of a term into slots, its numbered places for tokens.
+    """Rule that gathers one side of a term into its slots.
 
-    A module, because a compiled graph has a module's numbers as constants. kind: "all", slot i is token i; "heads",
-    slot i is token i of some heads; "segments", slot i is token i % width * step plus the offset of the head in segment
-    i // width of `segment` tokens; "index", by index tensors. numbers: (groups, step, segment, width) for "segments",
-    else (groups,); `groups` consecutive heads of the term read one head of the tensor.
+    A module, because a compiled graph has a module's numbers as constants.
+
+    kind: "all", slot i is token i; "heads", slot i is token i of some heads; "segments", slot i is token i % width *
+        step plus the offset of the head in segment i // width of `segment` tokens; "index", by index tensors.
+    numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive heads of the term read
+        one head of the tensor.
     """
 
     def __init__(self, kind: str, *numbers: int) -> None:
@@ -65,7 +66,9 @@ class SlotRule(torch.nn.Module):
     ) -> Shaped[Tensor, "B H S ..."]:
         """Gather the tokens of x into the slots of a term: X heads, N tokens to H heads of S slots; empty slots are 0.
 
-        rows: index tensors. start: token at which segment 0 begins. slots: number of slots, for kind "segments".
+        rows: index tensors.
+        start: token at which segment 0 begins.
+        slots: number of slots, for kind "segments".
         """
         if self.kind == "index":
             assert rows.listed is not None
@@ -77,14 +80,17 @@ class SlotRule(torch.nn.Module):
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: SlotIndex, start: int, tokens: int, empty: float) -> Tensor:
         """Gather slots back into tokens, inverse to `take`: (B, query heads, tokens, ...).
 
-        rows: index tensors. start: token at which segment 0 begins. tokens: number of tokens. Tokens without a slot,
-        and heads that the term does not have, are filled with `empty`.
+        rows: index tensors.
+        start: token at which segment 0 begins.
+        tokens: number of tokens.
+
+        Tokens without a slot, and heads that the term does not have, are filled with `empty`.
         """
         return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
 class SideGather(NamedTuple):
-    """Gather of one side (queries or keys) of a term: rule, index tensors and the token at which segment 0 begins."""
+    """Gather of one side of a term: rule, index tensors and the token at which segment 0 begins."""
 
     slots: SlotRule
     rows: SlotIndex
@@ -146,9 +152,10 @@ class _At:
 def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
     """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)).
 
-    begin: changes the expression, not the result. The forward passes 0 and the backward 1: equal expressions would be
-    merged in the joint graph, saved to memory and read again, where arithmetic in registers is cheaper.
+    begin: 0 in the forward and 1 in the backward; the result does not depend on it.
     """
+    # Equal expressions of forward and backward would be merged in the joint graph, saved to memory and read again,
+    # where arithmetic in registers is cheaper; `begin` makes them unequal.
     dtype = index_dtype(x.device, 0, 0)
     head = torch.arange(begin, heads + begin, device=x.device, dtype=dtype) - begin
     return head[:, None], torch.arange(begin, length + begin, device=x.device, dtype=dtype) - begin
@@ -161,7 +168,7 @@ def _to_slots(x: Tensor, at: _At, slots: int, begin: int) -> Tensor:
     if at.kind == "segments":
         inside = (token >= 0) & (token < x.shape[2])
         held = inside if held is None else held & inside
-    return _read(x, at.source(head), token, held, 0.0)
+    return _take_slots(x, at.source(head), token, held, 0.0)
 
 
 def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Tensor:
@@ -174,10 +181,10 @@ def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Ten
     if at.kind == "segments":
         inside = slot < x.shape[2]
         active = inside if active is None else active & inside
-    return _read(x, place, slot, active, empty)
+    return _take_slots(x, place, slot, active, empty)
 
 
-def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
+def _take_slots(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
     if there is None:
         return x[:, head, index]
     found = x[:, head, torch.where(there, index, 0)]
@@ -221,7 +228,7 @@ def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
 def sides_of(
     term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
 ) -> tuple[SideGather, SideGather]:
-    """Return (query side, key side) of a term: how its queries and keys are gathered from q and from k and v.
+    """Return (queries, keys) of a term: how its queries and keys are gathered from q and from k and v.
 
     The tensors hold all tokens, or those of a placement if it is not None. groups: number of query heads for each
     key/value head.
@@ -233,7 +240,7 @@ def sides_of(
         q_index = term.q.tokens()[:, 0]
         if isinstance(term, IntervalTerm):
             q_index = torch.where(q_index < 0, -1, placement.query_slots().of(q_index))
-        k_index = _located(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
+        k_index = _token_indices(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
         q = _by_index(q_index, heads, num_heads, 1, num_queries, device)
         return q, _by_index(k_index, heads, num_heads, groups, num_keys, device)
     if isinstance(term, PaddedTerm):
@@ -256,7 +263,7 @@ def _of_segments(
     if heads is None and groups > 1 and bool((offsets.view(-1, groups) == offsets[::groups, None]).all()):
         offsets, groups = offsets[::groups], 1
     offsets = offsets.to(device)
-    _fixed(offsets)
+    _mark_static(offsets)
     rows = _rows(heads, num_heads, device, offsets=offsets)
     return SideGather(SlotRule("segments", groups, order.step, order.segment, order.width), rows, order.start)
 
@@ -281,8 +288,10 @@ def _by_index(
 ) -> SideGather:
     """Return the gather of one side by index; index: token in each slot, -1 for none.
 
-    heads: query heads of the term, None for all. groups: number of query heads for each head of the tensor. Heads of a
-    group with equal rows of the index are gathered once.
+    heads: query heads of the term, None for all.
+    groups: number of query heads for each head of the tensor.
+
+    Heads of a group with equal rows of the index are gathered once.
     """
     alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
     if heads is None and groups > 1:
@@ -310,17 +319,19 @@ def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, *
     places[list(heads)] = torch.arange(len(heads), dtype=torch.int32)
     both = torch.tensor(heads, dtype=torch.int32, device=device), places.to(device)
     for each in both:
-        _fixed(each)
+        _mark_static(each)
     return SlotIndex(*both, **tables)
 
 
-def _fixed(x: Tensor) -> None:
+def _mark_static(x: Tensor) -> None:
     """Mark the sizes of x as static for torch.compile: they do not depend on sequence lengths."""
     if device_kind(x.device).flex_trains:
         _torch_private.mark_static(x)
 
 
-def _located(positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement) -> Int64[Tensor, "H S"]:
+def _token_indices(
+    positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement
+) -> Int64[Tensor, "H S"]:
     """Return the token index, in the key tensor of each head, of the key at each position.
 
     -1 for positions that are not in the placement.

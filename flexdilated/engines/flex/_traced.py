@@ -58,7 +58,8 @@ def _prepare(
 ) -> Tensor:
     """Return an empty tensor; during tracing, the fake implementation builds an object and stores it in `Traced`.
 
-    what: kind of the object, a key of `MAKERS`. constants, q_offset, k_offset: `Call.arguments`.
+    what: kind of the object, a key of `MAKERS`.
+    constants, q_offset, k_offset: `Call.arguments`.
     """
     return q.new_empty(0)
 

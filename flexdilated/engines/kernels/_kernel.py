@@ -27,7 +27,8 @@ _OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `
 class KernelTensors:
     """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
-    A fold is one of several equally shaped segments of a sequence. G equals H or, for a single fold, is a divisor of H.
+    G equals H or, for a single fold, is a divisor of H.
+
     visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
 
@@ -42,8 +43,10 @@ def forward(
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
 
-    is_causal: query i sees keys 0 to i. bias: added to the scores, on CPU only; None: nothing. A query whose keys are
-    all hidden by x.visible has output 0 and lse -inf.
+    is_causal: query i sees keys 0 to i.
+    bias: added to the scores, on CPU only; None: nothing.
+
+    A query whose keys are all hidden by x.visible has output 0 and lse -inf.
     """
     fold = _Folding.of(x)
     blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
@@ -80,8 +83,8 @@ class _Folding:
     """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
 
     These are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
-    heads than query heads, or if the folds (segments) of a single batch entry leave some tokens out. Otherwise they are
-    (B * H * F, 1), and each head's tokens are contiguous in the output.
+    heads than query heads, or if the folds of a single batch entry leave some tokens out. Otherwise they are (B * H *
+    F, 1), and each head's tokens are contiguous in the output.
     """
 
     batch: int
@@ -152,8 +155,11 @@ def flash_forward(
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
     """(out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
 
-    G may be a divisor of H. is_causal: query i sees keys 0 to i. mask: added to the scores, in the dtype of q or in
-    float32, on CPU only; a query with a row of -inf has lse 0, not -inf.
+    G may be a divisor of H.
+
+    is_causal: query i sees keys 0 to i.
+    mask: added to the scores, in the dtype of q or in float32, on CPU only; a query with a row of -inf has lse 0, not
+        -inf.
     """
     other = _device_kernels(q)
     factor, scale = _positive(scale, is_causal or other is not None)
@@ -196,11 +202,9 @@ def flash_backward(
 
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
-    """True if the backward on CPU is faster or more accurate in float32 than in the dtype of q.
-
-    PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over blocks of rows in q's dtype; with few rows the
-    blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
-    """
+    """True if the backward on CPU is faster or more accurate in float32 than in the dtype of q."""
+    # PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over query blocks in q's dtype; with few
+    # queries the blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
     return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
 
 
@@ -263,9 +267,9 @@ def _device_kernels(x: Tensor) -> ModuleType | None:
 def _positive(scale: float, needed: bool) -> tuple[float, float]:
     """Return (factor on q, scale of the kernel), which together give the scores of `scale`; (1, scale) if not `needed`.
 
-    needed: True if the kernel's scale must be above 0, as it hides keys by -inf before it scales: a negative scale
-    would give +inf, and 0 NaN.
+    needed: True if the kernel's scale must be above 0.
     """
+    # A kernel that hides keys by -inf before it scales: a negative scale would give +inf, and 0 NaN.
     if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale
     return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

@@ -28,10 +28,13 @@ class CudaKernel:
 
     forward: (q, k, v, scale, is_causal) -> (out, natural lse).
     backward: (grad_out, q, k, v, out, lse, scale, is_causal) -> (dq, dk, dv). out and lse may be of a softmax over more
-    keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out.
-    q, k and v have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries
-    as keys. least_keys: minimum number of keys. most_dim: function from the compute capability to the largest head dim,
-    0 for none. switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
+        keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out. q, k and v
+        have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries as
+        keys.
+    least_keys: minimum number of keys.
+    most_dim: function from the compute capability to the largest head dim, 0 for none.
+    switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
+
     The limits are taken from torch's sdp_utils.cpp.
     """
 
@@ -66,12 +69,9 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
 
 
 def _preferred(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
-    """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp).
-
-    As in torch, cuDNN up to 9.15.0 is not preferred: its kernels fail on lengths that are not multiples of 128, see
-    pytorch#169849.
-    """
+    """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp)."""
     flash, cudnn, efficient = KERNELS
+    # As in torch: kernels of cuDNN up to 9.15.0 fail on lengths that are not multiples of 128, see pytorch#169849.
     is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN
     return (cudnn, flash, efficient) if capability >= _HOPPER and is_sound else KERNELS
 
@@ -162,7 +162,7 @@ def _per_key_head(x: Tensor, groups: int) -> Tensor:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its rows are aligned to 16 bytes."""
+    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its vectors are aligned to 16 bytes."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))

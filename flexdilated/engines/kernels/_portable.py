@@ -1,6 +1,6 @@
 """The kernel of engine "portable": attention under a BlockMask in plain torch operations, on any device.
 
-Each row of query blocks is a batch of matrix products with its key blocks and a softmax. Chunks of rows bound the
+Each query block is a batch of matrix products with its key blocks and a softmax. Chunks of query blocks bound the
 scores that exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
 `attention`, for graphs of torch.compile and for second derivatives.
 """
@@ -23,7 +23,7 @@ from .._score_mod import ScoreMod, modified
 from ._key_lists import ENOUGH, ListChunk, ListProblems, few_of_each_kind
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
-# T lists, one for each block row of a mask's heads and batch entries, W entries of the longest; Q, K sides of a block
+# T lists, one for each query block of a mask's heads and batch entries, W entries of the longest; Q, K: a block
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
@@ -33,9 +33,11 @@ _SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk,
 class Scores(NamedTuple):
     """Rule by which q · k of a pair becomes its weight: scale, score_mod and dropout.
 
-    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod. learned: tensors that score_mod reads
-    and that require a gradient. shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many
-    of the mask's branches keep each pair in dropout; None for no dropout. factor: multiplies the kept weights.
+    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod.
+    learned: tensors that score_mod reads and that require a gradient.
+    shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many of the mask's branches keep
+        each pair in dropout; None for no dropout.
+    factor: multiplies the kept weights.
     """
 
     scale: float
@@ -48,8 +50,10 @@ class Scores(NamedTuple):
 class Span(NamedTuple):
     """Block lists that are computed in the same chunks: those from `begin` to `stop` in descending order of length.
 
-    length: most blocks in a list. masked: most blocks with a mask in a list, which an incomplete block always has.
-    has_gaps: True if a list is shorter than `length`. problems: number of problems in a chunk that share a list.
+    length: most blocks in a list.
+    masked: most blocks with a mask in a list, which an incomplete block always has.
+    has_gaps: True if a list is shorter than `length`.
+    problems: number of problems in a chunk that share a list.
     """
 
     begin: int
@@ -77,8 +81,9 @@ class ListLengths(NamedTuple):
 def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: bool = False) -> tuple[Span, ...]:
     """Return the spans of a BlockMask's non-empty block lists; each chunk has a bounded number of scores.
 
-    lengths: upper bounds of the lengths of the mask's lists. problems: batch entries times query heads. in_graph: True
-    for the larger chunks of a graph.
+    lengths: upper bounds of the lengths of the mask's lists.
+    problems: batch entries times query heads.
+    in_graph: True for the larger chunks of a graph.
     """
     counts, partials = lengths
     entries, heads, _ = mask.kv_num_blocks.shape
@@ -106,10 +111,12 @@ class _BlockChunk:
     """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
 
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
-    problem: index of the query block in the flattened (batch, heads, block rows). block: indices of key blocks in the
-    flattened (batch, key/value heads, blocks). hidden: True for pairs that are not allowed, of each problem (y = x) or
-    equal for all that share a list (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the
-    problems.
+
+    problem: index of the query block in the flattened (batch, heads, query blocks).
+    block: indices of key blocks in the flattened (batch, key/value heads, blocks).
+    hidden: True for pairs that are not allowed, of each problem (y = x) or equal for all that share a list (y = 1);
+        None if all are allowed.
+    places: (batch entry, head, queries, keys) of the problems.
     """
 
     problem: Int64[Tensor, "x t"]
@@ -128,11 +135,12 @@ class _BlockChunk:
 
 @dataclass(frozen=True, eq=False)
 class BlockProblems:
-    """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
+    """Block lists of a BlockMask, one for each query block of its batch entries and heads, and the sizes of q and k.
 
-    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. order:
-    indices of the lists in descending order of length, in which `spans` are counted. sizes: (batch, query heads,
-    key/value heads, queries, keys). is_meta: True for meta tensors, which have no values.
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
+    order: indices of the lists in descending order of length, in which `spans` are counted.
+    sizes: (batch, query heads, key/value heads, queries, keys).
+    is_meta: True for meta tensors, which have no values.
     """
 
     mask: BlockMask
@@ -217,9 +225,13 @@ class BlockProblems:
     ) -> Bool[Tensor, "y t _ LK"] | None:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
-        None if every pair is allowed. partial: number of blocks with a mask, which come first in each list. beyond:
-        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_BlockChunk`. y is 1 if
-        all problems that share a list agree.
+        None if every pair is allowed.
+
+        partial: number of blocks with a mask, which come first in each list.
+        beyond: True for keys after the last block of a list or the last key.
+        b, h, q, k: places of a `_BlockChunk`.
+
+        y is 1 if all problems that share a list agree.
         """
         masked = span.masked * self.sides[1]
         if not masked:
@@ -250,8 +262,10 @@ def attention(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of attention over these problems; q, k and v are in float32 or wider.
 
-    G divides H. A query without keys has output 0 and lse -inf. recorded: True where autograd or a graph records the
-    operations; in a graph, chunks are computed again in the backward.
+    G divides H. A query without keys has output 0 and lse -inf.
+
+    recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
+        backward.
     """
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
     out = q.new_zeros(*queries.shape[:2], v.shape[3])

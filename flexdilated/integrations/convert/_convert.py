@@ -40,12 +40,14 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
     """Replace the attention of a model's modules by attention with a pattern, in place; None restores the original.
 
     model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
-    buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and torch.compile work.
-    Masks of a call compose with the pattern: a causal mask or flag, key padding, caches and memories.
+        buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and torch.compile work.
+        Masks of a call compose with the pattern: a causal mask or flag, key padding, caches and memories.
     pattern: a pattern for all self-attention modules; or a function that gets (name, module) from
-    `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
-    restores the original attention of all modules. Each call replaces earlier ones: modules not converted again get
-    their original attention. Cross-attention is converted only if a function returns a pattern for it.
+        `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
+        restores the original attention of all modules.
+
+    Each call replaces earlier ones: modules not converted again get their original attention. Cross-attention is
+    converted only if a function returns a pattern for it.
 
     Returns a `Report`, which prints as tables: `replaced` lists the converted modules with name, kind, number of heads
     and pattern; `left` lists the attention modules that keep their original attention, with name, kind and the reason.
@@ -114,7 +116,7 @@ def _attentions(model: nn.Module) -> list[Candidate]:
             named[name] = module
     for name, module in named.items():
         if not any(_holds(name, inner) for inner in (*found, *named)):
-            found[name] = Candidate(name, module, refused=_unknown(module))
+            found[name] = Candidate(name, module, refused=_unknown_reason(module))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -122,7 +124,7 @@ def _holds(outer: str, inner: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
-def _unknown(module: nn.Module) -> str:
+def _unknown_reason(module: nn.Module) -> str:
     match type(module).__module__.partition(".")[0]:
         case "flexdilated":
             return "it attends by a pattern already"

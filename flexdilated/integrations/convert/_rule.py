@@ -104,10 +104,15 @@ def call_rule(
 ) -> Pattern | Mixture:
     """Pattern of one call: the module's pattern, intersected with the call's mask and, if is_causal, causal order.
 
-    given: settings of the converted module. shape: (B, N, M) of the call. mask: as `scaled_dot_product_attention` takes
-    it, boolean, True for pairs to keep, or float, -inf for pairs to hide and 0 for others; None for no mask. It must be
-    padding, of shape (B or 1, 1, 1, M), where floats may also hide keys by the dtype's least number, or torch's causal
-    mask, of shape (N, M) with optional leading dims of 1. Raises ValueError or TypeError for any other mask.
+    given: settings of the converted module.
+    shape: (B, N, M) of the call.
+    mask: as `scaled_dot_product_attention` takes it, boolean, True for pairs to keep, or float, -inf for pairs to hide
+        and 0 for others; None for no mask.
+
+    It must be padding, of shape (B or 1, 1, 1, M), where floats may also hide keys by the dtype's least number, or
+    torch's causal mask, of shape (N, M) with optional leading dims of 1.
+
+    Raises ValueError or TypeError for any other mask.
     """
     batch, num_queries, num_keys = shape
     pattern = given.pattern & causal() if is_causal else given.pattern
@@ -127,8 +132,10 @@ def call_rule(
 def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int, int]) -> Pattern | Mixture:
     """Return the pattern intersected with causal order, after a check that `mask` is torch's causal mask.
 
-    mask: boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others. shape: (N, M). Raises
-    ValueError for any other mask.
+    mask: boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others.
+    shape: (N, M).
+
+    Raises ValueError for any other mask.
     """
     require_causal_mask(mask, shape, instead=_INSTEAD)
     return pattern & causal()
@@ -151,11 +158,13 @@ def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
 class Candidate:
     """An attention module of a model, and how it can be converted.
 
-    name: name in the model. inner: the module whose class is replaced by a subclass of `by`: `module` or a submodule of
-    it; None for an unsupported class. refused: the reason why `module` cannot be converted; "" if it can. cross: the
-    reason why it is cross-attention, for which only a function may choose a pattern; "" for self-attention. around:
-    enclosing modules whose classes must be replaced too, each with its subclass of `Converted`. num_heads: 0 if
-    unknown.
+    name: name in the model.
+    inner: the module whose class is replaced by a subclass of `by`: `module` or a submodule of it; None for an
+        unsupported class.
+    refused: the reason why `module` cannot be converted; "" if it can.
+    cross: the reason why it is cross-attention, for which only a function may choose a pattern; "" for self-attention.
+    around: enclosing modules whose classes must be replaced too, each with its subclass of `Converted`.
+    num_heads: 0 if unknown.
     """
 
     name: str

@@ -105,8 +105,10 @@ def _attended(
 def find(name: str, module: Any) -> Candidate | None:
     """Describe a module of timm that computes attention; None for any other module.
 
-    name: name of the module in its model. A supported class is recognized by its forward, an unsupported one by its
-    class name. For an unsupported class or option, `refused` of the result is the reason.
+    name: name of the module in its model.
+
+    A supported class is recognized by its forward, an unsupported one by its class name. For an unsupported class or
+    option, `refused` of the result is the reason.
     """
     kind = original_class(module)
     forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]

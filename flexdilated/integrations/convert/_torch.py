@@ -63,8 +63,10 @@ class TransformerEncoder(Converted):
 def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
     """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
 
-    name: name of the module in `model`. A subclass with its own forward, and a module with add_bias_kv or
-    add_zero_attn, cannot be converted; `refused` of the result is then the reason.
+    name: name of the module in `model`.
+
+    A subclass with its own forward, and a module with add_bias_kv or add_zero_attn, cannot be converted; `refused` of
+    the result is then the reason.
     """
     if not isinstance(module, nn.MultiheadAttention):
         return None
@@ -75,13 +77,13 @@ def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
         module.num_heads,
         module,
         by=MultiheadAttention,
-        refused=_refused(module),
+        refused=_refusal(module),
         cross=_cross(name, module, above),
         around=tuple((each, TransformerEncoder) for each in above if isinstance(each, nn.TransformerEncoder)),
     )
 
 
-def _refused(module: nn.MultiheadAttention) -> str:
+def _refusal(module: nn.MultiheadAttention) -> str:
     if original_class(module).forward is not nn.MultiheadAttention.forward:
         return "its class has a forward of its own"
     if module.bias_k is not None:

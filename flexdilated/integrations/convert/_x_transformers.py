@@ -101,7 +101,9 @@ class Attend(Converted):
 def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
     """Describe a module of x-transformers' class `Attention`; None for any other module.
 
-    name: name of the module in `model`. For unsupported options, `refused` of the result is the reason.
+    name: name of the module in `model`.
+
+    For unsupported options, `refused` of the result is the reason.
     """
     library = sys.modules.get("x_transformers.x_transformers")
     if library is None or not isinstance(module, library.Attention):
@@ -115,7 +117,7 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
         module.heads,
         module.attend,
         by=Attend,
-        refused=_refused(module, layers, is_cross=is_cross),
+        refused=_refusal(module, layers, is_cross=is_cross),
         cross="cross-attention of its layers" if is_cross else "",
     )
 
@@ -129,7 +131,7 @@ def _layer_type(module: nn.Module, layers: Any) -> str | None:
     return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)
 
 
-def _refused(module: Any, layers: Any, *, is_cross: bool) -> str:
+def _refusal(module: Any, layers: Any, *, is_cross: bool) -> str:
     not_in_layers = {name: why for name, why in _NOT_IN_LAYERS.items() if name.startswith("cross") == is_cross}
     for held, reasons in ((module, _NOT_IN_ATTENTION), (module.attend, _NOT_IN_ATTEND), (layers, not_in_layers)):
         for name, why in reasons.items():

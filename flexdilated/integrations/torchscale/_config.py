@@ -20,20 +20,24 @@ MERGE_GRADS = ("exact", "detached")
 class LongNetEncoderConfig:
     """Configuration of a `LongNetEncoder`: plain data, validated on construction.
 
-    embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim. num_heads divides embed_dim.
+    embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim.
     segment_lengths, dilation_rates: the branches, in tokens; every head has all branches, with the offsets that
-    `masks.longnet` calls "contiguous".
+        `masks.longnet` calls "contiguous".
     padding: None for LongNet's attention as defined. "zeros" reproduces torchscale, for its checkpoints: zero keys take
         part in the softmax, and a branch with several segments, whose length its rate does not divide, shifts tokens as
         torchscale does.
     merge_grad: "exact", or "detached": the weights that merge the branches have no gradient, as in torchscale.
-    norm_eps: epsilon of all layer norms. final_norm: True for a layer norm after the last layer.
-    dropout: probability, in training, of zeroing an element of the input and of each residual branch's output.
-        attention_dropout: probability, in training, of dropping an attention weight. activation_dropout: probability,
-        in training, of zeroing an element inside the feed-forward, after its activation.
-    drop_path: probability, in training, that a batch entry skips a residual branch of the last layer; it grows linearly
-        from 0 at the first layer.
+    norm_eps: epsilon of all layer norms.
+    final_norm: True for a layer norm after the last layer.
+    dropout: probability, in training, of zeroing an element of the input, and of the output of each attention and
+        feed-forward.
+    attention_dropout: probability, in training, of dropping an attention weight.
+    activation_dropout: probability, in training, of zeroing an element inside the feed-forward, after its activation.
+    drop_path: probability, in training, that a batch entry skips the attention, or the feed-forward, of the last layer;
+        it grows linearly from 0 at the first layer.
     engine: as in `attend`.
+
+    num_heads divides embed_dim.
 
     Raises ValueError or TypeError for values that do not fit together.
 
@@ -87,8 +91,10 @@ class LongNetEncoderConfig:
         """Translate options of torchscale's EncoderConfig; missing options have that class's defaults.
 
         config: options by name, from its JSON or `vars(args)`; segment_length and dilated_ratio, which are required,
-        may be strings, such as "[1024, 2048]". changes: fields of this class that override the translation; padding is
-        otherwise "zeros" and merge_grad "exact".
+            may be strings, such as "[1024, 2048]".
+        changes: fields of this class that override the translation; padding is otherwise "zeros" and merge_grad
+            "exact".
+
         Raises ValueError that names every unsupported option that would change the computation.
         """
         given = dict(config)
@@ -174,11 +180,11 @@ def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         "misshapen": [f"{name} {got} for {needed}" for name, (got, needed) in sizes.items() if got != needed],
     }
     if any(faults.values()):
-        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names)
+        listed = "; ".join(f"{len(names)} {kind}: {_names_text(names)}" for kind, names in faults.items() if names)
         raise ValueError(f"the state_dict must have exactly the parameters of {type(module).__name__}; {listed}")
     module.load_state_dict(dict(state_dict))
 
 
-def _listed(names: list[str]) -> str:
+def _names_text(names: list[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

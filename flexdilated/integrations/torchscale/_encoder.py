@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class Sequences(NamedTuple):
     """Padding and sharding of the sequences of a call, which the attention of every layer needs.
 
-    visible: pattern that allows the keys that are not padding; None without a padding mask. lengths: number of real
-    tokens of each sequence, which determines its zero keys; None without a padding mask or without zero keys.
+    visible: pattern that allows the keys that are not padding; None without a padding mask.
+    lengths: number of real tokens of each sequence, which determines its zero keys; None without a padding mask or
+        without zero keys.
     over_ranks, sharding: the mesh, and the assignment of tokens to its ranks; None for one device.
     """
 
@@ -51,8 +52,9 @@ class Sequences(NamedTuple):
     ) -> Self:
         """Return the properties for embedded tokens x and a padding mask of the whole sequences.
 
-        sharding: for this call; None for that of over_ranks. Raises ValueError or TypeError for an invalid mask, and
-        ValueError for a sharding without over_ranks.
+        sharding: for this call; None for that of over_ranks.
+
+        Raises ValueError or TypeError for an invalid mask, and ValueError for a sharding without over_ranks.
         """
         if over_ranks is None and sharding is not None:
             raise ValueError("sharding needs an encoder with mesh=, the ranks that share the work; got one without")
@@ -118,8 +120,11 @@ class LongNetEncoder(nn.Module):
     by sqrt(log(2 * depth)).
 
     mesh: the ranks that share every sequence; None for one device. Each rank then passes its tokens and gets their
-    features. schedule, sharding: as in `BlockSparseAttention`. drop_path must be 0 with a mesh.
-    Gradients of parameters are for this rank's tokens; sum them over the ranks.
+        features.
+    schedule, sharding: as in `BlockSparseAttention`.
+
+    drop_path must be 0 with a mesh. Gradients of parameters are for this rank's tokens; sum them over the ranks.
+
     Source: microsoft/torchscale, architecture/encoder.py; MAGNETO (sub-LN), arXiv 2210.06423.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoder
@@ -160,10 +165,11 @@ class LongNetEncoder(nn.Module):
     ) -> Self:
         """Make the encoder that a torchscale configuration describes, and load a state_dict if one is given.
 
-        config: options of torchscale's EncoderConfig, as in its JSON. state_dict: exactly the encoder's parameters;
-        from a checkpoint of a larger model, select them and remove their prefix. changes: fields of
-        `LongNetEncoderConfig` that override the translation, such as padding=None for exact attention, or
-        merge_grad="detached" for torchscale's gradients.
+        config: options of torchscale's EncoderConfig, as in its JSON.
+        state_dict: exactly the encoder's parameters; from a checkpoint of a larger model, select them and remove their
+            prefix.
+        changes: fields of `LongNetEncoderConfig` that override the translation, such as padding=None for exact
+            attention, or merge_grad="detached" for torchscale's gradients.
 
         Raises ValueError that names all unsupported options, or all keys that do not fit.
         """
@@ -203,15 +209,15 @@ class LongNetEncoder(nn.Module):
         """Features of embedded tokens, after the final layer norm if the configuration has one.
 
         all_layers: True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
-        all without the final norm.
+            all without the final norm.
         key_padding_mask: booleans (B, N), True for padding, to which no token attends, or floats, -inf for padding and
-        0 for other tokens; with a mesh for the whole sequence. With padding at the end, the other tokens get the same
-        features as without padding. With padding="zeros" in the configuration, padding must be at the end, and its
-        length is read on the host, which breaks a graph of torch.compile.
+            0 for other tokens; with a mesh for the whole sequence. With padding at the end, the other tokens get the
+            same features as without padding. With padding="zeros" in the configuration, padding must be at the end, and
+            its length is read on the host, which breaks a graph of torch.compile.
         sharding: replaces that of the module in this call, with a mesh; None keeps it.
 
         Raises ValueError or TypeError for an input or a mask that does not fit. With padding="zeros" and a mask or a
-        mesh, raises ValueError for a sequence whose rows torchscale would shift.
+        mesh, raises ValueError for a sequence whose tokens torchscale would shift.
         """
         require_batch("x", x, "batch, tokens", self.config.embed_dim)
         sequences = Sequences.of(x, self.config, key_padding_mask, self.over_ranks, sharding)
@@ -240,7 +246,9 @@ class EncoderLayer(nn.Module):
     """Layer of the encoder, (B, N, E) -> (B, N, E): x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     In training, a batch entry skips each of the two with a probability that grows linearly from 0 in the first layer to
-    config.drop_path in the last. index: number of the layer in the encoder, from 0.
+    config.drop_path in the last.
+
+    index: number of the layer in the encoder, from 0.
 
     >>> from flexdilated.integrations.torchscale import EncoderLayer, LongNetEncoderConfig
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
@@ -362,11 +370,9 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to other tokens.
-
-        torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at the
-        end of the sequence, so outputs after the first segment move to later tokens.
-        """
+        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to other tokens."""
+        # torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at
+        # the end of the sequence, so outputs after the first segment move to later tokens.
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0
 
     def _attend(

@@ -31,8 +31,10 @@ def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches:
     """Prov-GigaPath's segment lengths, in tiles: `branches` numbers in equal steps of log2, each rounded down.
 
     They go from 1024 to the number of tiles of the largest slide, which is first rounded down to a power of 2.
-    max_slide_size, tile_size: sides of that square slide and of a tile, in pixels. Raises ValueError for slides of
-    fewer than 1024 tiles, and for fewer than 2 branches.
+
+    max_slide_size, tile_size: widths of that square slide and of a tile, in pixels.
+
+    Raises ValueError for slides of fewer than 1024 tiles, and for fewer than 2 branches.
 
     >>> from flexdilated.integrations.torchscale import slide_segments
     >>> slide_segments()
@@ -54,9 +56,12 @@ def _as_published() -> LongNetEncoderConfig:
 class SlideEncoderConfig:
     """Configuration of a `SlideEncoder`; by default the published sizes, with exact attention (encoder.padding None).
 
-    encoder: configuration of its layers. tile_dim: features per tile. grid_size: number of tiles along each side of the
-    grid of positions. tile_size: side of a tile in pixels. pooling: "cls", the output of the class token, or "mean"
-    over the tiles. norm_eps: epsilon of the layer norm after pooling.
+    encoder: configuration of its layers.
+    tile_dim: features per tile.
+    grid_size: number of tiles along each axis of the grid of positions.
+    tile_size: width of a tile in pixels.
+    pooling: "cls", the output of the class token, or "mean" over the tiles.
+    norm_eps: epsilon of the layer norm after pooling.
 
     Raises ValueError or TypeError for values that do not fit together.
 
@@ -87,10 +92,13 @@ class SlideEncoder(nn.Module):
     computed from the coordinates, without a stored table of grid_size² rows. config None: the published sizes.
 
     mesh: the ranks that share every slide; None for one device. Every rank then passes a contiguous shard of the tiles,
-    of equal length on all ranks, and gets the embedding of the whole slide; pad slides whose number of tiles is not a
-    multiple of the number of ranks. schedule: as in `BlockSparseAttention`. Gradients are of the sum of all ranks'
-    losses: if all ranks compute one loss from the embedding, divide it by the number of ranks, and sum the gradients of
-    parameters over the ranks.
+        of equal length on all ranks, and gets the embedding of the whole slide; pad slides whose number of tiles is not
+        a multiple of the number of ranks.
+    schedule: as in `BlockSparseAttention`.
+
+    Gradients are of the sum of all ranks' losses: if all ranks compute one loss from the embedding, divide it by the
+    number of ranks, and sum the gradients of parameters over the ranks.
+
     Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
@@ -138,9 +146,10 @@ class SlideEncoder(nn.Module):
     ) -> Self:
         """Make an encoder with weights from a checkpoint of Prov-GigaPath, which was trained with padding="zeros".
 
-        checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict. config: None for the published
-        sizes; its encoder's padding is replaced by "zeros". mesh, schedule: as in the class. changes: fields of the
-        encoder's config to replace, such as padding=None.
+        checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict.
+        config: None for the published sizes; its encoder's padding is replaced by "zeros".
+        mesh, schedule: as in the class.
+        changes: fields of the encoder's config to replace, such as padding=None.
 
         Raises ValueError that names all keys that are missing, unknown or of another shape.
         """
@@ -189,13 +198,15 @@ class SlideEncoder(nn.Module):
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
         """Embeddings (B, E) of the slides.
 
-        tiles: features of each tile. coordinates: of one corner of each tile in its slide, in pixels, the same corner
-        for all tiles. all_layers: True returns a tuple of depth + 1 embeddings instead, pooled from the encoder's input
-        and from each layer's output, without the encoder's last norm.
+        tiles: features of each tile.
+        coordinates: of one corner of each tile in its slide, in pixels, the same corner for all tiles.
+        all_layers: True returns a tuple of depth + 1 embeddings instead, pooled from the encoder's input and from each
+            layer's output, without the encoder's last norm.
         key_padding_mask: booleans (B, S) for the whole slides, True for padding, or floats, -inf for padding and 0 for
-        tiles. Padding is neither attended to nor pooled, and its features and coordinates are not read:
-        with padding at the end, a slide gets the same embedding as without padding. With padding="zeros" in the
-        configuration, padding must be at the end.
+            tiles. Padding is neither attended to nor pooled, and its features and coordinates are not read: with
+            padding at the end, a slide gets the same embedding as without padding. With padding="zeros" in the
+            configuration, padding must be at the end.
+
         Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
         published model wraps some of them to the next row); in a compiled graph such a tile causes the device's own
         index error. Masks raise as in `LongNetEncoder`.
@@ -272,8 +283,8 @@ class SlideEncoder(nn.Module):
     ) -> Float[Tensor, "B E"]:
         """Embeddings from the features x of this rank's tokens; on rank 0 these begin with the class token.
 
-        mine: True for this rank's tiles that are not padding; None if there is no padding. counts: number of tiles of
-        each whole slide, without padding.
+        mine: True for this rank's tiles that are not padding; None if there is no padding.
+        counts: number of tiles of each whole slide, without padding.
         """
         if self.config.pooling == "mean":
             x = x if self._rank else x[:, 1:]

@@ -58,14 +58,15 @@ def set_pattern(
 
     model: a `PreTrainedModel`, or a module that contains one, such as PEFT's.
     pattern: a pattern for all layers; or a mapping from layer number (index into `attention_layers(model)`) to pattern;
-    or a function from a layer's module to its pattern. A layer without a pattern, or with None, keeps the model's rule.
-    By default, patterns come from the model's config, where `save_pretrained` stores them. In place of a pattern, a
-    layer may get a `fd.SelectedAttention`: it then selects its keys from the data, within its selector's rule and, with
-    compose="and", the model's. Its blocks count from the first position of a row, padding included. It is neither
-    written into the config nor registered as a submodule: optimize the parameters of its gate separately.
+        or a function from a layer's module to its pattern. A layer without a pattern, or with None, keeps the model's
+        rule. By default, patterns come from the model's config, where `save_pretrained` stores them. In place of a
+        pattern, a layer may get a `fd.SelectedAttention`: it then selects its keys from the data, within its selector's
+        rule and, with compose="and", the model's. Its blocks count from the first position of a sequence, padding
+        included. It is neither written into the config nor registered as a submodule: optimize the parameters of its
+        gate separately.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
         "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
-        positions count from a row's first token, so a padded row has the outputs of the unpadded row.
+        positions count from a sequence's first token that is not padding, so padding does not change its outputs.
     name: the `attn_implementation` to register and to set.
 
     A part with a config of its own that cannot be served, such as a vision tower that makes its masks itself, keeps the
@@ -98,12 +99,15 @@ def set_pattern(
 class Visibility:
     """Replacement of a mask tensor: the model's rule and padding as patterns, without the patterns of layers.
 
-    function: the model's mask function (batch, head, query, key) -> bool; None allows all pairs. begin: pattern that
-    divides each row into documents, from whose starts positions count; None for undivided rows. unpadded: pattern of
-    unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of `begin` and `unpadded`.
-    q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
-    is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor. restricted: this mask
-    within the documents that position_ids begin; None for one document, and before `is_restricted`.
+    function: the model's mask function (batch, head, query, key) -> bool; None allows all pairs.
+    begin: pattern that divides each sequence into documents, from whose starts positions count; None for no division.
+    unpadded: pattern of unpadded keys within a document; None if all are unpadded.
+    tensors: run-time tensors of `begin` and `unpadded`.
+    q_offset, kv_offset: positions of the first query and key.
+    shape: shape of the replaced mask, (B, 1, N, M).
+    is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor.
+    restricted: this mask within the documents that position_ids begin; None for one document, and before
+        `is_restricted`.
     """
 
     function: Callable[..., Any] | None
@@ -165,8 +169,8 @@ class Visibility:
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
         """Pattern of the pairs that a layer allows: its pattern, intersected with the model's rule and padding.
 
-        pattern: the layer's; None if it has none. replaces: True to omit the model's rule, but not padding or
-        documents, if the layer has a pattern.
+        pattern: the layer's; None if it has none.
+        replaces: True to omit the model's rule, but not padding or documents, if the layer has a pattern.
         """
         model = [] if replaces and pattern is not None else [self.reading.positions]
         found = all_of([pattern, *model])
@@ -188,9 +192,11 @@ def visibility(
 ) -> Visibility:
     """Mask function for transformers: return the model's rule and the padding as patterns, not as an (N, M) tensor.
 
-    q_length, kv_length: N and M. q_offset, kv_offset: positions of the first query and key. mask_function: the model's
-    rule (batch, head, query, key) -> bool; None allows all pairs. attention_mask: booleans (B, L), True for tokens that
-    are not padding, where tokens from L on are padding; None for no padding; a `Visibility` is returned unchanged.
+    q_length, kv_length: N and M.
+    q_offset, kv_offset: positions of the first query and key.
+    mask_function: the model's rule (batch, head, query, key) -> bool; None allows all pairs.
+    attention_mask: booleans (B, L), True for tokens that are not padding, where tokens from L on are padding; None for
+        no padding; a `Visibility` is returned unchanged.
     """
     if isinstance(attention_mask, Visibility):
         return attention_mask  # made earlier; `generate` does so for static caches
@@ -209,8 +215,9 @@ def _with_documents(
 ) -> Visibility:
     """Restrict a mask to pairs within the documents that position_ids begin, once for all layers that get the mask.
 
-    options: those of the attention function, whose position_ids are read in a model without hooks. ready_made: True if
-    the model itself made no `Visibility`. evicts: True for keys of a `FlexdilatedCache`.
+    options: those of the attention function, whose position_ids are read in a model without hooks.
+    ready_made: True if the model itself made no `Visibility`.
+    evicts: True for keys of a `FlexdilatedCache`.
     """
     if mask.is_restricted:
         return mask.restricted or mask
@@ -248,8 +255,8 @@ def _on_host(x: Tensor) -> Tensor:
 def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
     """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
-    Positions from L on are padding. Returns (pattern of documents that begins each row at its first unpadded token,
-    pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
+    Positions from L on are padding. Returns (pattern of documents that begins each sequence at its first unpadded
+    token, pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
     nothing; in a compiled graph the values are unknown, so both are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
@@ -281,13 +288,17 @@ def attention(
     """Attention function for transformers: returns (output, None for weights, which are never formed).
 
     attention_mask: result of `visibility`; or a tensor (B or 1, 1, 1, M), boolean or additive, that only hides keys; or
-    None: causal order if is_causal, else all pairs. is_causal: None for the module's attribute. dropout: probability of
-    dropping an attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh;
-    None for no bound. s_aux: a sink logit per head; None for no sinks. options: position_ids, to find packed documents,
-    and output_attentions; others are ignored.
-    position_bias: (B or 1, H, N, M), added to the scores; None for none. Raises ValueError for a mask tensor that
-    differs between queries, for output_attentions=True, and for dropout or position_bias with a FlexdilatedCache, and
-    softcap too with a layer that selects blocks.
+        None: causal order if is_causal, else all pairs.
+    is_causal: None for the module's attribute.
+    dropout: probability of dropping an attention weight.
+    scaling: factor of the scores; None is D**-0.5.
+    softcap: bound of the scores, by tanh; None for no bound.
+    s_aux: a sink logit per head; None for no sinks.
+    options: position_ids, to find packed documents, and output_attentions; others are ignored.
+    position_bias: (B or 1, H, N, M), added to the scores; None for none.
+
+    Raises ValueError for a mask tensor that differs between queries, for output_attentions=True, and for dropout or
+    position_bias with a FlexdilatedCache, and softcap too with a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
@@ -314,7 +325,7 @@ def attention(
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         _refuse("a layer that selects blocks", features, "give the layer a pattern")
-        return _selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
+        return _attend_selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     if given is not None:
         _refuse("a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache")
@@ -348,7 +359,7 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def _selected(
+def _attend_selected(
     layer: SelectedAttention,
     mask: Visibility,
     replaces: bool,
@@ -358,10 +369,12 @@ def _selected(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
-    """Attention output of a layer that selects blocks of keys; every call needs all keys, from position 0.
+    """Attention output of a layer that selects key blocks; every call needs all keys, from position 0.
 
-    replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for a model's rule that is a
-    mixture, and for queries after cached keys whose choice would depend on other queries of their block.
+    replaces: True to omit the model's rule.
+
+    Raises ValueError for a `FlexdilatedCache`, for a model's rule that is a mixture, and for queries after cached keys
+    whose choice would depend on other queries of their block.
     """
     own, begun = layer.selector, position("q_offset", mask.q_offset)
     if given_of(k) is not None or mask.kv_offset:
@@ -424,7 +437,8 @@ def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
 def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
     """Raise ValueError if any of `features`, values by argument name, is not None.
 
-    what: the part that does not support them. advice: the remedy. Both are texts for the error.
+    what: the part that does not support them.
+    advice: text of the remedy.
     """
     for name, value in features.items():
         if value is not None:

@@ -62,13 +62,13 @@ class FlexdilatedCache(Cache):
     token. In an encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
 
     config: the model's config. Required for models with linear attention or convolutions, whose states are then cached
-    as transformers does.
+        as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    For inference, with batches without padding, so that all rows have equal positions. Raises ValueError if a layer's
-    rule lets a query see keys that are not appended yet, for padding and packed sequences, for attention of another
-    library, and for models that compute keys from the cache's output, such as from latents; use a `DynamicCache` for
-    these.
+    For inference, with batches without padding, so that all sequences have equal positions.
+    Raises ValueError if a layer's rule lets a query see keys that are not appended yet, for padding and packed
+    sequences, for attention of another library, and for models that compute keys from the cache's output, such as from
+    latents; use a `DynamicCache` for these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -95,8 +95,9 @@ class FlexdilatedCache(Cache):
 class KeyOrigin:
     """Origin of keys that `_Layer.update` of a `FlexdilatedCache` returned, stored as an attribute of the keys.
 
-    layer: the cache layer. tokens: positions of the tokens that this update appended. update: number of the update in
-    its layer, from 1.
+    layer: the cache layer.
+    tokens: positions of the tokens that this update appended.
+    update: number of the update in its layer, from 1.
     """
 
     layer: _Layer
@@ -118,6 +119,7 @@ class _Layer(CacheLayerMixin):
     """Cached keys and values of one model layer.
 
     `update` appends tokens; then any number of attention modules, each with its own rule, may read them by `attend`.
+
     undo: number of last tokens that `crop` can remove.
     """
 
@@ -193,9 +195,11 @@ class _Layer(CacheLayerMixin):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        given: the layer and the number of the `update` call that returned k. k, v: as `update` returned them. module:
-        the model's attention module, which must be causal. score_mod, sinks: as in `flexdilated.attend`. q_offset:
-        position of the first query.
+        given: the layer and the number of the `update` call that returned k.
+        k, v: as `update` returned them.
+        module: the model's attention module, which must be causal.
+        score_mod, sinks: as in `flexdilated.attend`.
+        q_offset: position of the first query.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         q, k, v = autocast(q, k, v)
@@ -347,7 +351,6 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.crop(self, tokens_to_remove)
 
     def offload(self) -> None:
-        """Raise ValueError, as offloading is not supported."""
         _Layer.offload(self)
 
 
@@ -355,7 +358,8 @@ def _as_ours(layer: Any, undo: int) -> Any:
     """Return the cache layer of this module that replaces a layer of transformers' DynamicCache.
 
     A layer that holds only states, or nothing, is returned unchanged. undo: number of last tokens that `crop` can
-    remove. Raises ValueError for unsupported kinds of layers.
+    remove.
+    Raises ValueError for unsupported kinds of layers.
     """
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(undo)
@@ -381,7 +385,9 @@ def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
 def _require_own_queries(given: KeyOrigin, module: nn.Module, queries: range) -> None:
     """Raise ValueError unless the attention is causal and its queries are the tokens of the last cache update.
 
-    given: origin of the keys. module: the model's attention module. queries: positions of the queries.
+    given: origin of the keys.
+    module: the model's attention module.
+    queries: positions of the queries.
     """
     if queries != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
         raise ValueError(

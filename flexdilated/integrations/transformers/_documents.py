@@ -76,11 +76,14 @@ class ModelCall:
         is_known: bool,
         evicts: bool,
     ) -> Int64[Tensor, "B N"] | None:
-        """Return the document of each token of this pass, counted from 0; None if `module` sees only one of each row.
+        """Return the document of each token of this pass, counted from 0; None if `module` sees one per sequence.
 
-        module: an attention layer. num_tokens, q_offset: number of its queries, and the position of the first. visible:
-        False for padding; None for no padding. is_known: False if q_offset is a number that a graph reads from a
-        tensor. evicts: True for keys of a `FlexdilatedCache`.
+        module: an attention layer.
+        num_tokens, q_offset: number of its queries, and the position of the first.
+        visible: False for padding; None for no padding.
+        is_known: False if q_offset is a number that a graph reads from a tensor.
+        evicts: True for keys of a `FlexdilatedCache`.
+
         Raises ValueError for documents that the model or its cache cannot keep apart.
         """
         self.has_layers = True
@@ -263,7 +266,7 @@ def _read_at_once(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the arguments, (B, N), (B, 1) and (1, 1), on the CPU, after one copy; in a graph, unchanged.
 
-    last: if it has another number of rows than positions, its largest number takes its place.
+    last: if it has another batch size than positions, its largest number takes its place.
     """
     if last is not None and positions is not None and len(last) != len(positions):
         last = last.amax(0, keepdim=True)
@@ -288,10 +291,10 @@ def _number_before(q_offset: int, visible: Tensor | None, num_tokens: int) -> In
 def _begins(
     positions: Int64[Tensor, "B N"], visible: Bool[Tensor, "B N"] | None, least: Int64[Tensor, "B 1"]
 ) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
-    """True for tokens that begin a document after the first, and the position of the last token of each row.
+    """True for tokens that begin a document after the first, and the position of the last token of each sequence.
 
-    visible: False for padding, which is left out of the comparison; None for no padding. least: the position of the
-    token before the first.
+    visible: False for padding, which is left out of the comparison; None for no padding.
+    least: the position of the token before the first.
     """
     rows = max(len(positions), len(least), 0 if visible is None else len(visible))
     before = torch.cat([least.expand(rows, 1), positions.expand(rows, -1)], 1)

@@ -37,9 +37,11 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 def layer_pattern(layer: nn.Module) -> tuple[LayerPattern | None, bool]:
     """Return (pattern, replaces) as `set_pattern` stored them on a layer; (None, False) if it stored nothing.
 
-    pattern: None for a layer that keeps the model's rule. replaces: True for compose="replace", where a pattern is used
-    without the model's rule; no effect if the pattern is None. Raises ValueError if a loaded config has patterns that
-    were not yet set on the layers.
+    pattern: None for a layer that keeps the model's rule.
+    replaces: True for compose="replace", where a pattern is used without the model's rule; no effect if the pattern is
+        None.
+
+    Raises ValueError if a loaded config has patterns that were not yet set on the layers.
     """
     own = getattr(layer, _OWN, None)
     if own is not None:
@@ -64,7 +66,7 @@ def choose(
     layers = attention_layers(model)
     kept = {layer: reason for path, reason in left.items() for layer in attention_layers(model.get_submodule(path))}
     if pattern is None:
-        chosen, compose = _stored(model, len(layers))
+        chosen, compose = _stored_patterns(model, len(layers))
     elif isinstance(pattern, Mapping):
         strangers = [number for number in pattern if number not in range(len(layers))]
         if strangers:
@@ -94,8 +96,9 @@ def choose(
 def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> None:
     """Set the implementation `name` on a model, except for the parts `left`, which keep theirs; warn of these.
 
-    left: {path: reason}. A part that has the implementation already, from a saved config, gets the default of
-    transformers.
+    left: {path: reason}.
+
+    A part that has the implementation already, from a saved config, gets the default of transformers.
     """
     parts: dict[str, Any] = {path: model.get_submodule(path) for path in left}
     before = {path: getattr(part.config, _IN_USE) for path, part in parts.items()}
@@ -112,10 +115,12 @@ def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> Non
 def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
     """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
 
-    chosen: a pattern or None for each layer. compose, name: as in `set_pattern`. The name is written as
-    `attn_implementation`: transformers reads this entry and raises for a name that is not registered, so a process
-    without this library cannot load the model with dense attention by mistake. If all patterns are None, the entries
-    are removed instead.
+    chosen: a pattern or None for each layer.
+    compose, name: as in `set_pattern`. The name is written as `attn_implementation`: transformers reads this entry and
+        raises for a name that is not registered, so a process without this library cannot load the model with dense
+        attention by mistake.
+
+    If all patterns are None, the entries are removed instead.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
@@ -202,7 +207,7 @@ def _text(pattern: LayerPattern) -> str:
         return repr(pattern)
 
 
-def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
+def _stored_patterns(model: Any, num_layers: int) -> tuple[list[Any], str]:
     """Read the patterns that `store_patterns` wrote into a model's config: (a pattern or None for each layer, compose).
 
     Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.

@@ -27,10 +27,12 @@ _GROUPS, _VISIBLE = "groups", "visible"
 class Reading:
     """The rule of a mask function, as patterns: a pair is allowed if all three patterns that are not None allow it.
 
-    begin: pattern that divides a row into documents and allows pairs within a document only; None for undivided rows.
+    begin: pattern that divides a sequence into documents and allows pairs within a document only; None for no division.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
-    the rule has none. beside: constraints by tensors with an entry per token, such as groups of image tokens; None if
-    the rule has none. tensors: run-time tensors of these patterns, by name; `read` omits those of its argument `begin`.
+        the rule has none.
+    beside: further constraints, by tensors with an entry per token, such as groups of image tokens; None if the rule
+        has none.
+    tensors: run-time tensors of these patterns, by name, except the tensors of a `begin` that the caller gave.
     """
 
     positions: Pattern | None
@@ -50,9 +52,12 @@ class Reading:
 def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | None) -> Reading:
     """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
-    begin: pattern that divides each row into documents, from whose first tokens positions are counted; None to count
-    from the start of the row. If the function itself counts positions from the starts of packed sequences, the result
-    has a pattern of these sequences in place of `begin`.
+    begin: pattern that divides each sequence into documents, from whose first tokens positions are counted; None to
+        count from the start of the sequence.
+
+    If the function itself counts positions from the starts of packed sequences, the result has a pattern of these
+    sequences in place of `begin`.
+
     Raises ValueError for operations on positions that the rules of transformers do not use.
     """
     with _TablesOfPositions():
@@ -218,10 +223,13 @@ class _ChunkIndex:
 class _PairRule:
     """Intersection of constraints on pairs (query, key); a field that is None adds no constraint.
 
-    least, most: inclusive limits of the distance key - query. chunk: length of consecutive chunks; query and key must
-    be in one chunk. same: tensor (B, L) of group ids; query and key must have equal, nonnegative ids. visible: tensor
-    (B, L), True for the keys that are allowed. counted_anew: True if positions are counted from the first token of each
-    group of `same`. nothing: True if no pair is allowed. unions: pairs of rules; of each pair at least one must hold.
+    least, most: inclusive limits of the distance key - query.
+    chunk: length of consecutive chunks; query and key must be in one chunk.
+    same: tensor (B, L) of group ids; query and key must have equal, nonnegative ids.
+    visible: tensor (B, L), True for the keys that are allowed.
+    counted_anew: True if positions are counted from the first token of each group of `same`.
+    nothing: True if no pair is allowed.
+    unions: pairs of rules; of each pair at least one must hold.
     """
 
     least: int | None = None
@@ -260,7 +268,7 @@ class _PairRule:
         return _PairRule(unions=((self, other),))
 
     def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
-        """Convert to patterns, and add their run-time tensors to `tensors`; `begin` as in `read`."""
+        """Convert to patterns, and add their run-time tensors to `tensors`; begin: see `pattern_from_mask_function`."""
         if self.nothing:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])

@@ -33,7 +33,7 @@ def left_out(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, s
         )
     paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
     found: dict[str, str] = {}
-    for module, reason in _unserved(paths, layers):
+    for module, reason in _unserved_modules(paths, layers):
         part = _own_part(model, paths[module])
         found.setdefault(part, reason)
         if all(any(_is_in(part, paths[layer]) for part in found) for layer in layers):
@@ -41,7 +41,7 @@ def left_out(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, s
     return found
 
 
-def _unserved(paths: Mapping[nn.Module, str], layers: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+def _unserved_modules(paths: Mapping[nn.Module, str], layers: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     for number, layer in enumerate(layers):
         if reason := _reason(type(layer)):
             yield layer, f"layer {number}, {type(layer).__name__}, {reason}"
@@ -110,8 +110,9 @@ def _reason(kind: type[nn.Module]) -> str | None:
 def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
     """True if a mask expression in `forward` is one of its arguments, a constant, or a conditional choice of these.
 
-    arguments: names of the arguments of `forward`. Arguments whose names are in `_MERGED`, masks that the model has
-    computed from other masks, give False.
+    arguments: names of the arguments of `forward`.
+
+    Arguments whose names are in `_MERGED`, masks that the model has computed from other masks, give False.
     """
     if isinstance(mask, ast.IfExp):
         return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)

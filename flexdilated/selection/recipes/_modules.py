@@ -64,7 +64,10 @@ class CoarseToFineAttention(nn.Module):
     is computed over all blocks, and the terms of the `top` blocks are subtracted. This is numerically stable: by
     Jensen's inequality a block's sum over keys is at least its pooled term, so no small difference remains.
 
-    block: tokens of a block. top: blocks that a query reads key by key. causal: hide later keys.
+    block: tokens of a block.
+    top: blocks that a query reads key by key.
+    causal: hide later keys.
+
     Gradients are exact for the chosen blocks, and pass through the means; the choice has no gradient. The cost of a
     query is that of M / block + (top + 1) * block keys, and of M / block scores for the choice.
 
@@ -100,7 +103,10 @@ class CoarseToFineAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output in the shape of q.
 
-        Query i has position q_offset + i, key j position j; other arguments are as in `attend`.
+        Query i has position q_offset + i, key j position j.
+
+        scale: factor on the scores, a number; None: 1 / sqrt(D).
+        enable_gqa: as in `attend`.
 
         Raises ValueError or TypeError for inputs that do not fit together.
         """
@@ -159,9 +165,13 @@ class NativeSparseAttention(nn.Module):
     trained through branch 1, and the gates directly; no gradient passes through the choice. The caller applies a rotary
     embedding.
 
-    embed_dim: E, the size of the gates' input. head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads
-    divides num_heads, and equals it by default. length, stride, block: `stride` divides length and block. top: at least
-    first + local; first: at least 0; local: at least 1. window: at least 1.
+    embed_dim: E, the size of the gates' input.
+    head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and equals it by default.
+    length, stride, block: `stride` divides length and block.
+    top: at least first + local.
+    first: at least 0.
+    local: at least 1.
+    window: at least 1.
 
     Raises TypeError or ValueError for other values.
     Source: NSA, arXiv 2502.11089, section 3, equations 5 to 12.
@@ -223,9 +233,13 @@ class NativeSparseAttention(nn.Module):
         """Gated sum of the outputs of the three branches, in the shape of q.
 
         k, v: keys and values of the branches compressed, selected and window, in this order; to use one k for all, pass
-        k.expand(3, *k.shape). x: input of the gates, one token per query. scale: factor on scores, 1 / sqrt(D) by
-        default. Query i has position q_offset + i, key j position j. Raises ValueError or TypeError for inputs that do
-        not fit.
+            k.expand(3, *k.shape).
+        x: input of the gates, one token per query.
+        scale: factor on scores, 1 / sqrt(D) by default.
+
+        Query i has position q_offset + i, key j position j.
+
+        Raises ValueError or TypeError for inputs that do not fit.
         """
         self._check(x, q, k, v)
         require_int("q_offset", q_offset, minimum=0)
@@ -252,7 +266,9 @@ class NativeSparseAttention(nn.Module):
         """Blocks of `block` keys that each query and key/value head chooses, padded with -1.
 
         keys, lse: compressed keys, and the log-sum-exp of attention to them, which give the weights that score blocks.
-        num_keys: number of keys before compression. Computed in chunks of queries to bound memory.
+        num_keys: number of keys before compression.
+
+        Computed in chunks of queries to bound memory.
         """
         count = -(-num_keys // self.block)
         number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
@@ -284,8 +300,10 @@ class NativeSparseAttention(nn.Module):
         """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
 
         It is the sum, over the windows that overlap the block and the query heads of the key/value head, of the
-        window's attention weight times the number of its strides inside the block. keys, lse: compressed keys, and the
-        log-sum-exp of attention to them. position: position of each query.
+        window's attention weight times the number of its strides inside the block.
+
+        keys, lse: compressed keys, and the log-sum-exp of attention to them.
+        position: position of each query.
         """
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride

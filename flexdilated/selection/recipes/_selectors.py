@@ -23,9 +23,9 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
     The score of a block is q · mean of its keys, in float32. Of the blocks before the query's own, the `top` - 1 with
     the highest scores are chosen, or all if there are fewer. The own block is read up to the query.
 
-    block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12. top: blocks that are
-    read, the own block included; at least 2. within: the mask of the attention: causal(), or its intersection with
-    patterns that hide further keys.
+    block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12.
+    top: blocks that are read, the own block included; at least 2.
+    within: the mask of the attention: causal(), or its intersection with patterns that hide further keys.
 
     Raises TypeError or ValueError for other values.
     Source: MoBA, arXiv 2502.13189, section 2.2.
@@ -43,13 +43,15 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
 def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
     """Quest: each query of each head reads the last page and the pages with the highest upper bounds of scores.
 
-    A page is a block of keys. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
-    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own.
-    The paper uses it in decoding, with one query at a time, and leaves the first two layers dense. With several
-    queries, each chooses separately.
+    A page is a key block. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
+    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own. The paper uses it
+    in decoding, with one query at a time, and leaves the first two layers dense. With several queries, each chooses
+    separately.
 
     budget: keys that are read, a multiple of `block` and at least two blocks, the last page included. The paper uses
-    256 to 4096. block: keys of a page. within: as in `moba`.
+        256 to 4096.
+    block: keys of a page.
+    within: as in `moba`.
 
     Raises TypeError or ValueError for other values.
     Source: Quest, arXiv 2406.10774, algorithm 1; its code counts the last page in the budget.
@@ -76,7 +78,7 @@ def xattention(
     threshold: float = 0.9,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """XAttention: a block of queries reads the fewest key blocks with an estimated share `threshold` of its attention.
+    """XAttention: a query block reads the fewest key blocks with an estimated share `threshold` of its attention.
 
     The score of a tile of stride × stride pairs is the mean score of its antidiagonal. A softmax over each line of
     tiles, summed over the tiles of a block, is the block's share in that line, and the mean over lines is the block's
@@ -87,9 +89,12 @@ def xattention(
     For prefill only, as the queries of a block choose together (`future_in_choice`). Random queries and keys attend
     everywhere, so `threshold` chooses nearly all blocks: test it on the queries and keys of a model.
 
-    most: width of the table, which the paper does not bound; `Selection.cut` is the share of rows that needed more.
-    block: tokens of a block of queries and of keys, a multiple of `stride`. stride: 8 or 16 in the paper. threshold:
-    above 0, at most 1. within: as in `moba`.
+    most: width of the table, which the paper does not bound; `Selection.cut` is the share of query blocks that needed
+        more.
+    block: tokens of a query block and of a key block, a multiple of `stride`.
+    stride: 8 or 16 in the paper.
+    threshold: above 0, at most 1.
+    within: as in `moba`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, section 2 and algorithm 1.
@@ -119,14 +124,15 @@ def seer_attention(
     choose: TopK | TopP | Threshold,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """SeerAttention: a trained gate chooses key blocks for blocks of queries; for prefill only.
+    """SeerAttention: a trained gate chooses key blocks for query blocks; for prefill only.
 
     The gate scores the mean query of each block of `gate.block` queries with the maximum, minimum and mean of each
     block of `gate.block` keys. The query's own block is always read. Pass q and k before the model's rotary embedding,
     as the gate applies its own. `SelectedAttention.distill_loss` trains it.
 
-    gate: a `SeerGate` with share="head". choose: the paper uses a threshold or a fixed share of the blocks:
-    fd.Threshold(t, most=) or fd.TopK(k). within: as in `moba`.
+    gate: a `SeerGate` with share="head".
+    choose: the paper uses a threshold or a fixed share of the blocks: fd.Threshold(t, most=) or fd.TopK(k).
+    within: as in `moba`.
 
     Raises TypeError for a gate of another kind, and ValueError for one with share="group".
     Source: SeerAttention, arXiv 2410.13276, section 3.
@@ -153,8 +159,9 @@ def seer_attention_r(
 
     Like `seer_attention`, but without pooling of queries, so that decoding chooses as training does.
 
-    gate: a `SeerGate` with share="group". choose: the paper uses a threshold, or a budget that includes the own block:
-    fd.TopK(budget // block - 1). within: as in `moba`.
+    gate: a `SeerGate` with share="group".
+    choose: the paper uses a threshold, or a budget that includes the own block: fd.TopK(budget // block - 1).
+    within: as in `moba`.
 
     Raises TypeError for a gate of another kind, and ValueError for one with share="head".
     Source: SeerAttention-R, arXiv 2506.08889, section 2.
@@ -183,16 +190,18 @@ _SHARES = ("head", "group")
 
 @advises()
 class SeerGate(nn.Module):
-    """Scores blocks of keys for rows of queries: RoPE(W_q query) · RoPE(W_k [greatest, least, mean] keys) / sqrt(dim).
+    """Scores key blocks for query blocks: RoPE(W_q query) · RoPE(W_k [greatest, least, mean] keys) / sqrt(dim).
 
     A scorer for `BlockSelector`, used by `seer_attention` and `seer_attention_r`. Each head has separate weights. RoPE
-    uses the position of the first token of a row, and of the first key of a block. Pass queries and keys before the
-    model's own rotary embedding.
+    uses the position of the first token of a query block, and of the first key of a block. Pass queries and keys before
+    the model's own rotary embedding.
 
     head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and equals it by default.
-    block: tokens of a block of keys, as in the selector. dim: width of the projected queries and keys, even; 128 in the
-    paper. share: "head", one score per query head; "group", one per key/value head, for the sum of its projected
-    queries, as in SeerAttention-R. base: base of the rotary embedding's frequencies.
+    block: tokens of a key block, as in the selector.
+    dim: width of the projected queries and keys, even; 128 in the paper.
+    share: "head", one score per query head; "group", one per key/value head, for the sum of its projected queries, as
+        in SeerAttention-R.
+    base: base of the rotary embedding's frequencies.
 
     Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276, section 3.1, and SeerAttention-R, arXiv 2506.08889.
@@ -233,10 +242,11 @@ class SeerGate(nn.Module):
     def forward(
         self, queries: Float[Tensor, "B H R D"], pools: Pools, positions: Int64[Tensor, " R"]
     ) -> Float[Tensor, "B T R C"]:
-        """Scores of all C blocks of keys for R rows; T = H or, with share="group", T = G.
+        """Scores of all C key blocks for R query blocks; T = H or, with share="group", T = G.
 
-        queries: one per row (block of queries). pools: mean, least and greatest keys of each block, (B, G, C, D) each.
-        positions: position of the first token of each row.
+        queries: one per query block.
+        pools: mean, least and greatest keys of each block, (B, G, C, D) each.
+        positions: position of the first token of each query block.
         """
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])
         if came != expected:
@@ -249,7 +259,7 @@ class SeerGate(nn.Module):
         q = q.unflatten(1, (k.shape[1], -1))
         q = q.sum(2, keepdim=True) if self.share == "group" else q
         begins = torch.arange(k.shape[2], device=k.device) * self.block
-        q, k = _turned(q, positions, self.base), _turned(k, begins, self.base)
+        q, k = _rotate(q, positions, self.base), _rotate(k, begins, self.base)
         return (q @ k.unsqueeze(2).mT).flatten(1, 2) * k.shape[-1] ** -0.5
 
     def extra_repr(self) -> str:
@@ -258,7 +268,7 @@ class SeerGate(nn.Module):
         return f"{sizes}, share={self.share!r}, base={self.base}"
 
 
-def _turned(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
+def _rotate(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
     """Apply rotary embedding to x: channels i and i + E/2 are rotated by the angle position * base^(-2 i / E)."""
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)

@@ -22,10 +22,12 @@ MAX_RESIDUE_RATE = 256
 def terms_by_layout(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Map from layout name to the terms (parts computed by one kernel) of a branch in that layout.
+    """Map from layout name to the terms of a branch in that layout.
 
-    Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16". residues: include the residue-major
-    order of all tokens. gathered: include terms over only the active tokens of each head.
+    Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16".
+
+    residues: include the residue-major order of all tokens.
+    gathered: include terms over only the active tokens of each head.
     """
     # Parts of a union are also tried in separate orders; an order for all parts must have few classes.
     most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
@@ -41,7 +43,7 @@ def terms_by_layout(
 
 
 def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
-    """Return a list of one term (a part of a plan that one kernel computes), for all heads of a branch.
+    """Return a list of one term, for all heads of a branch.
 
     It covers all tokens, in residue-major order of this rate; rate 1 is the natural order.
     """
@@ -89,9 +91,11 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 class _Folds(NamedTuple):
     """Equally shaped folds (segments or residue classes) computed as a batch; heads with equal values share a term.
 
-    place: number that tells apart groups of folds at different tokens. step: tokens from one active token (a token that
-    the fold computes) to the next. folds: number of folds. stride: tokens from the start of one fold to that of the
-    next. num_queries, num_keys: number of active tokens in each fold.
+    place: number that tells apart groups of folds at different tokens.
+    step: tokens from one active token (a token that the fold computes) to the next.
+    folds: number of folds.
+    stride: tokens from the start of one fold to that of the next.
+    num_queries, num_keys: number of active tokens in each fold.
     """
 
     place: int
@@ -218,19 +222,19 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
     """Return one tile shape, that with the fewest computed pairs, or the best two if that number is an estimate.
 
-    Sides are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128 (a
-    block), are compared. If the sides of the best tile do not divide the grid, blocks extend over several tiles, and
-    the number of pairs is an estimate.
+    Lengths are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128
+    (a block), are compared. If the lengths of the best tile do not divide the grid, blocks extend over several tiles,
+    and the number of pairs is an estimate.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
     most = max(map(prod, tiles))
-    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached(rule, tile))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached_pairs(rule, tile))
     divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
     return best[:1] if divides else best[:2]
 
 
-def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+def _reached_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
     """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
     return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 

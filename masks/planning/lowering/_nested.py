@@ -24,7 +24,7 @@ _STRIP_ROWS = 256
 
 
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
-    """Partition branches (summands of a pattern) greedily into few groups whose dilated segments nest.
+    """Partition branches greedily into few groups whose dilated segments nest.
 
     Branches and groups map each branch to its multiplicity. Segments nest if each segment length and rate divides the
     next, and a token that is active in a branch is active in all earlier ones; they may be combined with causal order.
@@ -45,9 +45,10 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Terms that compute every allowed pair once, weighted by the sum of the multiplicities of branches that allow it.
 
     branches: multiplicity of each branch; these are dilated segments that nest: each segment length and rate divides
-    the next, and a token that is active in a branch is active in all earlier ones. The level of a token is the last
-    branch in which it is active. The branches that allow a pair are those from the first in which both tokens are in
-    one segment to the lower of the two tokens' levels.
+        the next, and a token that is active in a branch is active in all earlier ones.
+
+    The level of a token is the last branch in which it is active. The branches that allow a pair are those from the
+    first in which both tokens are in one segment to the lower of the two tokens' levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
@@ -64,7 +65,7 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
 
 
 def _size(branch: Pattern) -> tuple[int, int]:
-    base, _ = _split(branch)
+    base, _ = _dilated_and_rest(branch)
     return (0, 0) if base is None else (base.segment, base.rate)
 
 
@@ -72,7 +73,9 @@ def _size(branch: Pattern) -> tuple[int, int]:
 class _Chain:
     """Nested branches, from the shortest segments to the longest.
 
-    bases: dilated factor of each branch. times: multiplicity of each. rest: the other factor, common to all branches.
+    bases: dilated factor of each branch.
+    times: multiplicity of each.
+    rest: the other factor, common to all branches.
     """
 
     bases: tuple[Dilated, ...]
@@ -83,7 +86,7 @@ class _Chain:
     @classmethod
     def of(cls, branches: Mapping[Pattern, int], bound: Bound) -> _Chain | None:
         aligned = bound.q_offset == bound.k_offset == 0 and bound.num_queries == bound.num_keys
-        split = [(*_split(branch), times) for branch, times in branches.items()]
+        split = [(*_dilated_and_rest(branch), times) for branch, times in branches.items()]
         bases = [base for base, _, _ in split if base is not None]
         if not aligned or len(bases) < 2 or len(bases) < len(split) or any(rest != split[0][1] for _, rest, _ in split):
             return None
@@ -161,7 +164,7 @@ class _Rectangle(NamedTuple):
     stride: int
 
 
-def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
+def _dilated_and_rest(branch: Pattern) -> tuple[Dilated | None, Pattern]:
     """(dilated factor, other factor) if the other factor is `every` or `causal`; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]

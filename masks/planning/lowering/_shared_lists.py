@@ -26,7 +26,7 @@ from ._term import Term
 
 
 class SharedListTerm(Term):
-    """Term (part of a plan that one kernel computes) whose heads share one block list.
+    """Term whose heads share one block list.
 
     The list has the blocks in which any head has pairs; a block is full if it is full for all heads.
     """
@@ -34,7 +34,9 @@ class SharedListTerm(Term):
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
         """Number of computed blocks over all heads: full ones as `plain`, partial ones as `masked`; `runs` is 0."""
-        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
+        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._block_masks(
+            self.block_side, self.block_side
+        )
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
         return ListedBlocks(0, full, partial)
 
@@ -54,11 +56,11 @@ class SharedListTerm(Term):
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be padded to whole blocks of these sides.
+        """The block list over all slots; segments must be padded to whole blocks of these sizes.
 
         settle: not used, as full and partial blocks are known exactly.
         """
-        full, partial = self._listed(q_block, k_block)
+        full, partial = self._block_masks(q_block, k_block)
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
         table = torch.zeros(len(row), dtype=torch.int32)
@@ -66,7 +68,7 @@ class SharedListTerm(Term):
         unknown, shape = torch.full_like(table, UNKNOWN), (self.q.num_slots, self.k.num_slots, q_block, k_block)
         return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
+    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         """(full, partial): masks of the blocks of each segment; an order without segments is one segment."""
         raise NotImplementedError
 
@@ -86,12 +88,11 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """The term with segments padded to whole blocks of these sides."""
+        """The term with segments padded to whole blocks of these sizes."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         keys = k_past - k_first
         if not self.is_causal:
@@ -108,8 +109,7 @@ class PaddedTerm(SharedListTerm):
         q, k = self.q.moved(q_tokens), self.k.moved(k_tokens)
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """(full, partial): masks of the blocks of each segment."""
+    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
@@ -127,16 +127,17 @@ class PaddedTerm(SharedListTerm):
         return listed & whole, listed & ~whole
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
         lonely_k = torch.where(no_queries, k_first, q_past.maximum(k_first) if self.is_causal else k_past)
-        queries = self._marked(q_first, lonely_q, self.q)
-        return queries, self._marked(lonely_k, k_past, self.k)
+        queries = self._interval_mask(q_first, lonely_q, self.q)
+        return queries, self._interval_mask(lonely_k, k_past, self.k)
 
     @staticmethod
-    def _marked(first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], order: Padded) -> Bool[Tensor, "1 H S"] | None:
+    def _interval_mask(
+        first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], order: Padded
+    ) -> Bool[Tensor, "1 H S"] | None:
         if bool((first >= past).all()):
             return None
         slot = torch.arange(order.num_slots)
@@ -169,8 +170,9 @@ def _of_segments(
 ) -> MaskMod:
     """Return a mask_mod that allows the key slots with tokens in the query's segment; if `is_causal`, only k <= q.
 
-    width: slots of a segment. begins, counts, ends: for each head the first slot with a token, the number of slots with
-    tokens in a segment, and one past the last slot with a token.
+    width: slots of a segment.
+    begins, counts, ends: for each head the first slot with a token, the number of slots with tokens in a segment, and
+        one past the last slot with a token.
     """
 
     def seen(b, h, q, k):
@@ -220,7 +222,8 @@ _LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compile
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
     """Return (query order, key order) of the segments with queries and keys; None if no query or no key is active.
 
-    offsets: dilation offset of each head. segment, rate: segment length and dilation rate.
+    offsets: dilation offset of each head.
+    segment, rate: segment length and dilation rate.
     """
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
@@ -241,7 +244,7 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
 
 
 class IntervalTerm(SharedListTerm):
-    """Term (part of a plan that one kernel computes) in which each query attends to one interval of key slots.
+    """Term in which each query attends to one interval of key slots.
 
     Tokens are numbered by position.
     """
@@ -265,20 +268,21 @@ class IntervalTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(q_block), k=self.k.in_blocks_of(k_block))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
+    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
         """(full, partial): masks of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low
         row = torch.arange(low.shape[1]).expand_as(low)[some] // q_block
+        # A query touches the blocks from that of `low` to that of `high` - 1: +1 where they begin, -1 after their end.
         touched = torch.zeros(rows, columns + 1, dtype=torch.int32)
         one = torch.ones_like(row, dtype=torch.int32)
         touched.index_put_((row, low[some] // k_block), one, accumulate=True)
         touched.index_put_((row, (high[some] - 1) // k_block + 1), -one, accumulate=True)
+        # A block is full if it begins at or after `low`, and ends at or before `high`, of every query.
         latest = torch.zeros(rows * q_block, dtype=torch.int64)
         latest[: low.shape[1]] = low.amax(0)
         soonest = torch.zeros(rows * q_block, dtype=torch.int64)  # 0 beyond the last slot: no block is full there
@@ -289,10 +293,9 @@ class IntervalTerm(SharedListTerm):
         return full[None], ((touched.cumsum(1)[:, :-1] > 0) & ~full)[None]
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H Q"] | None, Bool[Tensor, "1 H K"] | None]:
-        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         low, high = self.limits
         steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
-        one = (high > low).long()
+        one = (high > low).long()  # +1 where a query's keys begin, -1 after their end; the sum counts queries of a key
         seen = steps.scatter_add(1, low, one).scatter_add(1, high, -one).cumsum(1)[:, :-1]
         found = (low == high) & (self.q.positions >= 0), (seen == 0) & (self.k.positions >= 0)
         rows = list(self.q.rows)
@@ -300,13 +303,12 @@ class IntervalTerm(SharedListTerm):
         return queries, keys
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
         dtype = index_dtype(device, 0, self.k.num_slots)
         rows = torch.tensor(self.q.rows, dtype=dtype, device=device)
-        return _between(rows, *(limit.to(device, dtype) for limit in self.limits))
+        return _interval_mask_mod(rows, *(limit.to(device, dtype) for limit in self.limits))
 
 
-def _between(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[Tensor, "T Q"]) -> MaskMod:
+def _interval_mask_mod(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[Tensor, "T Q"]) -> MaskMod:
     def seen(b, h, q, k):
         row = rows[h]
         return (low[row, q] <= k) & (k < high[row, q])
@@ -318,8 +320,11 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
     """One term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
 
     A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
-    at most one of them of rate above 1. placement: positions of the device's queries and keys. Terms without an allowed
-    pair are left out.
+    at most one of them of rate above 1.
+
+    placement: positions of the device's queries and keys.
+
+    Terms without an allowed pair are left out.
     """
     groups: dict[tuple[Pattern, int, int], dict[int, tuple[int, Ranges]]] = {}
     of_head = placement.keys

@@ -1,7 +1,7 @@
 """Attention over a table of selected key blocks: the problems that compute it, and the pairs that these have.
 
-Each row of a table lists the key blocks of one block of queries. Keys are gathered for each row, or queries are grouped
-by key block. The table itself is read; no block list is built.
+Each row of a table lists the key blocks of one query block. Keys are gathered for each row, or queries are grouped by
+key block. The table itself is read; no block list is built.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ def lists_keys(block: tuple[int, int]) -> bool:
 class Batch(NamedTuple):
     """n attention problems of equal shape, for one kernel call for each tensor in `sets`, which share the rest.
 
-    A head set is the g query heads that share a table and a key/value head. sets: index of the head set of each
-    problem. query: index of each query in the call. block: index of each key block. place: index of each query's result
-    among the results of its head set before their merge, which has one for each query or one for each query and
-    selected block; -1 for padding. seen: for each query and block, 2 if all pairs are visible, 1 if the rule decides, 0
-    if the query does not select the block; None: all pairs of every block.
+    A head set has g query heads.
+
+    sets: index of the head set of each problem.
+    query: index of each query in the call.
+    block: index of each key block.
+    place: index of each query's result among the results of its head set before their merge, which has one for each
+        query or one for each query and selected block; -1 for padding.
+    seen: for each query and block, 2 if all pairs are visible, 1 if the rule decides, 0 if the query does not select
+        the block; None: all pairs of every block.
     """
 
     sets: list[Int64[Tensor, " n"]]
@@ -71,14 +75,18 @@ class TableWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableProblems:
-    """The attention problems of a table that lists the key blocks of each block of queries, of one batch entry.
+    """The attention problems of a table that lists the key blocks of each query block, of one batch entry.
 
-    A pair is allowed if the table lists its key block and bound.pattern, the pattern without the table, allows it.
-    bound: the call's sizes. block: tokens of (a query block, a key block). column[t, r, w]: entry w of row r of table
-    t, a key block, or -1 for none or where the pattern allows no pair; low, high: bounds on the allowed pairs of each
-    entry; full: True where they are all pairs. Row 0 is the block of the call's first query, key block 0 begins with
-    the call's first key. Heads share a table in consecutive groups of equal size. only_kind: see
-    `of_largest_batch`; None for all batches.
+    A pair is allowed if the table lists its key block and bound.pattern, the pattern without the table, allows it. Row
+    0 of a table is the block of the call's first query, key block 0 begins with the call's first key. Heads share a
+    table in consecutive groups of equal size.
+
+    bound: the call's sizes.
+    block: tokens of (a query block, a key block).
+    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or where the pattern allows no pair.
+    full: True where all pairs of the entry are allowed.
+    low, high: bounds on the allowed pairs of each entry.
+    only_kind: see `of_largest_batch`; None for all batches.
     """
 
     bound: Bound
@@ -96,10 +104,13 @@ class TableProblems:
     ) -> TableProblems:
         """Read the tables of selected blocks of one batch entry, for the heads and tokens of a call.
 
-        bound: the pattern without the table, with the call's sizes. rows: key blocks of each query block, ascending,
-        padded with a large number; row 0 is query block `first`. Numbers of blocks count from position 0. block: tokens
-        of (a query block, a key block). Raises ValueError if the number of tables does not divide the heads or the rows
-        do not include the call's first query.
+        bound: the pattern without the table, with the call's sizes.
+        rows: key blocks of each query block, ascending, padded with a large number; row 0 is query block `first`.
+            Numbers of blocks count from position 0.
+        block: tokens of (a query block, a key block).
+
+        Raises ValueError if the number of tables does not divide the heads or the rows do not include the call's first
+        query.
         """
         q_block, k_block = block
         require_tables(len(rows), bound.num_heads_global)
@@ -197,6 +208,7 @@ class TableProblems:
         """Yield the attention problems of these head sets and queries, batched by shape.
 
         The gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single problem takes more.
+
         width, element_bytes: channels of keys and values, and bytes of each.
         """
         for place, kind in enumerate(self._kinds(sets, queries)):
@@ -281,8 +293,9 @@ class TableProblems:
     def _grouped(self, sets: range, queries: range) -> Iterator[Batch]:
         """Yield groups of problems, each of one key block and up to _MOST_ROWS queries that select it.
 
-        sets, queries: the head sets, which share a table, and the queries to compute. First come blocks of which every
-        pair is allowed, then partly allowed ones.
+        sets, queries: the head sets, which share a table, and the queries to compute.
+
+        First come blocks of which every pair is allowed, then partly allowed ones.
         """
         table, row = sets.start // len(sets), self.row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self.whole[table, row]
@@ -294,6 +307,7 @@ class TableProblems:
             blocks, order = column.flatten()[pairs].sort(stable=True)
             block, counts = blocks.unique_consecutive(return_counts=True)
             height = min(_MOST_ROWS, 1 << max(0, int(counts.float().mean().ceil()) - 1).bit_length())
+            # Pairs sorted by key block; those of a block fill whole problems of `height` places, the rest is -1.
             tiles = (counts + height - 1) // height
             before = (tiles.cumsum(0) - tiles).repeat_interleave(counts) * height
             inside = torch.arange(len(pairs)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -310,7 +324,8 @@ class TableProblems:
 class TableTerm(Term):
     """Term of a plan that engine "aten" computes from a table of selected blocks, without block lists.
 
-    problems: how it is computed. width, element_bytes: channels of keys and values, and bytes of each.
+    problems: how it is computed.
+    width, element_bytes: channels of keys and values, and bytes of each.
     """
 
     problems: TableProblems
@@ -330,7 +345,7 @@ class TableTerm(Term):
 
     @property
     def listed_blocks(self) -> ListedBlocks:  # type: ignore[override]
-        """The computed pairs, as blocks of side 1."""
+        """The computed pairs, as blocks of size 1."""
         return ListedBlocks(0, self.work.computed_pairs, 0)
 
     def counted_pairs(self) -> int:

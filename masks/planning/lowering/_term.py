@@ -49,8 +49,8 @@ class KeyWeights:
 class PairWeights:
     """Periodic integer weight of a pair (q slot, k slot), equal for all heads: table[q % period][k % period].
 
-    For causal terms whose queries are the tokens of the last key slots. The period is the side of the square table, and
-    the key slot of the first query is a multiple of it.
+    For causal terms whose queries are the tokens of the last key slots. The period is the number of rows of the square
+    table, and the key slot of the first query is a multiple of it.
     """
 
     table: _Table
@@ -78,10 +78,8 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift.
-
-        Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
-        """
+        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift."""
+        # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
@@ -101,9 +99,9 @@ class CountedPairs:
 
         A view of a cached tensor: do not modify it.
         """
-        return self._shared("pair counts", self._counted)
+        return self._cached_or_cut("pair counts", self._count_pairs)
 
-    def _shared(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
+    def _cached_or_cut(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
         """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
 
         A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones.
@@ -120,7 +118,7 @@ class CountedPairs:
         return found[:, : bound.num_queries, : bound.num_keys]
 
     @outside_torch_modes
-    def _counted(self) -> Int16[Tensor, "#H Q K"]:
+    def _count_pairs(self) -> Int16[Tensor, "#H Q K"]:
         bound = self.bound
         heads = torch.tensor(bound.masked_heads)[:, None, None]
         q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset
@@ -142,7 +140,7 @@ class CountedPairs:
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
-        return self._shared("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
+        return self._cached_or_cut("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
 
 Weights = KeyWeights | PairWeights | CountedPairs
@@ -176,15 +174,17 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Term:
-    """Part of a plan that one kernel computes: some heads of one branch, over orders of the queries and keys.
+    """Some heads of one branch, over orders of the queries and keys, computed by one kernel.
 
-    q, k: orders, which give the tokens of the term and the slot (place in the reordered sequence) of each. A fold is
-    one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs
-    among these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip",
-    causal with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block
-    list of side `block_side`; "table", a table of selected blocks. heads: query heads, numbered on this device; global
-    numbers are head_offset larger. Query token i is at position q_offset + i, key token j at k_offset + j. A pair
-    counts `multiplicity` times, multiplied by its weight if there are `weights`.
+    q, k: orders, which give the tokens of the term and the slot of each. All folds repeat the rule of fold 0.
+    rule: allowed pairs among these tokens.
+    shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
+        at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
+        `block_side`; "table", a table of selected blocks.
+    heads: query heads, numbered on this device; global numbers are head_offset larger.
+
+    Query token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times,
+    multiplied by its weight if there are `weights`.
     """
 
     rule: Pattern
@@ -222,7 +222,7 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """The term with segments padded to whole blocks of these sides; self if its order has no padding."""
+        """The term with segments padded to whole blocks of these sizes; self if its order has no padding."""
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
@@ -268,7 +268,7 @@ class Term:
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of computed blocks over all heads and folds, by kind of row (query block) as in `ListedBlocks`.
+        """Number of computed blocks over all heads and folds, by kind of query block as in `ListedBlocks`.
 
         An estimate for block lists. If run-time tensors differ by batch entry, only the first entry is counted.
         """
@@ -353,7 +353,7 @@ class Term:
         """Return the block list over the slots of one fold, with a table for each distinct rule of a head.
 
         settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
-        If False, a listed block may have no allowed pair, and a full one may be listed as partial.
+            If False, a listed block may have no allowed pair, and a full one may be listed as partial.
         """
         square = self._square(q_block, k_block)
         if square is not None:

@@ -62,10 +62,11 @@ def window_terms(
 ) -> list[Term] | None:
     """Terms that compute the rule `rest` inside each window; None if there are too many kinds of windows.
 
-    A kind is the windows of equal lengths that start at one phase of the rule's period. weighed: function that returns
-    the terms of a rule in a large window, chosen by cost. any_number: True to set no limit. Otherwise there may be as
-    many kinds as distinct lengths are possible, plus `_MOST_LISTS`, as windows of one length may start at different
-    phases; and `_MOST_LISTS` kinds with block lists.
+    A kind is the windows of equal lengths that start at one phase of the rule's period.
+
+    weighed: function that returns the terms of a rule in a large window, chosen by cost.
+    any_number: True to set no limit. Otherwise there may be as many kinds as distinct lengths are possible, plus
+        `_MOST_LISTS`, as windows of one length may start at different phases; and `_MOST_LISTS` kinds with block lists.
     """
     kinds = windows.kinds(rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
@@ -93,7 +94,7 @@ class _Cut:
     """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
 
     from_start: True if `rest` counts positions from the start of a document, False if it counts from 0, None if both
-    give equal masks.
+        give equal masks.
     """
 
     rest: Pattern
