@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import prod
 from time import process_time
 
 import pytest
@@ -12,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench._catalogue import dense
 from flexdilated import masks
 from flexdilated.masks.attended import _search
-from flexdilated.masks.attended._search import _key_runs, attended_keys
+from flexdilated.masks.attended._search import attended_keys
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
-from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.core._ranges import Ranges, ranges_of
+from flexdilated.masks.core._ranges import Ranges
 from tests.support import oracle
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import Case, cases
@@ -98,70 +95,6 @@ def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed,
     assert_found(found, seen_in(table, queries, keys))
 
 
-def lattice(b, h, q, k):
-    return (3 * q + 5 * k + h) % 97 < 2
-
-
-def grid(*args, **options) -> tuple[masks.Pattern, int, list[Ranges]]:
-    pattern = masks.neighborhood(*args, **options)
-    tokens = prod(pattern.grid)
-    ends = [(0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)]
-    return pattern, tokens, [(range(*each),) for each in ends]
-
-
-LONG = 750
-# Runs as ranks hold them, and as a zigzag has them.
-OF_RANKS: list[Ranges] = [(range(250, 413),), (range(150), range(600, LONG)), (range(7, 8),)]
-LISTED = masks.block_list([[0, 1], [1]], block=4) & masks.block_list([[1], [0, 1]], block=4)
-# Pattern, tokens, and queries that are asked for.
-ASKED: dict[str, tuple[masks.Pattern | masks.Mixture, int, list[Ranges]]] = {
-    "grid of groups": grid((100,), kernel_size=6, rate=3, stride=4),
-    "rows": grid((12, 10), (0, 4)),
-    "rectangle of groups": grid((12, 10), kernel_size=(4, 5), rate=(3, 1), stride=(2, 5), causal=(True, False)),
-    "video": grid((5, 6, 4), (0, 1, 1), rate=(2, 2, 1)),
-    "torus": grid((12, 10), kernel_size=(4, 5), rate=(2, 1), stride=(2, 1), wrap=True),
-    "causal grid": (masks.neighborhood((25, 30), (3, 2), rate=(2, 1)) & masks.causal(), LONG, OF_RANKS),
-    "grid in blocks": (masks.blockwise(masks.neighborhood((15, 25), (3, 2)), 2) & masks.causal(), LONG, OF_RANKS),
-    "function": (masks.custom(lattice), LONG, OF_RANKS),
-    "function in segments": (masks.custom(lattice) & masks.dilated(300, 7, 3), LONG, OF_RANKS),
-    "complement": (~(masks.dilated(64, 4) | masks.fixed(32, summary=5)) & masks.strided(6), LONG, OF_RANKS),
-    "random blocks": (
-        (masks.random_blocks(LONG, block=40, count=2) & masks.causal()) | masks.landmark_tokens(250),
-        LONG,
-        OF_RANKS,
-    ),
-    "two ladders": (
-        masks.longnet([48, 240, 960], [1, 5, 20]) + (masks.dilated(300, 6, 4) & masks.causal()),
-        LONG,
-        OF_RANKS,
-    ),
-    # Over more pairs than are looked at one by one.
-    "table": (masks.random_blocks(1024, block=16, count=2, seed=3), 1024, [(range(80),), (range(512, 640),)]),
-    "two tables": (LISTED, 8, [(range(query, query + 1),) for query in range(8)]),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_needs_of_longer_sequences(name: str):
-    pattern, num_tokens, asked = ASKED[name]
-    heads, whole = range(3), (range(num_tokens),)
-    table = torch.stack([dense(branch, head, 3, num_tokens) for branch in pattern.branches() for head in heads])
-    for queries in asked:
-        found = attended_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
-        assert_found(found, seen_in(table, queries, whole))
-
-
-def test_who_asks_nothing_needs_nothing():
-    some = {"heads": range(2), "num_heads_global": 2}
-    ten, later = (range(10),), (range(10, 20),)
-    assert attended_keys(masks.causal(), queries=(), keys=ten, **some) == ()
-    assert attended_keys(masks.causal(), queries=ten, keys=(), **some) == ()
-    assert attended_keys(masks.causal(), queries=ten, keys=later, **some) == ()
-    assert attended_keys(masks.causal(), queries=ten, keys=ten, heads=(), num_heads_global=2) == ()
-    assert attended_keys(masks.dilated(10, 5, 3), queries=(range(9, 13),), keys=ten, **some) == ()
-    assert attended_keys(~masks.every(), queries=ten, keys=ten, **some) == ()
-
-
 ALMOST = [
     # Eight queries in a row leave out one residue of nine; window after window leaves out every third key.
     (masks.strided(9), range(4, 12), [key for key in range(100) if key % 9 != 3]),
@@ -182,13 +115,6 @@ def test_keys_that_just_miss_a_query(few, monkeypatch):
     for pattern, queries, expected in ALMOST:
         found = attended_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
         assert_found(found, expected)
-
-
-def test_neighbours_come_as_one_run():
-    """Four heads of offsets 0 to 3 need every token of a segment between them: kernels read runs as views."""
-    pattern = masks.longnet([64], [4])
-    found = attended_keys(pattern, queries=(range(32),), keys=(range(32, 80),), heads=range(4), num_heads_global=4)
-    assert found == (range(32, 64),)
 
 
 MILLION = 1 << 20
@@ -218,19 +144,3 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
     assert [len(members(each)) for each in found] == expected
     assert all(len(each) <= 10 for each in found)
     assert process_time() - begin < 5
-
-
-def test_two_positions_apart_are_no_range() -> None:
-    assert ranges_of(torch.tensor([2, 3, 5])) == (range(2, 4), range(5, 6))
-    assert ranges_of(torch.tensor([3, 6, 9, 10, 11])) == (range(3, 7, 3), range(9, 12))
-    assert ranges_of(torch.tensor([15, 28])) == (range(15, 16), range(28, 29))
-    assert ranges_of(torch.tensor([15, 28, 41])) == (range(15, 42, 13),)
-
-
-def test_runs_of_keys_are_told_apart() -> None:
-    """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
-    q = Progression(torch.tensor([0, 0, 9]), 1, torch.tensor([1, 1, 1]))
-    k = Progression(torch.tensor([3, 4, 3]), 1, torch.tensor([5, 4, 5]))
-    runs, number = _key_runs(Box(torch.zeros(3, dtype=torch.int64), q, k))
-    assert runs == 2
-    assert number[0] == number[2] != number[1]
