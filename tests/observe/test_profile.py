@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import flexdilated as fd
 from flexdilated.observe import _profile
 from flexdilated.observe._profile import VARIABLE, folder_from_environment, profile_process
 
@@ -65,16 +64,3 @@ def test_a_folder_that_cannot_be(tmp_path, monkeypatch, at_exit) -> None:
                 use()
             assert str(caught.value) == f"FLEXDILATED_PROFILE must name a folder that can be written; got '{bad}'"
     assert at_exit == []
-
-
-def test_an_import_is_all_that_it_takes(tmp_path, monkeypatch, at_exit) -> None:
-    """The code of the package, run again in this process, as importing torch in another one takes seconds."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    path = Path(fd.__file__)
-    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), {**vars(fd)})
-    fd.attend(*torch.ones(3, 1, 2, 64, 16), fd.masks.causal())
-    (write,) = at_exit
-    write()
-    trace, text = sorted(tmp_path.iterdir())
-    assert trace.name.endswith(".trace.json.gz")
-    assert "flexdilated::aten" in text.read_text(encoding="utf-8")

@@ -107,19 +107,6 @@ def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (8, 1, 3), (10, 2, 1)])
-def test_query_heads_that_share_keys_are_told_apart(heads, kv_heads, dim, engine):
-    """Also where a group has more heads than there are columns."""
-    torch.manual_seed(heads)
-    q, k = torch.randn(2, heads, 30, dim).double(), torch.randn(2, kv_heads, 30, dim).double()
-    pattern = masks.longnet((8, 32), (1, 4)) & masks.causal()
-    counts = masks_counts(pattern, heads, 30)
-    expected, lse = weights(q, k, counts)
-    received = fd.attention_received(q, k, lse, pattern, enable_gqa=True, engine=engine)
-    torch.testing.assert_close(received, expected.sum(2), rtol=1e-9, atol=1e-12)
-
-
 def masks_counts(pattern, num_heads, num_tokens):
     """(H, N, N) from each branch's mask_mod."""
     h, t = torch.arange(num_heads)[:, None, None], torch.arange(num_tokens)
@@ -163,16 +150,6 @@ def test_without_gradients_and_with_tensors_that_want_them(engine):
     torch.testing.assert_close(received, expected)
 
 
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-def test_an_lse_of_another_width_is_read(engine):
-    q, k, lse, expected = one_call()
-    narrow = fd.attention_received(q, k, lse.float(), PATTERN, engine=engine)
-    torch.testing.assert_close(narrow, expected, rtol=1e-5, atol=1e-5)
-    wide = fd.attention_received(q.float(), k.float(), lse, PATTERN, engine=engine)
-    assert (narrow.dtype, wide.dtype) == (torch.float64, torch.float32)
-    torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_compiled_whole():
     q, k, lse, expected = one_call()
     compiled = torch.compile(lambda *x: fd.attention_received(*x, PATTERN), fullgraph=True, backend="aot_eager")
@@ -189,14 +166,3 @@ def test_autocast_is_that_of_the_call():
     expected, _ = weights(q.bfloat16(), k.bfloat16(), masks_counts(PATTERN, 4, 50), lse)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
-
-
-def test_some_of_all_heads():
-    pattern = masks.per_head([masks.causal(), masks.strided(3), masks.chunked(4)])
-    q, k, v = torch.randn(3, 1, 3, 20, 4, dtype=torch.float64)
-    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
-    some, where = (q[:, 1:], k[:, 1:], lse[:, 1:]), {"head_offset": 1, "num_heads_global": 3}
-    whole, received = (fd.attention_received(q, k, lse, pattern), fd.attention_received(*some, pattern, **where))
-    torch.testing.assert_close(received, whole[:, 1:])
-    whole, mass = (fd.block_mass(q, k, lse, pattern, block=5), fd.block_mass(*some, pattern, block=5, **where))
-    torch.testing.assert_close(mass, whole[1:])

@@ -76,19 +76,3 @@ def test_it_is_a_value_and_plain_data() -> None:
     assert data["cache"]["misses"] == found.cache.misses
     assert data["pools"][-1]["name"] == pool.name
     assert list(data) == ["cache", "pools", "constants", "measured"]
-
-
-def test_the_table_says_what_the_value_says() -> None:
-    pool = BufferPool("cpu", threshold_bytes=256, budget_bytes=4096)
-    lease = pool.lease((300,), torch.float32)
-    text = str(fd.stats())
-    lines = [line.split() for line in text.splitlines()]
-    assert _stats._pool_table(()) == "none"
-    assert [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")] == [
-        *("Plan", "Buffer", "Plans")
-    ]
-    number = pool.name.removeprefix("pool ")
-    assert [number, "cpu", "2", "KiB", "1.17", "KiB", "2", "KiB", "1", "0%"] in lines
-    assert ["misses", str(fd.stats().cache.misses)] in lines
-    assert max(map(len, text.splitlines())) <= 80
-    lease.release()

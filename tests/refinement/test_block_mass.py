@@ -45,29 +45,6 @@ def test_what_is_hidden_is_not_read():
     assert bool(clean.isfinite().all())
 
 
-def test_keys_that_only_earlier_queries_see_are_not_read():
-    """The block of the first query begins before it, where a query would see a key that none of these sees."""
-    q, k, v = drawn()
-    pattern = masks.local_window(left=1, right=0)
-    _, lse = fd.attend(q, k, v, pattern, return_lse=True, q_offset=5)
-    clean = fd.block_mass(q[:, :, :40], k, lse[:, :, :40], pattern, block=8, q_offset=5)
-    k[:, :, :4] = torch.nan
-    assert torch.equal(fd.block_mass(q[:, :, :40], k, lse[:, :, :40], pattern, block=8, q_offset=5), clean)
-    assert bool(clean.isfinite().all())
-
-
-def test_zero_keys_of_padding_take_their_share():
-    q, k, v = drawn()
-    padded = masks.longnet((16, 32), (1, 4), offsets="contiguous", padding="zeros")
-    _, lse = fd.attend(q, k, v, padded, return_lse=True)
-    mass = fd.block_mass(q, k, lse, padded, block=64)
-    own = fd.attend(q, k, v, padded.unpadded, return_lse=True)[1]
-    finite = own > -torch.inf
-    expected = torch.where(finite, (own - lse).exp(), 0.0).sum((0, 2)) / (lse > -torch.inf).sum((0, 2))
-    torch.testing.assert_close(mass[:, 0, 0], expected)
-    assert bool((mass < 1).all())
-
-
 def test_lists_of_a_static_pattern_are_kept_and_forgotten_with_it():
     q, k, v = drawn()
     pattern = masks.local_window(left=11, right=3)
@@ -105,8 +82,3 @@ def test_pooled_scores_are_means_of_all_scores(data, side, queries, keys, with_l
                 means = [m - p[h].mean() for m, p, h in zip(means, part, held, strict=True) if h.any()]
             expected = sum(means) / len(means) if len(means) else torch.tensor(-torch.inf).double()
             torch.testing.assert_close(found[head, row, column], expected, rtol=1e-9, atol=1e-9)
-
-
-def test_without_tokens_there_is_nothing():
-    q = torch.zeros(2, 4, 0, 8)
-    assert fd.block_mass(q, q, q[..., 0], PATTERN, block=16).shape == (4, 0, 0)

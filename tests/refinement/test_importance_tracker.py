@@ -57,15 +57,6 @@ def test_restarted_blocks_count_what_came_since(before, since):
         assert float(found[head, row, column]) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_mass_may_change_once_it_is_taken():
-    mass = torch.ones(2, 3, 4)
-    tracker = after([mass])
-    mass.zero_()
-    assert torch.equal(tracker.importance(), torch.ones(2, 3, 4))
-    tracker.importance().zero_()
-    assert torch.equal(tracker.importance(), torch.ones(2, 3, 4))
-
-
 def test_a_run_goes_on_exactly_from_its_state():
     taken = masses(7)
     whole, begun = after(taken), after(taken[:4])

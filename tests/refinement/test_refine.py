@@ -91,14 +91,6 @@ def test_by_what_a_pattern_of_heads_keeps(problem, seed):
     assert torch.equal(after, plainly(listed, importance, scores, 4, touched, touched))
 
 
-def test_nothing_to_move_is_the_same_pattern():
-    listed = torch.eye(4, dtype=torch.bool).expand(2, 4, 4)
-    pattern = table_of(listed)
-    found = fd.refine(pattern, torch.rand(2, 4, 4), scores=torch.rand(2, 4, 4), moves=5)  # each row's only block
-    assert found.pattern is pattern
-    assert found.dropped.shape == found.grown.shape == (0, 3)
-
-
 def used(pattern):
     """What a layer does with it: a call, and what its blocks got."""
     torch.manual_seed(1)

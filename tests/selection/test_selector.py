@@ -117,41 +117,12 @@ def test_hidden_tokens_do_not_come_to_a_module(value: float) -> None:
     assert not grads[0].isnan().any()
 
 
-@pytest.mark.parametrize(("N", "M"), [(0, 5), (5, 0), (0, 0)])
-def test_no_tokens(N: int, M: int) -> None:
-    q, k = torch.randn(2, 4, N, 8), torch.randn(2, 2, M, 8)
-    found = fd.BlockSelector(block=2, choose=fd.TopK(3), share="group")(q, k)
-    assert found.blocks.shape == found.scores.shape == (2, 2, N, 3)
-    assert found.blocks.eq(-1).all()
-    assert found.density == found.cut == 0
-
-
 def test_shapes_alone() -> None:
     """On the meta device, which has no values."""
     q, k = torch.randn(2, 4, 9, 8, device="meta"), torch.randn(2, 2, 9, 8, device="meta")
     for scorer in ("mean", "mass", Gate(8).to("meta", torch.float32)):
         found = fd.BlockSelector(block=2, choose=fd.TopK(3), scorer=scorer)(q, k)
         assert found.blocks.shape == found.scores.shape == (2, 4, 9, 3)
-
-
-def test_bindings_go_to_the_selector_that_names_them() -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 24, 8)
-    ids, shown = torch.arange(24) // 9, torch.rand(24) > 0.2
-    options = {"choose": fd.TopK(2), "share": "all"}
-    given, carried = (
-        fd.BlockSelector(
-            **options,
-            block=4,
-            within=masks.causal() & masks.documents(docs),
-            coarse=fd.BlockSelector(**options, block=8, within=masks.causal() & masks.visible_keys(keys)),
-        )
-        for docs, keys in (("docs", "keys"), (ids, shown))
-    )
-    for one, other in zip(given(q, k, bindings={"docs": ids, "keys": shown}), carried(q, k), strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="got 'doc'"):
-        given(q, k, bindings={"docs": ids, "keys": shown, "doc": ids})
 
 
 @given(cases())

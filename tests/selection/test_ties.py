@@ -18,7 +18,7 @@ import flexdilated as fd
 from flexdilated.selection import _select_op, recipes
 from flexdilated.selection._scores import pools_of
 from tests.selection.cases import Case, cases, with_coarse
-from tests.selection.test_recipes import NSA, layer_of, sizes
+from tests.selection.test_recipes import sizes
 from tests.selection.test_selected_attention import Gate, gradients
 from tests.support import published_selections as published
 from tests.support import selection_oracle as oracle
@@ -146,21 +146,3 @@ def test_coarse_to_fine(size, block: int, top: int, causal: bool, seed: int) -> 
     plain = [published.coarse_to_fine(*(x[b] for x in leaves), **options, offset=offset) for b in range(2)]
     for one, other in zip(*(gradients(out, *leaves) for out in (found, torch.stack(plain))), strict=True):
         assert_close(one, other)
-
-
-def test_other_recipes() -> None:
-    """Native sparse attention, MoBA, Quest, and the gates of SeerAttention."""
-    x, q, (k, v) = tied(2, 40, 3, seed=0), tied(2, 4, 40, 4, seed=1), tied(2, 3, 2, 2, 40, 4, seed=2)
-    found = [watched(layer_of(4, 2, NSA), x, q, k, v)]
-    gates = [recipes.SeerGate(4, 4, 2, block=8, share=share).double() for share in ("head", "group")]
-    selectors = [
-        *(recipes.moba(block=8), recipes.quest(budget=24, block=8)),
-        recipes.seer_attention(gates[0], choose=fd.TopK(2)),
-        recipes.seer_attention_r(gates[1], choose=fd.TopK(2)),
-    ]
-    selectors[2]._sees_ahead = False
-    for selector in selectors:
-        found.append(watched(fd.SelectedAttention(selector, "bias"), q, k[0], v[0], enable_gqa=True))
-    for out in found:
-        for grad in gradients(out, q, k, v):
-            assert grad.isfinite().all()

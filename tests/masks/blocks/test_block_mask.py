@@ -1,6 +1,5 @@
 """BlockMasks: equal to create_block_mask's once both are read as dense masks, in every table they hold."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,18 +123,3 @@ def test_masks_are_kept_by_their_sizes():
     changes = [{name: size} for name, size in sizes.items()]
     changes += [{}, {"block_size": (128, 64)}, {"layout": masks.Layout(40, 2)}]
     assert len({id(made(**change)) for change in changes}) == len(changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"block_size": (128, -1)}, ValueError, "block_size=-1"),
-        ({"block_size": 12.5}, TypeError, "block_size"),
-        ({"layout": masks.Layout(41, 2)}, ValueError, "40 queries and 40 keys; got one for 41 tokens"),
-        ({"layout": masks.Layout(40, 2), "num_keys": 41}, ValueError, "40 queries and 41 keys"),
-        ({"device": "nowhere"}, RuntimeError, "nowhere"),
-    ],
-)
-def test_bad_input(change, error, says):
-    with pytest.raises(error, match=says):
-        masks.block_mask(masks.longnet([8], [2]), **{"num_queries": 40, "num_heads": 2} | change)

@@ -6,7 +6,7 @@ from math import log2
 import pytest
 
 from flexdilated import masks
-from flexdilated.masks.blocks import PackedBlocks, _block_search, alike
+from flexdilated.masks.blocks import PackedBlocks
 from flexdilated.masks.blocks._blocks import Blocks, build_blocks, estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._expression import pattern_kind
@@ -15,7 +15,6 @@ from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns._block_list import BlockTable
 from flexdilated.masks.planning.lowering._layouts import shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from tests.masks.blocks.test_blocks import assert_alike
 from tests.support.ladders import LADDERS, scaled
 
 
@@ -75,55 +74,7 @@ def test_scattered_blocks_are_found_where_they_are_listed(monkeypatch):
     assert looked_at(united) < 4 * drawn
 
 
-def test_many_alternatives_are_not_multiplied_out():
-    """Five unions of two would be 32 intersections: one search for the whole instead."""
-    unions = [masks.chunked(size) | masks.strided(size) for size in range(2, 7)]
-    whole = unions[0] & unions[1] & unions[2] & unions[3] & unions[4]
-    assert _block_search._alternatives(whole) == [whole]
-    assert len(_block_search._alternatives(unions[0] & unions[1])) == 4
-
-
-def test_diagonals_leave_few_pairs_to_look_at(monkeypatch):
-    """Rules that repeat along diagonals, in a layout too, and rules that are all or nothing on most blocks."""
-    looks, allowed = [], Rule.allowed
-    monkeypatch.setattr(Rule, "allowed", lambda self, *where: looks.append(len(where[0])) or allowed(self, *where))
-    for stride in (4, 8):
-        local = masks.local_window(left=40, right=9) | masks.chunked(stride)
-        for sparse in (masks.strided(8), masks.fixed(stride, summary=2)):
-            pattern = (local | sparse) & masks.causal()
-            masks.block_mask(pattern, 1000, num_heads=1, layout=Layout(1000, 8), block_size=16)
-    assert sum(looks) == 0
-    streaming = (masks.first_tokens(16) | masks.local_window(left=40, right=9) | masks.dilated(250, 1)) & masks.causal()
-    pattern = masks.per_head([streaming, ~streaming | masks.causal()])
-    mask = masks.block_mask(pattern, 1000, num_heads=2, block_size=16)
-    assert int(mask.kv_num_blocks.sum()) > 150
-    assert sum(looks) < 16
-
-
 # Kinds of blocks
-
-
-PARTS = masks.local_window(left=16, right=16), masks.dilated_window(left=4, right=4, rate=16), masks.global_tokens(3)
-
-
-@pytest.mark.parametrize("pattern", [PARTS[0] | PARTS[1] | PARTS[2], PARTS[2] & ~PARTS[0] & ~PARTS[1]])
-def test_kinds_do_not_grow_with_the_sequence(pattern):
-    """Global tokens have no period; far from both windows and from them all blocks are alike."""
-    kinds = [assert_alike(term_of(pattern, num_tokens), 16, 16) for num_tokens in (1024, 2048)]
-    assert kinds[0] == kinds[1] < 80
-
-
-def test_kinds_of_tiles_do_not_grow_with_the_grid():
-    kinds = []
-    for length in (16, 32):
-        pattern = masks.neighborhood((8, length, length), (1, 2, 1))
-        bound = pattern.bind(num_heads=1, num_queries=8 * length**2, num_keys=8 * length**2)
-        order = masks.orders.Tiling(pattern.grid, (2, 4, 4))
-        tiled = Term.of(bound, pattern, "blocks", 1, order, order, heads=term_of(pattern, 8 * length**2).heads)
-        places = tiled.blocks(32, 32)
-        partial = (~places.full).nonzero().squeeze(1)
-        kinds.append(len(alike(tiled.table_rule(), places.places(partial), places.shape)[1]))
-    assert kinds[1] == kinds[0]
 
 
 # Bytes

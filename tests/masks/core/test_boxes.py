@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
-from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression, count_below, count_multiples
+from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression
 from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._grid import fits
 from flexdilated.testing import check_pattern
@@ -128,16 +128,6 @@ def blocks(data) -> tuple[Twin, Box]:
     return twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block), data.draw(boxes_of_one_step(step))
 
 
-@settings(max_examples=20)
-@given(data=st.data(), block=st.integers(2, 7))
-def test_blocks_that_steps_cut_anywhere_are_bounded(data, block):
-    """Steps that neither divide the block nor are multiples of it."""
-    step = data.draw(st.sampled_from([step for step in range(2, 13) if block % step and step % block]))
-    twin = twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block)
-    box = data.draw(boxes_of_one_step(step))
-    assert_sound(twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1), box.area)
-
-
 EXACT: dict[str, Draw] = {
     "dilated": dilated_segments,
     "order": lambda data: (twins.causal(), data.draw(boxes_of_one_step())),
@@ -163,51 +153,6 @@ def test_counts_are_exact(name, data):
     found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
     assert torch.equal(found.low, truth)
     assert torch.equal(found.high, truth)
-
-
-@given(st.data(), st.integers(-20, 20))
-def test_order_knows_its_extremes_over_any_steps(data, shift):
-    box = data.draw(boxes())
-    found = count_below(box, shift)
-    truth = allowed(lambda h, H, q, k: (k[None] - q[:, None] <= shift).long(), box, 1)
-    assert torch.equal(found.high == 0, truth == 0)
-    assert torch.equal(found.low == box.area, truth == box.area)
-
-
-@given(st.data(), st.integers(1, 12))
-def test_multiples_over_unequal_steps(data, rate):
-    """Bounds that hold, and that meet wherever every key, or every query, of a class fits alike."""
-    box = data.draw(boxes())
-    found = count_multiples(box, rate)
-    assert_sound(found, allowed(oracle.strided(rate), box, 1), box.area)
-    if box.k.step % rate == 0 or box.q.step % rate == 0:
-        assert torch.equal(found.low, found.high)
-
-
-def test_bounds_for_no_boxes():
-    none = torch.zeros(0, dtype=torch.int64)
-    box = Box(none, Progression(none, 1, none), Progression(none, 1, none))
-    pattern = masks.per_head([masks.dilated(4, 2) & ~masks.causal(), masks.local_window(left=1, right=1)])
-    assert len(pattern.count(box, num_heads=2).low) == 0
-
-
-@pytest.mark.parametrize("rate", [2, 3, 16])
-def test_a_residue_class_is_full_or_empty(rate):
-    """In residue-major order a dilated segment has whole blocks: no doubt is left to settle."""
-    first = torch.arange(rate)
-    residues = Progression(first, rate, torch.full_like(first, 4))
-    box = Box(torch.zeros_like(first), residues, residues)
-    bound = masks.dilated(8 * rate, rate, 1).bind(num_heads=1, num_queries=99, num_keys=99)
-    expected = torch.full_like(first, EMPTY)
-    expected[1] = FULL
-    assert torch.equal(bound.classify(box), expected)
-    crossing = replace(box, k=Progression(first.flip(0), rate, box.k.count))
-    assert (bound.classify(crossing)[first != rate - 1 - first] == EMPTY).all()
-
-
-def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
-    """Few rows that name late blocks, and one that names an early one."""
-    check_pattern(masks.block_list([[9], [0]], block=4), num_heads=1, max_tokens=40, examples=10)
 
 
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)

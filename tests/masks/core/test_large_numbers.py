@@ -10,12 +10,6 @@ from flexdilated.masks.core._check import LARGEST
 from flexdilated.masks.patterns import _grid
 from flexdilated.testing import check_pattern
 
-
-def test_a_grid_of_more_tokens_is_refused():
-    with pytest.raises(ValueError, match="a grid must hold at most 2147483647 tokens; got grid="):
-        masks.neighborhood((2**11, 2**10, 2**10), 1)
-
-
 # For 40 tokens, what the rule is with the largest parameters.
 FAR = masks.local_window(left=LARGEST, right=LARGEST)
 TWINS = [
@@ -59,18 +53,6 @@ def test_bounds_by_distance_are_sound(pattern, most, monkeypatch):
     monkeypatch.setattr(_grid, "_MOST_CLASSES", most)
     monkeypatch.setattr(_grid, "_FEW_CLASSES", 100)  # no counts by groups
     check_pattern(pattern, num_heads=1, max_tokens=97, examples=10)
-
-
-def test_a_row_of_large_numbers_is_short_work():
-    assert masks.fixed(LARGEST, summary=LARGEST).row(39, range(40)) == (range(40),)
-    assert masks.fixed(2**30, summary=2**29).row(39, range(40)) == ()
-
-
-def test_steps_of_a_window_longer_than_any_sequence_are_counted():
-    pattern = masks.dilated_window(left=100_000, right=100_000, rate=30_000)
-    begin, count = torch.tensor([0]), torch.tensor([4])
-    bounds = pattern.count(Box(begin, Progression(begin, 1, count), Progression(begin, 2, count)), num_heads=1)
-    assert bounds.low <= 2 <= bounds.high  # of queries 0..3 and keys 0, 2, 4, 6
 
 
 def test_a_step_beyond_all_memory_between_keys():

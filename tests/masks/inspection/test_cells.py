@@ -158,39 +158,3 @@ def test_a_rule_without_bounds_is_estimated_and_says_so() -> None:
     assert (cells.low == 0).all()
     share = cells.likely / cells.area
     assert float((share - 1 / 3).abs().max()) < 0.05
-
-
-def test_documents_at_a_million_tokens() -> None:
-    """Only cells on the diagonal hold pairs, and bounds hold their number."""
-    pattern = masks.causal() & masks.documents(torch.arange(MILLION) // 1000)
-    cells = count_cells(pattern, MILLION, shape=(100, 100))
-    lengths = [1000] * (MILLION // 1000) + [MILLION % 1000]
-    truth = sum(length * (length + 1) // 2 for length in lengths)
-    assert int(cells.low.sum()) <= truth <= int(cells.high.sum())
-    assert float(cells.likely.sum()) == pytest.approx(truth, rel=0.02)
-    neighbours = torch.ones(100, 100).triu(2).bool() | torch.ones(100, 100).tril(-2).bool()
-    assert not cells.high[neighbours].any()
-
-
-def test_a_table_that_ends_too_early_is_named() -> None:
-    table = torch.arange(5)
-    short = masks.custom(lambda b, h, q, k: table[q] == table[k])
-    with pytest.raises(ValueError, match="must be defined for queries below 10 and keys below 10"):
-        count_cells(short, 10, shape=(2, 2))
-
-
-def test_a_window_deep_inside_shows_single_pairs() -> None:
-    """Cells of one pair each, far from position 0, are the rule itself."""
-    queries, keys = range(MILLION - 40, MILLION), range(MILLION - 64, MILLION)
-    cells = count_cells(LONGNET, MILLION, queries=queries, keys=keys, shape=(40, 64))
-    rules = [oracle.dilated(width, rate, 0) for width, rate in zip(*LONGNET_5, strict=True)]
-    q, k = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
-    table = sum((k[None] <= q[:, None]) * _shifted(rule, q, k) for rule in rules)
-    assert torch.equal(cells.low, table)
-    assert torch.equal(cells.high, table)
-
-
-def _shifted(rule: oracle.Rule, q: Tensor, k: Tensor) -> Tensor:
-    """The dense rule near the end, moved by a multiple of every segment to where its table is small."""
-    back = MILLION - 32768
-    return rule(0, 1, q - back, k - back)

@@ -148,14 +148,6 @@ def test_the_tree_of_a_mixture():
     }
 
 
-def test_blocks_that_are_full_and_left_out():
-    full, empty = (masks.explain(masks.causal(), query=9, key=key, num_tokens=16, block_size=4) for key in (1, 14))
-    assert str(full).endswith("natural order: block (2, 0) allows all of its 16 pairs and is computed without a mask")
-    unequal = masks.explain(masks.dilated(8, 2), query=0, key=0, num_tokens=16, num_keys=12)
-    assert [each.order for each in unequal.standings] == ["natural"], "an order is one of queries and keys"
-    assert str(empty).endswith("natural order: block (2, 3) allows none of its 16 pairs and is left out")
-
-
 def test_tensors_by_name_are_found_and_named():
     pattern = masks.causal().per_document("ids")
     at = {"query": 34, "key": 3, "num_tokens": 55, "bindings": {"ids": IDS}}
@@ -163,14 +155,3 @@ def test_tensors_by_name_are_found_and_named():
     assert (first.allowed, second.allowed) == (False, True)
     assert "documents('ids'): query 34 is in document 1 (30 to 49), key 3 in document 0 (0 to 29)" in str(first)
     assert str(second).startswith("query 34, key 3, head 0 of 1, batch entry 1: allowed\n")
-
-
-def test_large_sequences_are_explained_at_once():
-    """Nothing of the size of the sequence squared is made, and blocks are looked at in parts."""
-    found = masks.explain(
-        masks.longnet((2048, 1 << 20), (1, 512)), query=900_000, key=17, num_tokens=1 << 20, block_size=2048
-    )
-    assert [each.block_pairs for each in found.standings] == [1 << 22, 1 << 22]
-    most = masks.explain(masks.dilated(2048, 4), query=(1 << 31) - 2, key=9, num_tokens=(1 << 31) - 1)
-    assert [each.query_slot for each in most.standings] == [(1 << 31) - 2, 3 * (1 << 29) - 1]
-    assert not found.allowed

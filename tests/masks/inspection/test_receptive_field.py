@@ -11,7 +11,7 @@ from flexdilated import masks
 from flexdilated.masks.core._bound import Bound
 from flexdilated.masks.inspection import ReceptiveField
 from flexdilated.masks.inspection._receptive_field import follow_tokens, receptive_field_of
-from tests.support.irregular import bound_rules, dense, listed, padded, run_rules, stretch_rules
+from tests.support.irregular import bound_rules, dense, run_rules, stretch_rules
 from tests.support.reached import assert_same, fields
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import Case, whole_cases, whole_grids
@@ -46,30 +46,6 @@ def test_run_time_tensors(packed: Packed):
             assert_field(bound, counts)
 
 
-BLOCKED = {
-    "drawn for fewer tokens": lambda N: masks.random_blocks(max(1, N - 3), block=4, count=1, seed=N),
-    "drawn for later tokens too": lambda N: masks.random_blocks(N + 6, block=4, count=1, seed=N),
-    "drawn, causal": lambda N: masks.random_blocks(N, block=3, count=1, seed=N) & masks.causal(),
-    "listed, causal": lambda N: listed(N, 3) & masks.causal(),
-    "listed, both": lambda N: masks.per_head([listed(N, 3) & masks.causal(), listed(N, 4) & ~masks.causal()]),
-    "beside global tokens": lambda N: listed(N, 7) & masks.causal() | masks.global_tokens(3),
-    "beside padded documents": lambda N: listed(N, 8) & masks.causal() | padded(N),
-    "in documents": lambda N: listed(N, 8) & masks.causal().per_document(torch.arange(N) // 9),
-    "anew in documents": lambda N: masks.random_blocks(9, block=2, count=1).per_document(torch.arange(N) // 9),
-    "a window over active tokens": lambda N: masks.dilated(9, 3, 1) & masks.local_window(left=4, right=3),
-    "chain": lambda N: masks.block_list([[max(0, row - 1)] for row in range(N)], block=1),
-}
-
-
-@pytest.mark.parametrize("name", BLOCKED)
-def test_blocks_of_each_length(name: str):
-    for num_tokens in (1, 2, 5, 26, 49):
-        first = num_tokens % 2 * 3
-        sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
-        bound = BLOCKED[name](first + num_tokens).bind(num_heads=2, **sizes)
-        assert_field(bound, dense(bound))
-
-
 @settings(max_examples=8)
 @given(bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
 def test_rules_by_blocks_and_windows_over_visible_keys(bound: Bound):
@@ -95,20 +71,6 @@ SIDES = [(1, 1), (1, 2), (3, 1), (2, 3)]
 @given(selected())
 def test_tables_by_their_rows(bound: Bound):
     assert_field(bound, dense(bound))
-
-
-def test_tables_of_many_tokens(monkeypatch: pytest.MonkeyPatch):
-    """As powers of the whole matrix, until all rows are read that may be read."""
-    table = torch.randint(1024, (1, 1024, 2), generator=torch.Generator().manual_seed(0))
-    bound = masks.describe(masks.selected_blocks(table, block=1, most=2), 1024).bound
-    whole = follow_tokens(bound, 8)
-    assert whole == follow_tokens(bound, 8, dense=True)
-    assert all(whole.finished)
-    monkeypatch.setattr("flexdilated.masks.inspection._receptive_field._MOST_ROWS", 100)
-    few = follow_tokens(bound, 8)
-    assert not any(few.finished)
-    assert [reached[: few.layers_at_least] for reached in whole.reached] == list(few.reached)
-    assert sum(map(max, few.reached)) > 100
 
 
 def told(pattern: masks.Pattern | masks.Mixture, num_tokens: int = MILLION, num_heads: int = 1) -> ReceptiveField:
@@ -145,21 +107,6 @@ def test_documents_never_meet():
     found = told(masks.local_window(left=1300, right=1300) & masks.documents(ids), int(lengths.sum()))
     assert all(found.finished)
     assert [reached[-1] for reached in found.reached] == [int(lengths[ids[token]]) for token in found.tokens]
-
-
-def test_random_blocks_of_many_tokens():
-    """Tokens of a block reach what their block does among as many tokens as blocks."""
-    side, blocks = 64, 64
-    bounds = (
-        masks.random_blocks(size, block=block, count=3).bind(num_heads=1, num_queries=size, num_keys=size)
-        for size, block in ((blocks * side, side), (blocks, 1))
-    )
-    many, few = (follow_tokens(bound, 8) for bound in bounds)
-    assert [token // side for token in many.tokens] == list(few.tokens)
-    for of_tokens, of_blocks in zip(many.reached, few.reached, strict=True):
-        # A token whose block does not see itself reaches one token of it.
-        reached = zip(of_tokens, of_blocks, strict=False)
-        assert all(own in (other * side, (other - 1) * side + 1) for own, other in reached)
 
 
 @pytest.mark.parametrize("number", [2, 8])

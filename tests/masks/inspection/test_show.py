@@ -17,8 +17,6 @@ from flexdilated import masks
 from flexdilated.cli._terminal import Terminal, terminal_of
 from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.inspection import _cells
-from flexdilated.masks.inspection._cells import count_cells
-from flexdilated.masks.inspection._show import levels_of
 from tests.support import oracle
 from tests.support.shown import body, drawn
 from tests.support.strategies import Case, whole_cases, written_expressions
@@ -52,21 +50,6 @@ head 0 of 8, 10 tokens, natural order; cells of 1 query x 1 key
   └────────────────────┘
 A cell is a pair:  2 branches  1 branch
 """
-
-
-def test_a_picture_of_many_tokens() -> None:
-    """LongNet's ladder at 64K: on the diagonal dense, thinner away from it, nothing beyond the largest segment."""
-    lines = drawn(LONGNET, "-n", "64K")
-    assert lines[1] == "head 0 of 8, 64K tokens, natural order; cells of 4K queries x 2K keys"
-    assert lines[2] == "     0       16K     32K     48K"
-    rows = body(lines)
-    assert rows[0] == "▓▓" + " " * 30
-    assert rows[7] == "░" * 8 + "▒" * 6 + "▓▓" + " " * 16
-    assert rows[8] == " " * 16 + "▓▓" + " " * 14
-    assert lines[-2:] == [
-        "Pairs allowed:  ▓ 10%+  ▒ 1%+  ░ 0.1%+",
-        "A pair counts once for each branch that allows it.",
-    ]
 
 
 @st.composite
@@ -159,37 +142,6 @@ def test_both_axes_have_one_unit(num_queries, num_keys, columns) -> None:
     assert len({label.lstrip("0123456789,") for label in labels if label != "0"}) <= 1, labels
 
 
-def test_halves_of_lines_are_cells(monkeypatch):
-    """Upper and lower colour of each character, decoded, are the levels of two rows."""
-    pattern = masks.parse("longnet((60, 300), (1, 7)) & causal()")
-    monkeypatch.setenv("COLUMNS", "60")
-    lines = drawn("longnet((60, 300), (1, 7)) & causal()", "-n", "500", "--color", "always")
-    halves = [decode(line) for line in body_of_colours(lines)]
-    rows = [row for upper, lower in halves for row in (upper, lower)]
-    shape = (len(rows) - 1 if set(rows[-1]) == {0} else len(rows), len(rows[0]))
-    cells = count_cells(pattern, 500, num_heads=8, shape=shape)
-    levels, number = levels_of(cells, color=True)
-    assert shape[0] > 16  # more rows than lines
-    assert rows[: shape[0]] == [[levels[index].color for index in row] for row in number.tolist()]
-
-
-def body_of_colours(lines: Sequence[str]) -> list[str]:
-    return [line.partition("┤" if "┤" in line else "│")[2][:-1] for line in lines if re.match("^ *[0-9K,]* [┤│]", line)]
-
-
-def decode(line: str) -> tuple[list[int], list[int]]:
-    """The colours of the upper and of the lower half of each character; 0 where there is none."""
-    upper, lower = [], []
-    for codes, text in re.findall("(?:\x1b\\[([0-9;]+)m)?([^\x1b]+)(?:\x1b\\[0m)?", line):
-        front = int(next(iter(re.findall("38;5;([0-9]+)", codes)), 0))
-        back = int(next(iter(re.findall("48;5;([0-9]+)", codes)), 0))
-        halves = {"█": (front, front), "▀": (front, back), "▄": (back, front), " ": (back, back)}
-        for character in text:
-            upper.append(halves[character][0])
-            lower.append(halves[character][1])
-    return upper, lower
-
-
 class Stream(io.StringIO):
     def __init__(self, *, tty: bool, encoding: str) -> None:
         super().__init__()
@@ -200,21 +152,24 @@ class Stream(io.StringIO):
         return self.named
 
 
-def test_what_a_terminal_takes(monkeypatch):
-    screen, pipe = Stream(tty=True, encoding="utf-8"), Stream(tty=False, encoding="ascii")
-    monkeypatch.setenv("TERM", "xterm")
-    assert terminal_of(screen) == Terminal(80, 24, color=True, shapes=True)
-    assert terminal_of(pipe) == Terminal(80, 24, color=False, shapes=False)
-    assert terminal_of(pipe, color="always").color
-    assert not terminal_of(screen, color="never").color
-    monkeypatch.setenv("TERM", "dumb")
-    assert not terminal_of(screen).color
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not terminal_of(screen).color
-    assert terminal_of(screen, color="always").color
-    monkeypatch.setenv("NO_COLOR", "")  # set, and empty: as if it were not there
-    assert terminal_of(screen).color
+@pytest.mark.parametrize(
+    ("tty", "color", "environment", "expected"),
+    [
+        (True, "auto", {"TERM": "xterm"}, True),
+        (False, "auto", {"TERM": "xterm"}, False),
+        (False, "always", {"TERM": "xterm"}, True),
+        (True, "never", {"TERM": "xterm"}, False),
+        (True, "auto", {"TERM": "dumb"}, False),
+        (True, "auto", {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, "always", {"TERM": "xterm", "NO_COLOR": "1"}, True),
+        (True, "auto", {"TERM": "xterm", "NO_COLOR": ""}, True),  # set, and empty: as if it were not there
+    ],
+)
+def test_what_a_terminal_takes(tty, color, environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    encoding = "utf-8" if tty else "ascii"
+    assert terminal_of(Stream(tty=tty, encoding=encoding), color=color) == Terminal(80, 24, color=expected, shapes=tty)
 
 
 def test_plain_characters_where_the_encoding_has_no_others(monkeypatch):

@@ -21,8 +21,6 @@ from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.inspection._cells import count_cells
-from flexdilated.masks.orders._layout import residue_rate
-from flexdilated.masks.patterns import _random_blocks
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.masks.blocks.test_blocks import in_blocks
@@ -160,26 +158,6 @@ def _boxes_of(patch: pytest.MonkeyPatch, kind: type[Pattern]) -> list[int]:
     return asked
 
 
-@given(st.lists(numbers(), min_size=1, max_size=20), numbers())
-def test_common_rates_are_bounded(rates, most):
-    """No order has more residue classes than are useful; rates that fit are all in."""
-    pattern = masks.every()
-    for rate in rates:
-        pattern = pattern & masks.strided(rate)
-    common = residue_rate(pattern, most)
-    assert 1 <= common <= most
-    fitting = [rate for rate in rates if common % rate == 0]
-    assert common == 1 or fitting
-    # Also where a class has one token.
-    assert all(masks.layout(masks.strided(rate), most).rate == (rate if rate <= most else 1) for rate in (*rates, most))
-
-
-@pytest.mark.parametrize("num_tokens", [64, 5000])
-def test_products_of_large_primes_are_not_factored(num_tokens):
-    pattern = masks.strided(2147483647) & masks.strided(2147483629)
-    assert int(count_cells(pattern, num_tokens, shape=(4, 4)).low.sum()) == num_tokens
-
-
 LARGE_ORDERS = {
     "fixed": (recipes.sparse_transformer_fixed(4096), 1 << 13, 4096),
     "strided": ((masks.strided(4093) | masks.local_window(left=64, right=0)) & masks.causal(), 1 << 13, 4093),
@@ -216,40 +194,6 @@ def test_large_strides_compute_little_that_is_not_wanted(pattern, most):
     bound = pattern.bind(num_heads=1, num_queries=MILLION, num_keys=MILLION)
     wanted = int(pairs_of_queries(pattern, torch.tensor([0]), torch.tensor([MILLION]), MILLION))
     assert wanted <= plan(bound).cost.computed_pairs <= most * wanted
-
-
-@settings(max_examples=12)
-@given(numbers(), numbers(), st.integers(1, 40), st.integers(1, 96))
-def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
-    """However many tokens the draw is for, no more rows are drawn than a call has."""
-    drawn = min(drawn, -(-num_tokens // block))
-    pattern = masks.random_blocks(num_tokens, block=block, count=drawn)
-    bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
-    with pytest.MonkeyPatch.context() as patch:
-        made = _rows_drawn(patch)
-        position = torch.arange(N)
-        table = bound.mask_mod()(torch.tensor(0), torch.tensor(0), position[:, None], position)
-        rows = [pattern.for_head(0, 1).row(query, range(N)) for query in range(N)]
-        counted = int(count_cells(pattern, N, shape=(1, 1)).low.sum())
-        masks.block_mask(pattern, N, num_heads=1, block_size=16)
-        (pattern & masks.causal()).bind(num_heads=1, num_queries=N, num_keys=N).count(_box_of(N))
-        assert sum(made) < 20 * N + 64
-    assert counted == int(table.sum())
-    for query, keys in enumerate(rows):
-        assert keys is not None
-        assert sorted(key for run in keys for key in run) == table[query].nonzero().squeeze(1).tolist()
-
-
-def _rows_drawn(patch: pytest.MonkeyPatch) -> list[int]:
-    made, draw = [], _random_blocks._draw
-    _random_blocks._table.cache_clear()
-
-    def drawn(num_blocks, drawn, seed, heads, rows):
-        made.append(len(heads) * len(rows))
-        return draw(num_blocks, drawn, seed, heads, rows)
-
-    patch.setattr(_random_blocks, "_draw", drawn)
-    return made
 
 
 def test_draws_beyond_memory_are_refused():

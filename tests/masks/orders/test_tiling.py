@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call import Call
 from flexdilated.masks.blocks import UNKNOWN
 from flexdilated.masks.orders import _tiling
 from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._layouts import best_tiles, shared_terms
-from tests.engines.test_flex import attend_by
 from tests.masks.blocks.test_blocks import assert_alike, assert_lists, in_blocks
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -127,25 +125,6 @@ def test_the_best_tile_is_found_by_counting(pattern):
     assert listed(best) == min(map(listed, every)) < max(map(listed, every))
 
 
-def test_only_whole_grids_are_tiled():
-    pattern = masks.neighborhood((60, 70), 2)
-
-    def tiles_of(expression: masks.Pattern | masks.Mixture, tokens: int = 4200, **offsets: int) -> list[str]:
-        bound = expression.bind(num_heads=2, num_queries=tokens, num_keys=tokens)
-        options = plan(replace(bound, **offsets)).options
-        return [option.layout for each in options for option in each if option.layout.startswith("tiled")]
-
-    assert sorted(tiles_of(pattern)) == ["tiled 2x64", "tiled 32x4"]
-    assert tiles_of(pattern, 4199) == []
-    assert tiles_of(pattern, 4200, q_offset=1) == tiles_of(pattern, 4200, k_offset=1) == []
-    assert tiles_of(pattern, 4200, num_keys=4100) == []
-    assert tiles_of(pattern & masks.causal()) == []
-    assert tiles_of(pattern + masks.causal()) == tiles_of(pattern)
-    # In one line, and where a row of the grid is the best tile, the natural order is tiled already.
-    assert tiles_of(masks.neighborhood((4200,), 9)) == []
-    assert tiles_of(masks.neighborhood((35, 128), (0, 5)), 35 * 128) == []
-
-
 GRID, RADIUS = (6, 14, 18), 2
 
 
@@ -173,16 +152,3 @@ def test_attend_in_tiles_is_the_oracle(pairs_decide):
     token, zero = torch.arange(1512), torch.tensor(0)
     table = bound.mask_mod()(zero, zero, token[:, None], token[None]).long()  # held to its definition elsewhere
     assert_agrees(attend, (q, k, v), table.expand(2, -1, -1), scale=0.5)
-
-
-def test_flex_in_tiles(pairs_decide):
-    bound = whole(GRID, RADIUS, num_heads=2)
-    q, k, v = torch.randn(3, 1, 2, 1512, 16, generator=torch.Generator().manual_seed(0))
-
-    def nearer(score, b, h, q_idx, k_idx):
-        return score - 0.01 * (q_idx - k_idx).abs()
-
-    key = Call(bound.pattern.text, 2, 2, 1512, 1512, 0, 0, 0, 2, 1, (32, 32))
-    found = attend_by(key, 0.25, score_mod=nearer)(q, k, v)
-    expected = fd.attend(q, k, v, bound.pattern, engine="reference", score_mod=nearer, return_lse=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -68,24 +68,10 @@ def test_different_rules_are_different_patterns():
     assert masks.custom(choosing(torch.where)) == masks.custom(choosing(torch.where))
 
 
-def test_containers_are_told_apart_by_what_is_read_of_them():
-    def reach(some):
-        return lambda b, h, q, k: sum(q - k == each for each in some) > 0
-
-    for equal in ([(1, 2), [1, 2], {1: 2, 2: 1}, {1: 1, 2: 1}], [(2, 1), [2, 1]], [(1, 3), [1, 3]]):
-        assert len({masks.custom(reach(each)).text for each in equal}) == 1
-    assert len({masks.custom(reach(each)).text for each in ((1, 2), (2, 1), (1, 3))}) == 3
-
-
 def test_functions_that_torch_composes():
-
-    def inside(function):
-        return lambda b, h, q, k: function(b, h, q, k) | (q == 0)
-
     composed = [and_masks(window(4), by_global), and_masks(window(5), by_global), or_masks(window(4), diagonal)]
-    functions = composed + [inside(function) for function in composed]
-    assert len({masks.custom(function).text for function in functions}) == 6
-    assert masks.custom(inside(and_masks(window(4), by_global))) == masks.custom(functions[3])
+    assert len({masks.custom(function).text for function in composed}) == 3
+    assert masks.custom(and_masks(window(4), by_global)) == masks.custom(composed[0])
     slow = create_block_mask(composed[0], 1, 1, 50, 50, device="cpu", BLOCK_SIZE=8)
     fast = masks.block_mask(masks.custom(composed[0]), 50, num_heads=1, block_size=8)
     assert torch.equal(fast.to_dense(), slow.to_dense())
@@ -158,15 +144,6 @@ def test_every_callable_is_a_rule():
     assert repr(masks.custom(functools.partial(below, width=9))) == "custom(below)"
 
 
-def test_functions_that_call_themselves():
-    def steps(q, k, n):
-        return q == k if n == 0 else (q - k == n) | steps(q, k, n - 1)
-
-    patterns = masks.custom(lambda b, h, q, k: steps(q, k, 3)), masks.local_window(left=3, right=0)
-    found, expected = (masks.block_mask(each, 20, num_heads=1, block_size=1).to_dense() for each in patterns)
-    assert torch.equal(found, expected)
-
-
 def test_the_copy_is_the_function():
     """What it captured is copied, nothing is left behind, and it is let go with the pattern."""
     table = torch.arange(100)
@@ -180,14 +157,6 @@ def test_the_copy_is_the_function():
     assert rule() is None
     with pytest.raises(ValueError, match="keep the pattern for as long as calls and their gradients use the text"):
         masks.from_json(text)
-
-
-def test_a_gradient_keeps_its_function():
-    q, k, v = torch.randn(3, 1, 1, 40, 4).requires_grad_().unbind()
-    out = fd.attend(q, k, v, masks.custom(window(3)))
-    masks.cache().clear()
-    gc.collect()
-    out.sum().backward()
 
 
 def test_copies_and_pickles():
@@ -208,14 +177,6 @@ def test_a_pickle_does_not_outlive_its_function(monkeypatch):
     monkeypatch.setattr(custom_rules, "WIDTH", 6)
     with pytest.raises(ValueError, match="'by_global' or what it reads has changed"):
         pickle.loads(stored)
-
-
-def test_has_no_json():
-    pattern = ~masks.custom(by_global) + masks.causal()
-    with pytest.raises(TypeError, match=r"a custom function cannot be written as JSON.*~custom\(by_global\)"):
-        masks.to_json(pattern)
-    with pytest.raises(ValueError, match="a custom function cannot be written as JSON"):
-        masks.from_json(pattern.text)
 
 
 # Where a width may stand, and how a function comes to read it there.

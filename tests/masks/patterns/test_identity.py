@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import enum
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,14 +97,6 @@ def test_texts_are_equal_where_patterns_are(data) -> None:
     assert (repr(one) == repr(other)) == equal
 
 
-class Four(enum.IntEnum):
-    FOUR = 4
-
-
-class Left(enum.StrEnum):
-    LEFT = "left"
-
-
 C, W = masks.causal(), masks.local_window(left=3, right=0)
 
 
@@ -125,9 +115,7 @@ C, W = masks.causal(), masks.local_window(left=3, right=0)
         (Not, (~C,)),
         (PerHead, ([C, W],)),
         (PerHead, ((),)),
-        (masks.strided, (Four.FOUR,)),
         (masks.dilated, (8, 2, np.str_("interleaved"))),
-        (partial(masks.lengths, padding=Left.LEFT), ("n",)),
         (masks.documents, (np.str_("ids"),)),
     ],
 )
@@ -191,38 +179,3 @@ def test_what_is_forgotten_is_gone(packed: Packed, call: str, data) -> None:
             build(packed, call)
         cache.forget(forgotten)
         assert not len(cache._entries)
-
-
-A, B, S = masks.dilated(16, 4), masks.local_window(left=3, right=0), masks.strided(2)
-LONGNET = masks.longnet([16, 48], [1, 3])
-
-
-@pytest.mark.parametrize(
-    ("part", "whole"),
-    [
-        *(((A & B), each) for each in (A & B & S, S & B & A & C, (A & B) + S, masks.per_head([A & B, S]))),
-        *(((A | B), each) for each in (A | B | S, (S | B | A) & C, (A | B) + S)),
-        (LONGNET, LONGNET & C),
-    ],
-)
-def test_a_part_that_a_larger_whole_takes_in_is_forgotten(part, whole) -> None:
-    """Intersections of intersections, and unions of unions, are written flat."""
-    masks.cache().clear()
-    fd.attend(*torch.randn(3, 1, 2, 40, 4), whole)
-    assert masks.cache().forget(part) > 0
-    assert not len(masks.cache()._entries)
-
-
-@settings(max_examples=10)
-@given(packed_cases(max_heads=2, largest=14))
-def test_a_layout_is_recommended_by_what_the_pattern_carries(packed: Packed) -> None:
-    """Tensors that are there are read, and what does not fit is an error about that."""
-    tokens = max(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
-    try:
-        packed.pattern.bind(num_heads=packed.num_heads, num_queries=tokens, num_keys=tokens)
-    except ValueError as error:
-        with pytest.raises(ValueError, match="^" + str(error)[:20]):
-            recommended_layout(packed.pattern, tokens, num_heads=packed.num_heads)
-        return
-    found = recommended_layout(packed.pattern, tokens, num_heads=packed.num_heads)
-    assert found is None or found.num_tokens == tokens

@@ -1,6 +1,5 @@
 """The cache: bounded in bytes, least recently used out first, one build for many threads."""
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,9 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
-from flexdilated import masks
 from flexdilated.masks.plan_cache import bytes_from_environment, entries_from_environment
 from flexdilated.masks.plan_cache._cache import Cache
 
@@ -132,31 +129,6 @@ def test_a_build_that_asks_for_itself_fails_at_once():
     assert cache.get("key", lambda: [1], len) == [1]
 
 
-def test_a_build_within_a_build_takes_its_time_once(monkeypatch):
-    cache, now = Cache(100), [1.0]
-
-    def wait() -> int:
-        now[0] += 4.0
-        return 1
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    cache.get("outer", lambda: wait() + cache.get("inner", wait, size), size)
-    assert cache.stats().build_seconds == 8.0
-
-
-@pytest.mark.parametrize("name", ["budget_bytes", "budget_entries"])
-def test_bad_budget(name):
-    cache = Cache(100, 10)
-    put(cache, 10)
-    for value in (-1, 1.5, "many", None, True):
-        with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0; got {value!r}"):
-            setattr(cache, name, value)
-    assert (cache.budget_bytes, cache.budget_entries) == (100, 10)
-    misses = cache.stats().misses
-    put(cache, 10)
-    assert cache.stats().misses == misses
-
-
 @pytest.mark.parametrize(
     ("variable", "read", "unit", "default"),
     [
@@ -173,30 +145,3 @@ def test_the_environment_sets_the_budget(monkeypatch, variable, read, unit, defa
         monkeypatch.setenv(variable, text)
         with pytest.raises(ValueError, match=f"{variable} must be a whole number of {unit}, such as"):
             read()
-
-
-def test_there_is_one_cache():
-    with ThreadPoolExecutor(4) as pool:
-        assert len({id(cache) for cache in pool.map(lambda _: masks.cache(), range(8))}) == 1
-
-
-def test_statistics_are_a_table():
-    cache = Cache(5000, 7)
-    cache.get("plan", lambda: 1, lambda value: 1000)
-    cache.get("table", lambda: 1, lambda value: 2500, device=torch.device("meta"))
-    cache.get("plan", list, len)
-    text = str(cache.stats())
-    assert re.search(r"^time to build +\d+\.\d ms$", text, re.MULTILINE)
-    lines = [line for line in text.splitlines() if line and "time to build" not in line]
-    assert [line.split() for line in lines] == [
-        ["hits", "1"],
-        ["misses", "2"],
-        ["hit", "rate", "33.3%"],
-        ["evictions", "0"],
-        ["held", "entries", "bytes"],
-        ["--------------", "---------", "-------"],
-        ["masters", "1", "1,000"],
-        ["copies", "on", "meta", "1", "2,500"],
-        ["all", "2", "3,500"],
-        ["budget", "7", "5,000"],
-    ]

@@ -1,16 +1,12 @@
 """The cache when it is full: copies go before masters, and threads may do all at once."""
 
-import random
-import threading
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated.masks.plan_cache._cache import Cache
-from tests.support.threads import side_by_side
 
 META = torch.device("meta")
 
@@ -80,37 +76,3 @@ def test_eviction_follows_its_rule(steps):
         stats = cache.stats()
         assert (stats.bytes, stats.entries) == (sum(each.nbytes for each in model.held.values()), len(model.held))
         assert stats.evictions == evictions
-
-
-def test_threads_may_do_everything_at_once():
-    """Look up, nested too, change the limits, clear. The books are right throughout."""
-    cache, together = Cache(300, 20), threading.Barrier(8)
-
-    def work(seed: int) -> None:
-        draw = random.Random(seed)
-        together.wait(250)
-        for _ in range(300):
-            key, what = draw.randrange(1, 40), draw.random()
-            if what < 0.96:
-                assert find(key) == key
-            elif what < 0.99:
-                cache.budget_bytes, cache.budget_entries = draw.randrange(400), draw.randrange(30)
-            else:
-                cache.clear()
-            stats = cache.stats()
-            assert stats.bytes >= 10 * stats.entries
-
-    def find(key: int) -> int:
-        """The key, built of half of it and the rest."""
-        half = key // 2
-        return cache.get(
-            key,
-            lambda: (find(half) if half else 0) + half + key % 2,
-            lambda value: 10 + value,
-            device=META if key % 2 else None,
-        )
-
-    side_by_side([partial(work, seed) for seed in range(8)], seconds=120)
-    cache.budget_bytes = 0
-    assert (cache.stats().entries, cache.stats().bytes, cache._bytes) == (0, 0, 0)
-    assert cache._building == {}

@@ -9,11 +9,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.flex._program import TABLES, make_flex_program
-from flexdilated.masks.blocks import table_bytes
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._term import Term
 from tests.masks.plan_cache.test_cache import under_way
 from tests.support.compilers import without_inductor
@@ -62,19 +59,6 @@ def test_one_master_and_a_copy_on_each_device(cache, built):
     assert stats.bytes == stats.masters.bytes + sum(copies.bytes for copies in stats.copies)
 
 
-def test_a_copy_that_went_is_made_again_of_its_master(cache, built):
-    expected = mask("cpu").to_dense()
-    mask("meta")
-    cache.budget_bytes = cache.stats().masters.bytes
-    assert cache.stats().copies == ()
-    cache.budget_bytes = 1 << 20
-    assert torch.equal(mask("cpu").to_dense(), expected)
-    assert len(built) == 1
-    cache.clear()
-    assert torch.equal(mask("cpu").to_dense(), expected)
-    assert len(built) == 2
-
-
 def test_a_pattern_is_forgotten_in_every_size_and_on_every_device(cache):
     q = torch.randn(1, 2, 100, 8)
     for pattern in (WINDOW, LONGNET):
@@ -119,18 +103,6 @@ def test_what_a_build_asks_for_is_forgotten_with_it():
     assert cache.forget(LONGNET) == 1
 
 
-def test_the_tables_of_a_flex_program_are_counted_with_it(cache):
-    bound = WINDOW.bind(num_heads=2, num_queries=500, num_keys=500)
-    for device in ("cpu", "meta"):
-        natural, sides = masks.Layout(500), (64, 64)
-        program = make_flex_program(plan(bound), natural, num_kv_heads=2, block_size=sides, device=torch.device(device))
-        tables = sum(
-            table_bytes(step.mask) if device == "cpu" else sum(getattr(step.mask, name).nbytes for name in TABLES)
-            for step in program.steps
-        )
-        assert program.nbytes >= tables > 8 * 2 * 4
-
-
 def test_run_time_tensors_are_versions(cache):
     """Other values are other entries; forgetting the pattern drops those of all values, and no others."""
     q = torch.randn(1, 2, 60, 8)
@@ -145,17 +117,6 @@ def test_run_time_tensors_are_versions(cache):
     mask()
     assert cache.forget(masks.documents(ids[0])) >= 6  # plan and program of each, master and copy of one
     assert cache.stats().entries == 2
-
-
-def test_a_budget_that_cannot_hold_one_plan(monkeypatch):
-    monkeypatch.setattr(_cache, "_cache", Cache(100))
-    q, k, v = torch.randn(3, 1, 2, 60, 8, dtype=torch.float64)
-    exact = fd.attend(q, k, v, LONGNET, engine="reference")
-    for _ in range(3):
-        assert_close(fd.attend(q, k, v, LONGNET), exact)
-    stats = masks.cache().stats()
-    assert (stats.entries, stats.hits, stats.evictions) == (0, 0, 0)
-    assert stats.misses >= 6
 
 
 @pytest.mark.slow

@@ -75,17 +75,6 @@ def partly_nested(draw: st.DrawFn) -> Case:
     return replace(case, twin=case.twin + other + window)
 
 
-LADDER = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
-MANY_SLOTS = masks.longnet([256] * 5, [1, 4, 16, 64, 256])
-
-
-@pytest.mark.parametrize(("pattern", "N", "groups"), [(LADDER, 65536, [3, 1, 1]), (MANY_SLOTS, 600, [4, 1])])
-def test_branches_nest_in_groups(pattern, N, groups):
-    """Rates 1, 2 and 4 nest; 6 and 12 begin within segments of 2048. A table of 256 weights a side is too large."""
-    bound = pattern.bind(num_heads=4, num_queries=N, num_keys=N)
-    assert [len(group) for group in _nested.chains(dict.fromkeys(bound.pattern.branches(), 1), bound)] == groups
-
-
 @settings(max_examples=10)
 @given(st.data())
 def test_attention_is_the_oracle(data):

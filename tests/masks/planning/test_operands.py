@@ -8,14 +8,10 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call import Call
 from flexdilated.engines._gather import term_sides
-from flexdilated.engines.aten import _aten_op
-from flexdilated.engines.flex import _flex_op
-from flexdilated.engines.flex._traced import traced_name
-from flexdilated.masks.planning import ANYTHING, Candidates, OperandSizes, Option, machine_of
+from flexdilated.masks.planning import ANYTHING, Candidates, OperandSizes, Option
 from flexdilated.masks.planning._cost import _moved_rows
-from flexdilated.masks.planning._machine import ACCELERATOR, CPU
+from flexdilated.masks.planning._machine import CPU
 from flexdilated.masks.planning._planner import Plan, plan
 
 H, N = 4, 4096
@@ -36,26 +32,6 @@ def bound(pattern=DILATED, num_tokens: int = N) -> masks.core.Bound:
 def options(operands: OperandSizes, pattern=DILATED, num_tokens: int = N) -> dict[str, Option]:
     (found,) = Candidates.of(bound(pattern, num_tokens), CPU, ANYTHING, operands).branches
     return {option.layout: option for option in found}
-
-
-def test_bytes_are_those_of_rows_and_work_is_by_head_dim() -> None:
-    """256 of every 1,024 tokens: 1,024 rows a head of q, k, v and out are read and written, and merged in 3 more."""
-    rows, pairs = 11 * 1024 * H, 4 * 256 * 256 * H
-    for operands in (OperandSizes(), OperandSizes(2, 64), OperandSizes(2, 128), OperandSizes(8, 24)):
-        cost = options(operands)["compact"].cost
-        assert cost.gather_bytes == rows * operands.head_dim * operands.element_bytes
-        assert cost.computed_pairs == pairs
-        moving, launching = cost.gather_bytes / CPU.bytes_per_s, cost.launches * CPU.launch_s
-        work = cost.seconds - moving - launching
-        assert work == pytest.approx(4 * operands.head_dim * pairs / CPU.dense_flops_per_s)
-
-
-def test_unless_told_otherwise_numbers_are_float32_on_cpu_and_halves_elsewhere() -> None:
-    assert plan(bound()) is plan(bound(), operands=OperandSizes(4, 64, 1))
-    assert plan(bound(), device="cuda") is plan(bound(), device="cuda", operands=OperandSizes(2, 64, 1))
-    moved = {kind: plan(bound(), device=kind).options[0] for kind in ("cpu", "cuda")}
-    by_name = {kind: {each.layout: each.cost.gather_bytes for each in found} for kind, found in moved.items()}
-    assert by_name["cpu"]["compact"] == 2 * by_name["cuda"]["compact"]
 
 
 SIZES = torch.tensor([700, 300, 700, 700, 300, 300])
@@ -130,40 +106,3 @@ def test_dtypes_of_one_size_share_what_is_built() -> None:
         misses.append(masks.cache().stats().misses)
     new = [after - before for before, after in zip([0, *misses], misses, strict=False)]
     assert [each > 0 for each in new] == [True, False, True, True, True, False]
-
-
-def test_each_engine_plans_for_the_operands_of_its_call(monkeypatch) -> None:
-    asked = []
-
-    def record(bound, **how):
-        asked.append(how["operands"])
-        return plan(bound, **how)
-
-    monkeypatch.setattr(_aten_op, "plan", record)
-    monkeypatch.setattr("flexdilated.engines._call.plan", record)
-    masks.cache().clear()
-    q, k = torch.zeros(1, H, 512, 24, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 24, dtype=torch.bfloat16)
-    pattern = masks.local_window(left=15, right=0)
-    fd.attend(q, k, k, pattern, enable_gqa=True, engine="aten")
-    monkeypatch.setattr(_flex_op, "run_flex", lambda program, q, *_, **__: (q, None))
-    fd.attend(q, k, k, pattern, enable_gqa=True, engine="flex")
-    ids = torch.zeros(512, dtype=torch.long)
-    fd.attend(q, k, k, pattern & masks.documents(ids), enable_gqa=True, engine="flex")
-    traced = Call((pattern & masks.documents("ids")).text, H, 2, 512, 512, 0, 0, 0, H, 1, ())
-    _flex_op.blank_program(traced, torch.device("cpu"), [ids], 1, traced.operands(q))
-    assert asked == [OperandSizes(2, 24, 2)] * 4
-    key = traced._replace(pattern=pattern.text)
-    names = {traced_name("program", key, [], q.to(dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-    assert len(names) == 2, "a graph's program is one for dtypes of one size"
-
-
-def test_what_is_reported_is_of_the_size_that_was_asked_for() -> None:
-    pattern = masks.longnet((256, 1024), (1, 4))
-    moved = {}
-    for dtype, kv_heads in ((torch.float32, 4), (torch.bfloat16, 4)):
-        found = fd.plan(pattern, N, num_heads=H, num_kv_heads=kv_heads, head_dim=32, dtype=dtype, layers=1)
-        moved[dtype] = {(each.branch, each.layout): each.moved_bytes for each in found.options}
-    assert any(moved[torch.float32].values())
-    for way in moved[torch.float32].keys() & moved[torch.bfloat16].keys():
-        assert moved[torch.float32][way] == 2 * moved[torch.bfloat16][way]
-    assert machine_of("cuda") == ACCELERATOR

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-import pytest
 import torch
 from hypothesis import assume, given
 from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.masks.core import Bound
 from flexdilated.masks.orders import Placement
-from flexdilated.masks.planning import Allowed, IntervalTerm, PaddedTerm, plan, plan_at
-from flexdilated.masks.planning.lowering import interval_terms, padded_terms
+from flexdilated.masks.planning import Allowed, IntervalTerm, PaddedTerm, plan_at
+from flexdilated.masks.planning.lowering import interval_terms
 from tests.support.padded import padded_cases, padded_plan
 from tests.support.placed import parts
 from tests.support.strategies import block_sides
@@ -92,26 +90,3 @@ def listed_pairs(term: PaddedTerm | IntervalTerm, q_side: int, k_side: int) -> t
 def slots_of(side, length: int) -> torch.Tensor:
     tokens = side.tokens()[:, 0]
     return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=-1)
-
-
-def bound_of(pattern: masks.Pattern, num_tokens: int) -> Bound:
-    return pattern.bind(num_heads=4, num_queries=num_tokens, num_keys=num_tokens)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 300, 4096, 70_001])
-def test_one_term_a_branch_at_any_length(num_tokens):
-    """The same program for all lengths: which terms there are does not depend on them."""
-    pattern = masks.longnet([512, 1024, 2048], [1, 2, 4]) & masks.causal()
-    terms = plan(bound_of(pattern, num_tokens), device="cuda", allowed=Allowed(lists_only=True, windows=False)).terms
-    assert [type(term) is PaddedTerm for term in terms] == [False, True, True]
-    assert [term.listed_blocks.blocks for term in terms[1:]] == [
-        4 * len(term.in_blocks_of(128, 128).blocks(128, 128).row) for term in terms[1:]
-    ]
-
-
-def test_segments_that_would_not_gain_stay_in_order():
-    """64 active tokens in blocks of 128 are as much work as 128; other rules within are another matter."""
-    within = masks.dilated(4096, 4) & masks.local_window(left=64, right=0)
-    for pattern in (masks.dilated(128, 2), masks.dilated(512, 1), within):
-        assert padded_terms(pattern, 1, bound_of(pattern, 4096)) is None
-    assert padded_terms(masks.dilated(128, 2), 1, bound_of(masks.dilated(128, 2), 4096), side=64) is not None

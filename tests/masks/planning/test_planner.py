@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks._blocks import estimate_blocks
 from flexdilated.masks.orders._layout import Compact, Layout, Permutation
 from flexdilated.masks.planning._candidates import Allowed, _fullest, in_blocks_of
 from flexdilated.masks.planning._cost import least_seconds_in_larger
 from flexdilated.masks.planning._planner import plan, recommended_layout
-from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms, split_causal
 from flexdilated.masks.planning.lowering._term import Term
 from tests.support import oracle, twins
@@ -126,18 +124,6 @@ def test_computes_little_in_vain(name, causal, N):
     assert computed / useful <= 1.15
 
 
-def test_options_are_weighed():
-    # Segments of which none divides the other are computed branch by branch.
-    bound = (masks.longnet([2048, 5000], [1, 4]) + masks.causal()).bind(num_heads=4, num_queries=9000, num_keys=9000)
-    planned = plan(bound)
-    assert len(planned.options) == 3
-    for options in planned.options:
-        seconds = [option.cost.seconds for option in options]
-        assert min(seconds) == seconds[0]
-    assert planned.terms == tuple(term for options in planned.options for term in options[0].terms)
-    assert {option.layout for option in planned.options[1]} == {"natural", "residue 4", "compact"}
-
-
 def test_a_branch_that_counts_twice_is_computed_once():
     window = masks.local_window(left=3, right=0)
     bound = (window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20)
@@ -174,21 +160,6 @@ def test_blocks_of_other_sides_are_passed_over_only_where_they_cost_more(pattern
                 assert least <= other.cost.seconds * (1 + 1e-9)
 
 
-def test_blocks_are_counted_once_for_all_that_weigh_them(monkeypatch):
-    """A branch's term is part of two more ways: all branches one by one, and with those that nest together."""
-    counted = []
-
-    def noting(rule, *, q_block, k_block):
-        counted.append((rule.pattern.text, int(rule.q.lengths.sum()), len(rule.q.starts), q_block))
-        return estimate_blocks(rule, q_block=q_block, k_block=k_block)
-
-    monkeypatch.setattr(_term, "estimate_blocks", noting)
-    pattern = masks.longnet([256, 512, 1024, 2048], [1, 2, 4, 8]) & masks.causal()
-    assert plan(pattern.bind(num_heads=4, num_queries=811, num_keys=811)).together
-    assert counted
-    assert len(counted) == len(set(counted))
-
-
 CAUSAL = [
     twins.causal(),
     twins.dilated(16, 3, 0) & twins.causal(),
@@ -206,16 +177,6 @@ def test_split_causal_terms_are_the_dense_rule(twin, num_queries, num_keys, q_of
         if split is not None:
             assert torch.equal(weight_of_all(split, counts.shape), counts)
             assert all(term.k.num_slots > 0 for term in split)
-
-
-@pytest.mark.parametrize(("keys", "shapes"), [(17_408, ["dense", "causal"]), (16_384, ["dense"])])
-def test_long_causal_terms_are_split(keys, shapes):
-    """A chunk of 1,024 queries after 16,384 keys: no block lists are left."""
-    bound = masks.causal().bind(num_heads=4, num_queries=1024, num_keys=keys, q_offset=16_384)
-    best = plan(bound)
-    assert best.options[0][0].layout == "natural, split"
-    assert [term.shape for term in best.terms] == shapes
-    assert best.shares_rows == (len(shapes) > 1)
 
 
 def test_recommends_a_layout_only_where_rates_ask_for_one():

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from flexdilated import masks
-from flexdilated.masks.core import _packages
-
 ROOT = Path(__file__).resolve().parents[3]
 
 COMB = """
@@ -137,19 +134,3 @@ def test_patterns_of_a_package_are_found_when_they_are_asked_for(packages: Path)
         assert ", comb, custom, " in said["json"]
         assert said["json"].endswith(f"; got {{'kind': 'camb'}}. {BROKEN_TEXT}{TAKEN_TEXT}".rstrip())
         assert said["kept"]
-
-
-def test_without_packages_nothing_is_told_and_nothing_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(_packages, "entry_points", lambda group: asked.append(group) or ())
-    _packages.failed_imports.cache_clear()
-    try:
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"^no pattern is called 'causl': did you mean causal\? There are "):
-                masks.parse("causl()")
-            with pytest.raises(ValueError, match=r"got \{'kind': 'causl'\}$"):
-                masks.from_json('{"kind":"causl"}')
-            assert masks.parse("causal()") == masks.causal()
-        assert asked == ["flexdilated.patterns"]
-    finally:
-        _packages.failed_imports.cache_clear()
