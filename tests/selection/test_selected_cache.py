@@ -58,12 +58,16 @@ def drawn_chunks(data: st.DataObject, tokens: int) -> list[int]:
 def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
     """At any borders: the choice of the row that is under way bitwise, and the outputs."""
     q, k, v, own = case.q, case.k, case.k.roll(1, 2), case.selector
-    whole, found = fd.SelectedAttention(own, gradient)(q, k, v, enable_gqa=True, return_selection=True)
-    cache = cache_of(case, gradient)
+    options = {"scale": data.draw(st.sampled_from([None, 0.5]))}
+    sinks = torch.randn(q.shape[1], dtype=q.dtype) if data.draw(st.booleans(), label="sinks") else None
+    whole, found = fd.SelectedAttention(own, gradient)(
+        q, k, v, sinks=sinks, enable_gqa=True, return_selection=True, **options
+    )
+    cache = cache_of(case, gradient, **options)
     sizes = drawn_chunks(data, q.shape[2])
     outs, seen = [], 0
     for chunk in zip(*(x.split(sizes, 2) for x in (q, k, v)), strict=True):
-        outs.append(cache.attend(*chunk))
+        outs.append(cache.attend(*chunk, sinks=sinks))
         seen += chunk[0].shape[2]
         assert cache.num_tokens == seen == cache.num_kept
         row = (seen - 1) // own.query_block
@@ -105,18 +109,6 @@ def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
     copied = pickle.loads(pickle.dumps(cache))
     assert (copied.num_tokens, copied.nbytes) == (25, cache.nbytes)
     assert "SelectedCache(causal(), num_heads=2, engine=None: 25 tokens seen" in repr(cache)
-
-
-def test_sinks_and_half_precision() -> None:
-    """Sinks are those of attend; numbers of half precision are chosen by and summed in float32."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 60, 8).bfloat16()
-    attention = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2), always=masks.chunked(8)))
-    sinks, cache = torch.randn(2), attention.cache(num_heads=2, scale=0.5)
-    parts = zip(*(x.split([33, 1, 26], 2) for x in (q, k, v)), strict=True)
-    out = torch.cat([cache.attend(*part, sinks=sinks) for part in parts], 2)
-    assert out.dtype == torch.bfloat16
-    assert_close(out, attention(q, k, v, scale=0.5, sinks=sinks))
 
 
 @settings(max_examples=12)

@@ -175,18 +175,12 @@ def test_the_legend_names_what_is_drawn() -> None:
 
 
 def test_titles_and_ticks() -> None:
-    """Of a million tokens at once, of a window of them, and of a few."""
+    """Of a million tokens at once, and of a few."""
     figure = masks.plot(LONGNET, 1 << 20, num_heads=4, head=2)
     assert torch.equal(~is_colour(image(figure), WHITE), torch.eye(512, dtype=torch.bool))
-    assert [text.get_text() for text in figure.texts] == [
-        repr(LONGNET),
-        "1M tokens, head 2 of 4, a cell is 2K × 2K pairs",
-    ]
+    told = "1M tokens, head 2 of 4, a cell is 2K × 2K pairs"
+    assert [text.get_text() for text in figure.texts] == [repr(LONGNET), told]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1,024K"]
-    assert list(figure.axes[0].get_yticks()) == [0, 1 << 18, 1 << 19, 3 << 18, 1 << 20]
-    window = range(526_288, 526_384)
-    axes = masks.plot(LONGNET, 1 << 20, num_heads=4, queries=window, keys=window, size=384).axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == [f"526,{at}" for at in (300, 320, 340, 360, 380)]
     assert [text.get_text() for text in masks.plot(WINDOW, 9, title="A window").texts] == ["A window", "9 tokens"]
     assert not masks.plot(WINDOW, 9, title="").texts
 

@@ -172,16 +172,6 @@ def test_the_lists_of_the_rule_leave_the_rule_alone(rule: Callable) -> None:
             assert masks.describe(pattern, 30, 40, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
 
 
-def test_a_list_that_differs_in_one_block_is_kept() -> None:
-    made = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
-    _, (numbers, indices) = tables(made)
-    numbers[0, 0, 4] -= 1
-    assert "block_list" in masks.custom(made).text
-    numbers[0, 0, 4] += 1
-    numbers[0, 0, 0], indices[0, 0, 0, 0] = 1, 3  # a block that the rule forbids
-    assert "block_list" in masks.custom(made).text
-
-
 def test_two_of_them_combine() -> None:
     first, second = (drawn_lists(seed, of_entry, (3, 1), (40, 40), (8, 8)) for seed in (2, 5))
     assert_attends(masks.custom(first) & ~masks.custom(second), pairs(first, 3, 2) & ~pairs(second, 3, 2))

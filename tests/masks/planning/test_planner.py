@@ -10,10 +10,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks.orders._layout import Compact, Layout, Permutation
-from flexdilated.masks.planning._candidates import Allowed, _fullest, in_blocks_of
-from flexdilated.masks.planning._cost import least_seconds_in_larger
+from flexdilated.masks.planning._candidates import Allowed
 from flexdilated.masks.planning._planner import plan, recommended_layout
-from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms, split_causal
 from flexdilated.masks.planning.lowering._term import Term
 from tests.support import oracle, twins
 from tests.support.ladders import LADDERS
@@ -128,55 +126,6 @@ def test_a_branch_that_counts_twice_is_computed_once():
     window = masks.local_window(left=3, right=0)
     bound = (window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20)
     assert sorted(term.multiplicity for term in plan(bound, allowed=Allowed(masks=False)).terms) == [1, 2]
-
-
-@pytest.mark.parametrize("N", [64, 801, 3001])
-@pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.dilated(512, 2), masks.strided(3), masks.strided(12)])
-def test_what_is_given_up_unweighed_is_not_the_cheapest(pattern, N):
-    """Of no side are blocks as full of pairs that are wanted as those would be for which it is given up."""
-    (options,) = plan((pattern & masks.causal()).bind(num_heads=4, num_queries=N, num_keys=N)).options
-    (compact,) = (option for option in options if option.layout == "compact")
-    wanted = sum(term.counted_pairs() for term in compact.terms)
-    listed = [option for option in options if option.terms[0].shape == "blocks"]
-    assert listed
-    for option in listed:
-        least = wanted / _fullest(option, compact)
-        assert all(least <= in_blocks_of(option, side).cost.computed_pairs for side in option.machine.sides)
-    assert options[0].cost.seconds == min(option.cost.seconds for option in options)
-
-
-@pytest.mark.parametrize("N", [256, 3001])
-@pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.strided(3), masks.local_window(left=99, right=0)])
-def test_blocks_of_other_sides_are_passed_over_only_where_they_cost_more(pattern, N):
-    """Nothing is below the bound of a larger side, and no side would make any way cheaper than the cheapest."""
-    bound = (pattern & masks.causal()).bind(num_heads=4, num_queries=N, num_keys=N)
-    (options,) = plan(bound, allowed=Allowed(windows=False)).options
-    for option in options:
-        for side in option.machine.sides:
-            other, own = in_blocks_of(option, side), in_blocks_of(option, Term.block_side)
-            assert other.cost.seconds >= 0.95 * options[0].cost.seconds
-            if side > Term.block_side:
-                least = least_seconds_in_larger(side, own.cost, own.terms, own.machine, own.operands)
-                assert least <= other.cost.seconds * (1 + 1e-9)
-
-
-CAUSAL = [
-    twins.causal(),
-    twins.dilated(16, 3, 0) & twins.causal(),
-    twins.longnet([12], [2]) & twins.causal(),
-    twins.strided(4) & twins.causal(),
-]
-
-
-@given(st.sampled_from(CAUSAL), st.integers(1, 40), st.integers(1, 60), st.integers(0, 60), st.integers(0, 30))
-def test_split_causal_terms_are_the_dense_rule(twin, num_queries, num_keys, q_offset, k_offset):
-    case = Case(twin, 2, num_queries, num_keys, q_offset, k_offset, 0, 2)
-    bound, counts = case.bind(), case.counts()
-    for terms in (compact_terms(case.twin.pattern, 1, bound), shared_terms(case.twin.pattern, 1, bound, 1)):
-        split = None if terms is None else split_causal(terms)
-        if split is not None:
-            assert torch.equal(weight_of_all(split, counts.shape), counts)
-            assert all(term.k.num_slots > 0 for term in split)
 
 
 def test_recommends_a_layout_only_where_rates_ask_for_one():

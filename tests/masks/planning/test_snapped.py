@@ -151,16 +151,3 @@ def test_what_was_done_is_told():
     uneven = masks.snapped(masks.dilated(10, 4) + masks.longnet((16,), (2,), padding="zeros"), 64)
     assert uneven.pattern == masks.dilated(10, 4) + masks.longnet((16,), (2,), padding="zeros")
     assert len(uneven.changes) == 2
-
-
-@pytest.mark.parametrize(
-    ("pattern", "block", "says"),
-    [
-        (masks.block_list([[0]], block=48), 64, r"whose side divides .* \(64, 64\).*got block=48"),
-        (masks.block_list([[0]], block=64), (64, 48), r"\(64, 48\), or is a multiple of them"),
-        (masks.chunked(2**31 - 1), 128, "segment must be at most 2147483647"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(pattern, block, says):
-    with pytest.raises(ValueError, match=says):
-        masks.snapped(pattern, block)

@@ -1,7 +1,8 @@
-"""The keys that given queries attend to are exactly those of the dense rule, however they are found."""
+"""What is attended to: keys of given queries, rows of single ones and the work of ranks, by the dense rule."""
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from time import process_time
 
@@ -12,14 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.masks.attended import _search
 from flexdilated.masks.attended._search import attended_keys
+from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._ranges import Ranges
-from tests.support import oracle
+from flexdilated.testing.strategies import shardings
+from tests.support import oracle, strategies
 from tests.support.run_time_strategies import Packed, packed_cases
-from tests.support.strategies import Case, cases
+from tests.support.strategies import Case, cases, whole_cases
+
+# W ranks, N tokens
 
 
 @st.composite
@@ -144,3 +151,79 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
     assert [len(members(each)) for each in found] == expected
     assert all(len(each) <= 10 for each in found)
     assert process_time() - begin < 5
+
+
+STEPS = strategies.strided_kinds() | strategies.dilated_windows()
+PROGRESSIONS = st.builds(operator.or_, STEPS, STEPS)  # that may meet
+
+
+@settings(max_examples=50)
+@given(data=st.data(), base=st.sampled_from([0, 0, 2**30]))
+def test_closed_forms_are_the_rules(data: st.DataObject, base: int) -> None:
+    """Of any set: ranges without overlap, none of them empty, of just the keys that are seen, wherever these lie.
+
+    At 2^30 a list of all keys before would not end.
+    """
+    num_heads = data.draw(st.integers(1, 3))
+    pattern = data.draw(PROGRESSIONS if data.draw(st.booleans()) else strategies.sets(num_heads)).pattern
+    query, begin = (base + data.draw(st.integers(0, 40)) for _ in range(2))
+    keys = range(begin, begin + data.draw(st.integers(0, 40)))
+    allowed = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+    for head in range(num_heads):
+        ranges = pattern.for_head(head, num_heads).row(query, keys)
+        of_query = torch.tensor(0), torch.tensor(head), torch.tensor(query)
+        seen = allowed(*of_query, torch.tensor([*keys], dtype=torch.int64))
+        if ranges is not None:
+            assert all(ranges)
+            assert len(ranges) <= len(keys)
+            found = sorted(key for each in ranges for key in each)
+            assert found == [keys[n] for n in seen.nonzero().flatten().tolist()]
+
+
+@pytest.fixture(params=["as it is", "in small steps"], scope="module")
+def steps(request):
+    """The sizes at which the count changes its ways, and the same at the sizes of the drawn cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in small steps":
+            patch.setattr(_pair_search, "_CELL_SIDE", 2)
+            patch.setattr(_pair_search, "_FRONTIER", 5)
+        yield request.param
+
+
+@given(data=st.data())
+def test_every_pair_is_counted_where_its_query_is(steps, data: st.DataObject) -> None:
+    case = data.draw(whole_cases())
+    sharding = data.draw(shardings(case.num_queries, max_ranks=6))
+    first = data.draw(st.integers(0, case.num_heads - 1))
+    here = data.draw(st.integers(1, case.num_heads - first))
+    rows = case.counts()[first : first + here].sum((0, 2))
+    expected = [int(rows[sharding.positions(rank)].sum()) for rank in range(sharding.num_ranks)]
+    heads = {"num_heads": here, "head_offset": first, "num_heads_global": case.num_heads}
+    assert work_of_ranks(case.twin.pattern, sharding, **heads).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "order"),
+    [(masks.longnet((2048, 8192, 65536), (1, 4, 32)), "contiguous"), (masks.local_window(left=999, right=0), "zigzag")],
+)
+def test_all_ranks_do_what_one_does(pattern, order) -> None:
+    """At a size at which the planner's own count, term by term, is another."""
+    tokens = 140_000
+    for rule in (pattern, pattern & masks.causal()):
+        described = masks.describe(rule, tokens, num_heads=4)
+        assert int(work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4).sum()) == described.useful_pairs
+
+
+def test_zigzag_balances_what_is_causal() -> None:
+    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
+        orders = ("contiguous", "zigzag")
+        work = [work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2).double() for order in orders]
+        contiguous, zigzag = (float(each.max() / each.mean()) for each in work)
+        assert zigzag < 1.001 < contiguous
+
+
+def test_what_does_not_bind_is_refused() -> None:
+    with pytest.raises(ValueError, match="within the 64 tokens of a 8x8 grid"):
+        work_of_ranks(masks.neighborhood((8, 8), 1), Sharding(65, 2), num_heads=1)
+    with pytest.raises(ValueError, match="documents"):
+        work_of_ranks(masks.documents("documents"), Sharding(64, 2), num_heads=1)
