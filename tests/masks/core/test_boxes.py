@@ -15,7 +15,7 @@ from flexdilated import masks
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
 from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression
 from flexdilated.masks.core._check import LARGEST
-from flexdilated.masks.patterns import _grid
+from flexdilated.masks.patterns import _grid, _neighborhood
 from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._grid import fits
 from flexdilated.testing import check_pattern
@@ -69,8 +69,10 @@ def assert_sound(found: Bounds, truth: Tensor, area: Tensor) -> None:
 def test_bounds_hold_and_classes_are_certain(data, num_heads):
     twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
     bound = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100)
-    truth, verdict = allowed(twin.rule, box, num_heads), bound.classify(box)
-    assert_sound(bound.count(box), truth, box.area)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_neighborhood, "_FEW_PAIRS", data.draw(st.sampled_from([0, 1 << 16])))
+        truth, verdict = allowed(twin.rule, box, num_heads), bound.classify(box)
+        assert_sound(bound.count(box), truth, box.area)
     assert set(verdict.tolist()) <= {EMPTY, PARTIAL, FULL}
     assert (truth[verdict == EMPTY] == 0).all()
     assert torch.equal(truth[verdict == FULL], box.area[verdict == FULL])
@@ -153,7 +155,10 @@ EXACT: dict[str, Draw] = {
 @given(data=st.data())
 def test_counts_are_exact(name, data):
     twin, box = EXACT[name](data)
-    found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_neighborhood, "_FEW_PAIRS", 0)  # which are evaluated instead
+        patch.setattr(_grid, "_FEW_CLASSES", data.draw(st.sampled_from([0, 3])))
+        found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
     assert torch.equal(found.low, truth)
     assert torch.equal(found.high, truth)
 
