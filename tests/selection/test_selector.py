@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows, C blocks of keys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from tests.support import published_selections as published
 from tests.support import selection_oracle as oracle
 from tests.support.ties import NoTies, tied
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows, C blocks of keys
 
 
 @given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
