@@ -94,10 +94,9 @@ def test_panels_of_heads_and_orders() -> None:
         alone = masks.plot(LONGNET, 62, num_heads=4, head=head, order=order)
         assert torch.equal(image(figure, place), image(alone))
         assert figure.axes[place].get_title().startswith(f"head {head}, {order} order")
-    figure, positions = masks.plot(LONGNET, 62, order=("natural", "residue")), masks.layout(LONGNET, 62).positions()
-    assert torch.equal(image(figure, 1), image(figure, 0)[positions][:, positions])
-    assert [axes.get_xlabel() for axes in figure.axes] == ["key position", "key slot"]
-    assert [axes.get_title() for axes in figure.axes] == ["natural order", "residue order, mod 4"]
+    positions = masks.layout(LONGNET, 62).positions()
+    assert torch.equal(image(figure, 0), image(figure, 1)[positions][:, positions])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["key slot", "key position"] * 2
 
 
 @pytest.mark.parametrize(("window", "cell"), [(range(500), 32), (range(37, 411), 32), (range(300, 500), 16)])

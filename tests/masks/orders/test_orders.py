@@ -52,11 +52,6 @@ def tiled_cases(draw: st.DrawFn) -> tuple[Case, Tiling]:
     return case, Tiling(grid, tuple(draw(st.integers(1, length + 1)) for length in grid))
 
 
-def whole(grid: tuple[int, ...], radius: int | tuple[int, ...], num_heads: int = 1) -> masks.Bound:
-    tokens = prod(grid)
-    return masks.neighborhood(grid, radius).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
-
-
 @given(tilings())
 def test_order_is_tile_by_tile(order):
     def key(token: int) -> list[int]:
@@ -110,9 +105,6 @@ def test_less_is_computed_in_vain(pattern, most, in_rows):
     assert len(natural.blocks(128, 128, settle=False).row) * 128**2 / found.useful_pairs > in_rows
 
 
-GRID, RADIUS = (6, 14, 18), 2
-
-
 @pytest.fixture
 def pairs_decide():
     """One rate for all lists: then the order that computes the fewest pairs is chosen."""
@@ -123,7 +115,7 @@ def pairs_decide():
 
 def test_attend_in_tiles_is_the_oracle(pairs_decide):
     """Chosen by the planner: tokens go in and come out in row-major order, and so do gradients."""
-    bound = whole(GRID, RADIUS, num_heads=2)
+    bound = masks.neighborhood((6, 14, 18), 2).bind(num_heads=2, num_queries=1512, num_keys=1512)
     assert plan(bound).options[0][0].layout == "tiled 4x2x16"
     generator = torch.Generator().manual_seed(0)
     q, k, v = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,11 +100,3 @@ def test_a_run_time_pattern_is_its_rule(rows, causal):
     assert mask.mask_mod is not None
     blocks = torch.nn.functional.max_pool2d(counts[: len(labels), 0].float(), 2, ceil_mode=True)
     assert torch.equal(mask.to_dense()[:, 0].float().expand_as(blocks), blocks)
-
-
-def test_a_run_time_pattern_refuses_what_does_not_fit():
-    q = torch.randn(1, 1, 8, 4)
-    with pytest.raises(ValueError, match=r"one for each of 8 tokens; got \(7,\)"):
-        fd.attend(q, q, q, same_label(torch.zeros(7, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="the pattern needs the run-time tensor 'labels'"):
-        fd.attend(q, q, q, same_label("labels"))

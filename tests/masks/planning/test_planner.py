@@ -122,12 +122,6 @@ def test_computes_little_in_vain(name, causal, N):
     assert computed / useful <= 1.15
 
 
-def test_a_branch_that_counts_twice_is_computed_once():
-    window = masks.local_window(left=3, right=0)
-    bound = (window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20)
-    assert sorted(term.multiplicity for term in plan(bound, allowed=Allowed(masks=False)).terms) == [1, 2]
-
-
 def test_recommends_a_layout_only_where_rates_ask_for_one():
     assert recommended_layout(masks.causal(), 4096, num_heads=2) is None
     assert recommended_layout(masks.longnet([8], [2]), 1, num_heads=2) is None

@@ -271,11 +271,8 @@ def test_errors_say_what_and_where(text, column, says):
 
 HOSTILE = {
     "parentheses": "(" * 4096,
-    "long name": "a" * 4096,
-    "long number": "1" * 4096,
     "long string": "'" + "a" * 4000,
     "inverted again and again": "~" * 4080 + "causal()",
-    "spaces": " " * 4096,
     "sum": " + ".join(["causal()"] * 370),
     "distinct union": "|".join(f"strided({n})" for n in range(1, 320)),
     "mixture of many and sets": f"longnet({[8] * 500}, {[2] * 500})&" + "&".join(f"strided({n})" for n in range(1, 80)),
