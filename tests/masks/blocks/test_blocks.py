@@ -153,7 +153,8 @@ RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 @given(cases(lambda H: sets(H) | functions()), RATES, block_sides, block_sides, small_limits())
 @example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
 @example(Case.whole(DOUBTFUL & twins.causal(), 1, 90), 8, 8, 8, [])  # settled by diagonals
-# The blocks of one period are copied.
+# The blocks of one period are copied, where pairs stay within it.
+@example(Case.whole(~twins.dilated(16, 1, 0), 1, 48), 1, 8, 8, [])
 @example(Case.whole(twins.dilated(16, 2, 1) & twins.causal(), 3, 48), 2, 8, 4, [])
 @example(Case.whole((twins.dilated(32, 2, 0) | twins.dilated(16, 1, 0)) & NEAR, 1, 96), 1, 8, 8, [])
 def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
