@@ -13,7 +13,7 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
-from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression
+from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression, count_below, count_multiples
 from flexdilated.masks.core._check import LARGEST
 from flexdilated.masks.patterns import _grid, _neighborhood
 from flexdilated.masks.patterns._dilated import Dilated
@@ -161,6 +161,25 @@ def test_counts_are_exact(name, data):
         found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
     assert torch.equal(found.low, truth)
     assert torch.equal(found.high, truth)
+
+
+@given(st.data(), st.integers(-20, 20))
+def test_order_knows_its_extremes_over_any_steps(data, shift):
+    box = data.draw(boxes())
+    found = count_below(box, shift)
+    truth = allowed(lambda h, H, q, k: (k[None] - q[:, None] <= shift).long(), box, 1)
+    assert torch.equal(found.high == 0, truth == 0)
+    assert torch.equal(found.low == box.area, truth == box.area)
+
+
+@given(st.data(), st.integers(1, 12))
+def test_multiples_over_unequal_steps(data, rate):
+    """Bounds that hold, and that meet wherever every key, or every query, of a class fits alike."""
+    box = data.draw(boxes())
+    found = count_multiples(box, rate)
+    assert_sound(found, allowed(oracle.strided(rate), box, 1), box.area)
+    if box.k.step % rate == 0 or box.q.step % rate == 0:
+        assert torch.equal(found.low, found.high)
 
 
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)

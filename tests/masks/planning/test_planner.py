@@ -69,14 +69,24 @@ def spaced(draw: st.DrawFn) -> Case:
     return Case(twin, 2, N, M, draw(st.integers(0, 12)), draw(st.integers(0, 12)), 0, 2)
 
 
+CAUSAL = [twins.causal(), *(each & twins.causal() for each in (twins.dilated(16, 3, 0), twins.longnet([12], [2])))]
+
+
+@st.composite
+def later_queries(draw: st.DrawFn) -> Case:
+    """Causal rules of queries after some or all keys, which need no block lists there."""
+    sizes = [draw(st.integers(*ends)) for ends in ((1, 40), (1, 60), (0, 60), (0, 30))]
+    return Case(draw(st.sampled_from(CAUSAL)), 2, *sizes, 0, 2)
+
+
 # Both factors choose by head.
 BY_HEAD = twins.longnet([8], [2]) & twins.per_head(
     [twins.every(), twins.blockwise(twins.causal(), 4) & twins.chunked(8)] * 2
 )
 
 
-@settings(max_examples=26)
-@given(st.one_of(cases(), spaced()))
+@settings(max_examples=40)
+@given(st.one_of(cases(), spaced(), later_queries()))
 @example(Case.whole(BY_HEAD, 4, 32))
 def test_every_option_is_the_dense_rule(case):
     """The terms of each way to compute a branch add up to the branch, whether or not the planner takes it."""
