@@ -126,17 +126,13 @@ def test_memory_that_does_not_grow(monkeypatch):
     device = Device(monkeypatch, lambda n: 100 if n % 2 else 90)
     found = fd.max_batch(device.step, most=50)
     assert (found.n, found.predicted, found.measured) == (50, 100, 90)
-    assert device.sizes == [1, 1, 2, 50]
 
 
-@pytest.mark.parametrize("over", [730, 950])
-def test_not_even_the_smaller_probe_fits(monkeypatch, over):
-    device = Device(monkeypatch, lambda n: over)
-    took = "it took 730 B" if over == 730 else "it ran out of memory"
-    with pytest.raises(
-        ValueError, match=rf"step\(1\), the smaller probe, must fit into the budget of 720 B; {took}: give"
-    ):
-        fd.max_batch(device.step, most=50)
+@pytest.mark.parametrize(("over", "took"), [(730, "it took 730 B"), (950, "it ran out of memory")])
+def test_not_even_the_smaller_probe_fits(monkeypatch, over, took):
+    says = rf"step\(1\), the smaller probe, must fit into the budget of 720 B; {took}: give"
+    with pytest.raises(ValueError, match=says):
+        fd.max_batch(Device(monkeypatch, lambda n: over).step, most=50)
 
 
 def test_other_errors_come_through(monkeypatch):
@@ -153,13 +149,10 @@ def test_other_errors_come_through(monkeypatch):
     ("change", "error", "message"),
     [
         ({"most": 0}, ValueError, "most must be at least 1"),
-        ({"budget": 0}, ValueError, "budget must be at least 1"),
         ({"budget": 0.8}, TypeError, "budget must be an integer"),
         ({"budget": 901}, ValueError, "budget must be within the 900 B that are free; got 901 B"),
         ({"probes": (2, 2)}, ValueError, r"probes must ascend, and the first must not exceed most; got \(2, 2\)"),
-        ({"probes": (0, 2)}, ValueError, r"probes\[0\] must be at least 1"),
         ({"probes": (11, 12)}, ValueError, "must not exceed most; got .* and most=10"),
-        ({"probes": 3}, ValueError, "probes must be two sizes"),
         ({"device": "meta"}, ValueError, "device must be 'cpu' or a CUDA device"),
     ],
 )
@@ -206,18 +199,3 @@ def test_free_memory_within_the_groups_limits(tmp_path, monkeypatch, files, expe
     tree(tmp_path, MEMINFO | files)
     monkeypatch.setattr(_max_batch, "_ROOT", tmp_path)
     assert _max_batch.free_bytes(torch.device("cpu")) == expected
-
-
-def test_a_system_that_does_not_tell_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(_max_batch, "_ROOT", tmp_path)
-
-    def refused(message):
-        with pytest.raises(ValueError, match=message):
-            fd.max_batch(lambda n: None, most=3, device="cpu")
-
-    refused(r"memory on CPU is read from Linux's .*meminfo, which cannot be read")
-    tree(tmp_path, {"proc/meminfo": "MemTotal: 5 kB\n"})
-    refused("meminfo, which has no field MemAvailable here")
-    tree(tmp_path, {**MEMINFO, "proc/self/status": "VmRSS: 7 kB\n"})
-    (tmp_path / "proc/self/clear_refs").mkdir()
-    refused("where they cannot be reset")

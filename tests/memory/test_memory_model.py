@@ -1,6 +1,5 @@
 """What `plan` says of memory: counts of live bytes are right, and predictions are those of real runs."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -9,30 +8,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-import flexdilated as fd
 from bench._jobs import peak_bytes
 from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import Dropout, Features, Portable, WholeRows
 from flexdilated.engines._call import Call
 from flexdilated.engines.aten._aten_op import _programs, attention, gradients
-from flexdilated.engines.aten._program import Program, as_given
+from flexdilated.engines.aten._program import as_given
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.engines.kernels import _portable
 from flexdilated.masks.core import Expression
 from flexdilated.masks.planning import GATHERED_BYTES
 from flexdilated.masks.planning.lowering import _table
 from flexdilated.memory import _memory
 from flexdilated.memory._memory import (
-    NOWHERE,
     AttentionSize,
     KernelBytes,
     LiveBytes,
-    _few_of_each_kind,
     attention_memory,
-    nbytes,
 )
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
@@ -70,34 +63,6 @@ def test_live_bytes_counts_storages_not_views() -> None:
         assert live.peak == 0
 
 
-@torch.library.custom_op("tests::opaque_copy", mutates_args=())
-def opaque_copy(x: Tensor) -> Tensor:
-    """Holds three times x while it runs."""
-    return (torch.cat([x, x, x])[: len(x)] * 1).clone()
-
-
-def test_hidden_work_counts_while_an_operator_runs_and_hidden_state_as_long_as_its_result() -> None:
-    x = torch.ones(250)
-    with LiveBytes(x, hidden={torch.ops.tests.opaque_copy.default: KernelBytes(work=5000, kept=700)}) as live:
-        y = opaque_copy(x)
-        assert (live.live, live.peak) == (2700, 6000)
-        del y
-        assert live.live == 1000
-
-
-def test_tensors_without_memory_count_as_real_ones() -> None:
-    def work(x: Tensor, linear: nn.Module) -> tuple[int, int]:
-        with LiveBytes(x, *linear.parameters()) as live:
-            linear(x).relu().square().sum().backward()
-        return live.live, live.peak
-
-    real = work(torch.ones(64, 32), nn.Linear(32, 16))
-    with NOWHERE:
-        counted = work(torch.ones(64, 32), nn.Linear(32, 16))
-    assert counted == real
-    assert real[0] > nbytes(torch.ones(64, 32))
-
-
 def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
     """Peaks of a real forward and a real backward of the aten engine, all of its steps, inputs included."""
     shape = size.batch, size.num_tokens, size.num_heads, size.head_dim
@@ -124,13 +89,14 @@ def test_attention_memory_is_that_of_the_real_engine(name) -> None:
     """Every allocation of every step, counted in a real run, against the dry one of a few steps of each kind."""
     text, other = PATTERNS[name], list(PATTERNS).index(name) % 2 == 1
     dtype, tokens_outermost = (torch.bfloat16, False) if other else (torch.float32, True)
-    size = AttentionSize(2000, 4, 32, dtype, tokens_outermost=tokens_outermost)
+    batch, kv_heads = (2, 1) if name == "longnet" else (1, 4)
+    size = AttentionSize(2000, 4, 32, dtype, batch, num_kv_heads=kv_heads, tokens_outermost=tokens_outermost)
     found = attention_memory(masks.parse(text), size)
     forward, backward = real_run(text, size)
     assert within(found.forward_peak, forward, 0.03)
     assert within(found.inference_peak, forward, 0.03)
     assert within(found.backward_peak, backward, 0.03)
-    shown = 4 * 4 * 2000 * 32 * dtype.itemsize + 4 * 2000 * 4
+    shown = batch * (2 * (4 + kv_heads) * 2000 * 32 * dtype.itemsize + 4 * 2000 * 4)
     assert found.shown == shown
     assert shown <= found.kept < 1.05 * shown  # q, k, v, out, lse and nothing else
 
@@ -169,33 +135,6 @@ def test_memory_of_a_table_is_that_of_the_real_engine(name: str, gathered: int) 
     assert within(found.backward_peak, backward.peak, 0.05)
     assert found.shown <= found.kept < 1.05 * found.shown
     assert found.tables == 0
-
-
-@given(
-    st.sampled_from(sorted(PATTERNS)),
-    st.lists(st.sampled_from([8, 24, 32, 64]), min_size=2, max_size=2, unique=True),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-)
-@settings(max_examples=10)
-def test_values_of_another_head_dim_are_padded_by_tiles(name, dims, dtype) -> None:
-    """A real call by `attend`, which pads and cuts; its operator holds what it does with the wider head dim."""
-    pattern = masks.parse(PATTERNS[name])
-    found = attention_memory(pattern, AttentionSize(700, 4, dims[0], dtype, num_kv_heads=2, value_dim=dims[1]))
-    wide = attention_memory(pattern, AttentionSize(700, 4, max(dims), dtype, num_kv_heads=2))
-    heads = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
-    q, k, v = (torch.randn(1, each, 700, dim, dtype=dtype, requires_grad=True) for each, dim in heads)
-    hidden = {
-        torch.ops.flexdilated.aten.default: KernelBytes(wide.forward_peak - wide.inputs, wide.kept - wide.shown),
-        torch.ops.flexdilated.aten_backward.default: KernelBytes(wide.backward_peak - wide.kept - wide.outputs),
-    }
-    with LiveBytes(q, k, v, hidden=hidden) as live:
-        out = fd.attend(q, k, v, pattern, enable_gqa=True)
-        assert (found.queries, found.keys, found.outputs) == (nbytes(q), nbytes(k, v), nbytes(out))
-        assert within(found.forward_peak, live.peak, 0.03)
-        assert within(found.kept, live.live, 0.03)
-        live.restart()
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    assert within(found.backward_peak, live.peak, 0.03)
 
 
 def portable_run(pattern: Expression, size: AttentionSize, options: dict[str, Any]) -> tuple[int, int, int]:
@@ -241,52 +180,6 @@ def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, ba
     assert within(found.backward_peak, backward, 0.05)
     assert within(found.kept, kept, 0.03)
     assert 0 <= found.kept - found.shown < 16384  # q, k, v, out, lse, and the last chunk's tables
-
-
-def test_a_dry_run_of_portable_takes_few_chunks_and_computes_no_pair() -> None:
-    """The peaks of all chunks, found by two of each kind."""
-    pattern, chunks, of = masks.local_window(left=500, right=500), [], _portable.BlockProblems.chunks
-    size = AttentionSize(5000, 4, 32, torch.float32, value_dim=64)
-
-    def watched(problems: _portable.BlockProblems) -> Iterator[_portable._BlockChunk]:
-        for chunk in of(problems):
-            chunks.append(chunk.hidden is not None and chunk.hidden.is_meta)
-            yield chunk
-
-    with patch.object(_portable.BlockProblems, "chunks", watched), patch.object(_portable, "_SCORES_AT_ONCE", 1 << 18):
-        found = attention_memory(pattern, size, engine="portable")
-        few = len(chunks)
-        assert all(chunks)
-        forward, _, backward = portable_run(pattern, size, {"drops": False, "score_mod": None})
-    assert 0 < 4 * few < len(chunks) - few
-    assert within(found.forward_peak, forward, 0.03)
-    assert within(found.backward_peak, backward, 0.03)
-
-
-def test_a_dry_run_takes_steps_of_every_size() -> None:
-    pattern = masks.parse("longnet((64, 128, 200), (1, 2, 7))")
-    key = Call(pattern.text, 4, 4, 100_000, 100_000, 0, 0, 0, 4, 1, ())
-    ((_, program),) = _programs(key, [], 1)
-    few = _few_of_each_kind(program, key_bytes=256)
-
-    def sizes(some: Program) -> set[tuple[int, ...]]:
-        terms = (step.term for step in some.steps)
-        return {(len(term.heads), term.folds, term.q.num_slots, term.k.num_slots) for term in terms}
-
-    assert sizes(few) == sizes(program)
-    assert len(few.steps) < len(program.steps)
-
-
-def test_batches_and_grouped_heads_count() -> None:
-    one = AttentionSize(2048, 4, 32, torch.float32)
-    pattern = masks.parse(PATTERNS["longnet"])
-    grouped = attention_memory(pattern, AttentionSize(2048, 4, 32, torch.float32, batch=2, num_kv_heads=1))
-    assert (grouped.queries, grouped.keys) == (2 * 2048 * 4 * 32 * 4, 2 * 2 * 2048 * 32 * 4)
-    forward, backward = real_run(PATTERNS["longnet"], AttentionSize(2048, 4, 32, torch.float32, num_kv_heads=1))
-    alone = attention_memory(pattern, AttentionSize(2048, 4, 32, torch.float32, num_kv_heads=1))
-    assert within(alone.forward_peak, forward, 0.03)
-    assert within(alone.backward_peak, backward, 0.03)
-    assert attention_memory(pattern, one).keys == 4 * alone.keys
 
 
 @pytest.mark.slow
@@ -339,29 +232,6 @@ def test_flex_holds_what_its_compiled_program_allocates(dtype) -> None:
     assert found == near([3 + 1.5 + 0.75 + 1.5, three, three, three + 1 + 2 * wide + 1.75])
 
 
-@pytest.mark.parametrize("value_dim", [32, 192])
-def test_flex_holds_values_of_another_head_dim_as_they_are(value_dim) -> None:
-    """In rows of q: values and outputs are of their own width, in what is gathered, made and kept."""
-    size = AttentionSize(4096, 4, 64, torch.bfloat16, value_dim=value_dim)
-    unit, v = 4096 * 4 * 64 * 2, value_dim / 64
-    found = [attention_memory(masks.parse(text), size, device="cuda") for text in ("causal()", "dilated(1024, 4)")]
-    rows = [[getattr(each, part) / unit for part in ("inference_peak", "kept", "backward_peak")] for each in found]
-    assert rows[0] == pytest.approx([2 + 2 * v, 2 + 2 * v, 4 + 4 * v], abs=0.1)
-    # Gathered q, k, v and their part are quarters.
-    kept = 2 + v + (2 + 2 * v) / 4 + v
-    assert rows[1][:2] == pytest.approx([max(2 + v + (2 + 2 * v) / 4, 2 + v + v / 4 + v), kept], abs=0.1)
-
-
-def test_what_has_no_memory_yet_is_refused() -> None:
-    size = AttentionSize(64, 2, 16, torch.float32)
-    with pytest.raises(
-        ValueError, match="memory needs the values of a pattern's run-time tensors; got one without ids"
-    ):
-        attention_memory(masks.documents("ids"), size)
-    with pytest.raises(ValueError, match="num_tokens must be at least 1"):
-        attention_memory(masks.causal(), AttentionSize(0, 2, 16, torch.float32))
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("name", ["longnet", "window"])
 def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
@@ -383,36 +253,6 @@ def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
     assert weights <= found.weights < 1.05 * weights
     assert found.optimizer == 2 * found.weights
     assert found.training_peak == found.step_peak + found.optimizer
-
-
-def test_checkpointing_keeps_little_more_than_the_blocks_inputs() -> None:
-    """Of one layer more: its input (E), against all that its backward needs (about 18 E)."""
-    num_tokens, pattern = 4096, masks.causal()
-
-    def growth(checkpoint: bool) -> float:
-        peaks = []
-        for depth in (2, 4):
-            size = ModelSize(64, depth, 2, torch.float32)
-            call = attention_memory(pattern, attention_size(size, num_tokens))
-            peaks.append(model_memory(size, num_tokens, call, checkpoint=checkpoint).step_peak)
-        return (peaks[1] - peaks[0]) / (2 * num_tokens * 64 * 4)
-
-    assert 1.0 <= growth(True) < 1.5
-    assert 17 < growth(False) < 20
-
-
-def test_longnet_around_a_pattern_attends_by_it() -> None:
-    size, pattern = ModelSize(32, 1, 2, torch.float32), masks.parse(PATTERNS["window"])
-    model = longnet_around(pattern, size, checkpoint=True)
-    assert (model.pattern, model.config.checkpoint) == (pattern, True)
-    x = torch.randn(1, 300, 32)
-    changed = x.clone()
-    changed[:, :100] += 1
-    difference = (model(x) - model(changed)).detach().abs().amax(-1)[0]
-    assert bool((difference[:227] > 0).any())
-    assert float(difference[227:].max()) == 0  # a window of 127 keys before
-    with pytest.raises(ValueError, match="head"):
-        longnet_around(masks.per_head([masks.causal()] * 3), size, checkpoint=False)
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
-"""attention_received and block_mass: sums and means of dense float64 attention, for whatever is drawn."""
+"""attention_received and block_mass: sums and means of dense float64 attention, for whatever is drawn; the picture."""
 
+import sys
+
+import matplotlib
 import pytest
 import torch
 from hypothesis import given, settings
@@ -107,19 +110,6 @@ def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (8, 1, 3), (10, 2, 1)])
-def test_query_heads_that_share_keys_are_told_apart(heads, kv_heads, dim, engine):
-    """Also where a group has more heads than there are columns."""
-    torch.manual_seed(heads)
-    q, k = torch.randn(2, heads, 30, dim).double(), torch.randn(2, kv_heads, 30, dim).double()
-    pattern = masks.longnet((8, 32), (1, 4)) & masks.causal()
-    counts = masks_counts(pattern, heads, 30)
-    expected, lse = weights(q, k, counts)
-    received = fd.attention_received(q, k, lse, pattern, enable_gqa=True, engine=engine)
-    torch.testing.assert_close(received, expected.sum(2), rtol=1e-9, atol=1e-12)
-
-
 def masks_counts(pattern, num_heads, num_tokens):
     """(H, N, N) from each branch's mask_mod."""
     h, t = torch.arange(num_heads)[:, None, None], torch.arange(num_tokens)
@@ -163,16 +153,6 @@ def test_without_gradients_and_with_tensors_that_want_them(engine):
     torch.testing.assert_close(received, expected)
 
 
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-def test_an_lse_of_another_width_is_read(engine):
-    q, k, lse, expected = one_call()
-    narrow = fd.attention_received(q, k, lse.float(), PATTERN, engine=engine)
-    torch.testing.assert_close(narrow, expected, rtol=1e-5, atol=1e-5)
-    wide = fd.attention_received(q.float(), k.float(), lse, PATTERN, engine=engine)
-    assert (narrow.dtype, wide.dtype) == (torch.float64, torch.float32)
-    torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_compiled_whole():
     q, k, lse, expected = one_call()
     compiled = torch.compile(lambda *x: fd.attention_received(*x, PATTERN), fullgraph=True, backend="aot_eager")
@@ -191,12 +171,101 @@ def test_autocast_is_that_of_the_call():
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
 
 
-def test_some_of_all_heads():
-    pattern = masks.per_head([masks.causal(), masks.strided(3), masks.chunked(4)])
-    q, k, v = torch.randn(3, 1, 3, 20, 4, dtype=torch.float64)
-    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
-    some, where = (q[:, 1:], k[:, 1:], lse[:, 1:]), {"head_offset": 1, "num_heads_global": 3}
-    whole, received = (fd.attention_received(q, k, lse, pattern), fd.attention_received(*some, pattern, **where))
-    torch.testing.assert_close(received, whole[:, 1:])
-    whole, mass = (fd.block_mass(q, k, lse, pattern, block=5), fd.block_mass(*some, pattern, block=5, **where))
-    torch.testing.assert_close(mass, whole[1:])
+GREY, NOWHERE = (0.85, 0.85, 0.85, 1.0), 0.0
+
+
+@pytest.fixture(autouse=True)
+def no_display(monkeypatch):
+    """Figures are drawn to memory, whatever the machine shows."""
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "agg")
+
+
+def shades_of(figure):
+    """The colours of values, as the bar beside the picture has them."""
+    (bar,) = [axes for axes in figure.axes if axes.get_ylabel() == "attention received" and not axes.lines]
+    mappable = bar._colorbar.mappable
+    return lambda values: torch.from_numpy(mappable.to_rgba(values.numpy()))
+
+
+def slide(step_x=256, step_y=128):
+    """Tiles of a 5 x 4 grid, of which three are missing, in an order of their own."""
+    y, x = torch.meshgrid(torch.arange(4), torch.arange(5), indexing="ij")
+    cells = torch.stack([x, y], -1).flatten(0, 1)
+    kept = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:17]
+    return cells[kept], cells[kept] * torch.tensor([step_x, step_y]) + torch.tensor([1000, 64])
+
+
+def test_tiles_stand_at_their_coordinates():
+    cells, coordinates = slide()
+    received = torch.rand(2, 3, 17, dtype=torch.float64) + 0.1
+    received[1, 2, 5] = 0.0
+    figure = fd.plot_attention_received(received, coordinates=coordinates, batch=1, title="aten")
+    maps = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in maps] == ["mean of 3 heads", "head 0", "head 1", "head 2"]
+    shades = shades_of(figure)
+    for axes, values in zip(maps, [received[1].mean(0), *received[1]], strict=True):
+        picture = torch.from_numpy(axes.images[0].get_array().data)
+        expected = torch.zeros(4, 5, 4, dtype=torch.float64)
+        expected[cells[:, 1], cells[:, 0]] = shades(values.clamp(min=1e-30))
+        if values.min() == 0:
+            expected[cells[5, 1], cells[5, 0]] = torch.tensor(GREY, dtype=torch.float64)
+        torch.testing.assert_close(picture, expected)
+        assert (picture[..., 3] == NOWHERE).sum() == 3
+        # Pixel (x, y) of the slide is the corner of its tile: extents lie half a tile around.
+        assert axes.images[0].get_extent() == [1000 - 128, 1000 + 4.5 * 256, 64 + 3.5 * 128, 64 - 64]
+
+
+def test_places_off_any_grid_are_points():
+    _, coordinates = slide()
+    received = torch.rand(1, 12, 17) + 0.1
+    moved = coordinates + torch.rand(17, 2, generator=torch.Generator().manual_seed(2)) * 40
+    twice = fd.plot_attention_received(torch.ones(1, 1, 3), coordinates=torch.tensor([[0, 0], [0, 0], [1, 1]]))
+    assert any(axes.get_title() and axes.collections for axes in twice.axes), "two tokens at one place are points"
+    figure = fd.plot_attention_received(received, coordinates=moved)
+    (axes,) = [axes for axes in figure.axes if axes.collections and axes.get_title()]
+    assert axes.get_title() == "mean of 12 heads"
+    torch.testing.assert_close(torch.from_numpy(axes.collections[0].get_offsets().data), moved.double())
+    colours = torch.from_numpy(axes.collections[0].get_facecolors())
+    torch.testing.assert_close(colours, shades_of(figure)(received[0].double().mean(0)))
+    assert axes.yaxis_inverted()
+
+
+def test_a_strip_a_head_over_the_sequence():
+    received = torch.rand(1, 3, 40, dtype=torch.float64) + 0.1
+    figure = fd.plot_attention_received(received)
+    strip, curves = figure.axes[:2]
+    torch.testing.assert_close(torch.from_numpy(strip.images[0].get_array().data), shades_of(figure)(received[0]))
+    drawn = {line.get_label(): torch.from_numpy(line.get_ydata()) for line in curves.lines}
+    torch.testing.assert_close(drawn["head 1"], received[0, 1])
+    torch.testing.assert_close(drawn["mean of 3 heads"], received[0].mean(0))
+    assert list(curves.lines[0].get_xdata()) == [token + 0.5 for token in range(40)]
+
+
+def test_many_tokens_and_heads_share_columns_and_a_curve():
+    received = torch.rand(1, 9, 4096, dtype=torch.float64) + 0.1
+    strip, curves = fd.plot_attention_received(received).axes[:2]
+    assert strip.images[0].get_array().shape == (9, 1024, 4)
+    (line,) = curves.lines
+    torch.testing.assert_close(torch.from_numpy(line.get_ydata()), received[0].mean(0).view(1024, 4).mean(1))
+    assert curves.get_xlabel() == "token, means over 4.0 neighbours"
+
+
+def test_the_sequence_begins_at_the_offset_of_its_keys():
+    figure = fd.plot_attention_received(torch.rand(1, 2, 1024) + 0.1, k_offset=3072)
+    strip, curves = figure.axes[:2]
+    assert strip.images[0].get_extent()[:2] == list(curves.get_xlim()) == [3072, 4096]
+    places = torch.as_tensor(curves.lines[0].get_xdata())
+    assert places[[0, -1]].tolist() == [3072.5, 4095.5]
+    assert curves.xaxis.get_major_formatter()(4096) == "4,096"
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'needs matplotlib: pip install "flexdilated\[plot\]"'):
+        fd.plot_attention_received(torch.ones(1, 1, 3))
+
+
+def test_nothing_received_is_drawn_too(tmp_path):
+    figure = fd.plot_attention_received(torch.zeros(1, 2, 10))
+    figure.savefig(tmp_path / "nothing.svg")
+    assert (tmp_path / "nothing.svg").stat().st_size > 1000

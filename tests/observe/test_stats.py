@@ -1,9 +1,14 @@
-"""`fd.stats()`: one value for cache, pools and the source of plans; what it counts is what happened."""
+"""`fd.stats()` and FLEXDILATED_PROFILE: what is counted is what happened, and what a process writes about itself."""
 
 import gc
+import gzip
 import json
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +18,8 @@ from flexdilated import masks
 from flexdilated.distributed import BufferPool
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.observe import _stats
+from flexdilated.observe import _profile, _stats
+from flexdilated.observe._profile import VARIABLE, folder_from_environment, profile_process
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
 
@@ -78,17 +84,53 @@ def test_it_is_a_value_and_plain_data() -> None:
     assert list(data) == ["cache", "pools", "constants", "measured"]
 
 
-def test_the_table_says_what_the_value_says() -> None:
-    pool = BufferPool("cpu", threshold_bytes=256, budget_bytes=4096)
-    lease = pool.lease((300,), torch.float32)
-    text = str(fd.stats())
-    lines = [line.split() for line in text.splitlines()]
-    assert _stats._pool_table(()) == "none"
-    assert [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")] == [
-        *("Plan", "Buffer", "Plans")
-    ]
-    number = pool.name.removeprefix("pool ")
-    assert [number, "cpu", "2", "KiB", "1.17", "KiB", "2", "KiB", "1", "0%"] in lines
-    assert ["misses", str(fd.stats().cache.misses)] in lines
-    assert max(map(len, text.splitlines())) <= 80
-    lease.release()
+@pytest.fixture
+def at_exit(monkeypatch) -> list[Callable[[], None]]:
+    """What would run as the process ends."""
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(_profile, "atexit", SimpleNamespace(register=registered.append))  # not of all modules
+    return registered
+
+
+def test_a_process_writes_operators_memory_and_a_trace(tmp_path, monkeypatch, at_exit) -> None:
+    """Into a folder that is not there yet; nothing else is left in it."""
+    folder = tmp_path / "new" / "profiles"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    profile_process()
+    kept = [torch.ones(1000, 1000) @ torch.ones(1000, 1000) for _ in range(3)]
+    (write,) = at_exit
+    write()
+    trace, text = sorted(folder.iterdir())
+    assert (trace.name, text.name) == (f"{trace.name.partition('.')[0]}.trace.json.gz", f"{text.stem}.txt")
+    events = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"aten::mm", "aten::ones", "[memory]"} <= events
+    told = text.read_text(encoding="utf-8")
+    assert re.match(r"\d+\.\d s, [\d,]+ events, torch ", told)
+    if Path("/proc/self/status").exists():
+        assert re.search("^peak memory, resident: [0-9.,]+ [MG]iB$", told, re.MULTILINE)
+    rows = [line.split() for line in told.splitlines() if line.strip().startswith("aten::mm ")]
+    assert len(rows) == 2, "by time, and by memory"
+    assert all(row[-1] == str(len(kept)) for row in rows)
+    memory = told[told.index("By self_cpu_memory_usage") :]
+    assert re.search(r"^ +aten::empty .* 22\.89 MB .* 6 *$|^ +aten::mm .* 11\.44 MB", memory, re.MULTILINE)
+
+
+def test_without_the_variable_nothing_is_recorded(tmp_path, monkeypatch, at_exit) -> None:
+    monkeypatch.chdir(tmp_path)
+    for value in (None, ""):
+        monkeypatch.delenv(VARIABLE, raising=False) if value is None else monkeypatch.setenv(VARIABLE, value)
+        profile_process()
+        assert folder_from_environment() is None
+    assert at_exit == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be(tmp_path, monkeypatch, at_exit) -> None:
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file", tmp_path / "file" / "below"):
+        monkeypatch.setenv(VARIABLE, str(bad))
+        for use in (folder_from_environment, profile_process):
+            with pytest.raises(ValueError, match="must name a folder") as caught:
+                use()
+            assert str(caught.value) == f"FLEXDILATED_PROFILE must name a folder that can be written; got '{bad}'"
+    assert at_exit == []

@@ -232,13 +232,6 @@ def test_a_call_may_narrow_what_is_seen() -> None:
     assert_close(plain, fd.attend(q, k, v, read, sinks=sinks, bindings=chosen))
 
 
-def test_rows_of_a_rule_that_a_call_makes_causal_are_refused() -> None:
-    selector = fd.BlockSelector(block=4, query_block=4, choose=fd.TopK(2), within=masks.every())
-    q = torch.randn(1, 2, 16, 4)
-    with pytest.raises(ValueError, match=r"write query_summary='first'.* within full\(\) & causal\(\)|causal\(\)"):
-        selector(q, q, within=masks.causal())
-
-
 @pytest.mark.parametrize("gradient", ["none", "bias"])
 @pytest.mark.parametrize("kept", [False, True], ids=["chosen again", "choice kept"])
 def test_checkpointing_uses_the_choice_of_the_forward(gradient: str, kept: bool, monkeypatch) -> None:
@@ -287,11 +280,3 @@ def test_compiled_equals_eager() -> None:
     for one, other in zip(*results, strict=True):
         assert_close(one, other)
     torch.compiler.reset()
-
-
-def test_nothing_gives_nothing() -> None:
-    """No queries, or no keys."""
-    attention = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), "bias")
-    some, none = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 0, 4)
-    assert attention(none, some, some, q_offset=8).shape == (1, 2, 0, 4)
-    assert attention(some, none, none).equal(torch.zeros_like(some))

@@ -58,12 +58,16 @@ def drawn_chunks(data: st.DataObject, tokens: int) -> list[int]:
 def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
     """At any borders: the choice of the row that is under way bitwise, and the outputs."""
     q, k, v, own = case.q, case.k, case.k.roll(1, 2), case.selector
-    whole, found = fd.SelectedAttention(own, gradient)(q, k, v, enable_gqa=True, return_selection=True)
-    cache = cache_of(case, gradient)
+    options = {"scale": data.draw(st.sampled_from([None, 0.5]))}
+    sinks = torch.randn(q.shape[1], dtype=q.dtype) if data.draw(st.booleans(), label="sinks") else None
+    whole, found = fd.SelectedAttention(own, gradient)(
+        q, k, v, sinks=sinks, enable_gqa=True, return_selection=True, **options
+    )
+    cache = cache_of(case, gradient, **options)
     sizes = drawn_chunks(data, q.shape[2])
     outs, seen = [], 0
     for chunk in zip(*(x.split(sizes, 2) for x in (q, k, v)), strict=True):
-        outs.append(cache.attend(*chunk))
+        outs.append(cache.attend(*chunk, sinks=sinks))
         seen += chunk[0].shape[2]
         assert cache.num_tokens == seen == cache.num_kept
         row = (seen - 1) // own.query_block
@@ -91,35 +95,6 @@ def test_a_row_that_is_not_known_is_refused() -> None:
     assert cache.num_tokens == 10
 
 
-def test_a_row_of_the_coarse_choice_that_is_not_known_is_refused() -> None:
-    """Position 12 begins a row of 4, within one of 8 that is not the last."""
-    torch.manual_seed(0)
-    q = torch.randn(1, 2, 20, 4)
-    coarse = fd.BlockSelector(block=8, query_block=8, query_summary="first", choose=fd.TopK(1))
-    selector = fd.BlockSelector(block=4, query_block=4, query_summary="first", choose=fd.TopK(1), coarse=coarse)
-    whole = fd.SelectedAttention(selector)(q, q, q)
-    cache = fd.SelectedAttention(selector).cache(num_heads=2)
-    cache.attend(*(q,) * 3)
-    with pytest.raises(ValueError, match=r"crop to where a query block begins, .* got position 12"):
-        cache.crop(12)
-    cache.crop(8)
-    assert_close(cache.attend(*(q[:, :, 8:],) * 3), whole[:, :, 8:])
-
-
-def test_pools_of_full_blocks_are_not_made_again() -> None:
-    """What is written over keys of full blocks changes no choice, as nobody looks there again; of others it does."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 41, 4)
-    selector = fd.BlockSelector(block=8, choose=fd.TopK(2), always=masks.chunked(8))
-    expected = selector(q, k).blocks[:, :, -1:]
-    for spoilt, equal in ((slice(0, 32), True), (slice(32, 40), False)):
-        cache = fd.SelectedAttention(selector).cache(num_heads=2)
-        cache.attend(*(x[:, :, :39] for x in (q, k, k)))
-        cache.held()[1][:, :, spoilt] = 100.0 * q[:, :, 40:]
-        cache.attend(*(x[:, :, 39:] for x in (q, k, k)))
-        assert cache._cohorts[0].state.blocks.equal(expected) == equal
-
-
 def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 2, 30, 4)
@@ -134,33 +109,6 @@ def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
     copied = pickle.loads(pickle.dumps(cache))
     assert (copied.num_tokens, copied.nbytes) == (25, cache.nbytes)
     assert "SelectedCache(causal(), num_heads=2, engine=None: 25 tokens seen" in repr(cache)
-
-
-def test_sinks_and_half_precision() -> None:
-    """Sinks are those of attend; numbers of half precision are chosen by and summed in float32."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 60, 8).bfloat16()
-    attention = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2), always=masks.chunked(8)))
-    sinks, cache = torch.randn(2), attention.cache(num_heads=2, scale=0.5)
-    parts = zip(*(x.split([33, 1, 26], 2) for x in (q, k, v)), strict=True)
-    out = torch.cat([cache.attend(*part, sinks=sinks) for part in parts], 2)
-    assert out.dtype == torch.bfloat16
-    assert_close(out, attention(q, k, v, scale=0.5, sinks=sinks))
-
-
-def test_what_a_cache_refuses() -> None:
-    """Of the coarse selector too; tests/project/errors.md has more."""
-
-    def cache(**options: Any):
-        return fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2), **options)).cache(num_heads=2)
-
-    coarse = fd.BlockSelector(block=8, query_block=8, choose=fd.TopK(2), future_in_choice=True)
-    with pytest.raises(ValueError, match="a cache cannot use future_in_choice=True"):
-        cache(query_block=8, query_summary="first", coarse=coarse)
-    made, q = cache(scorer=Gate(4), always=masks.local_window(left=3, right=0)), torch.randn(1, 2, 9, 4)
-    with pytest.raises(ValueError, match="a cache of selected blocks takes no score_mod"):
-        made.attend(q, q, q, score_mod=lambda score, b, h, q_idx, k_idx: score)
-    assert made.num_tokens == 0
 
 
 @settings(max_examples=12)

@@ -1,22 +1,30 @@
-"""BlockSelector held to its definition in loops: coarse choices, modules that score, gradients of scores."""
+"""BlockSelector held to its definition in loops: coarse choices, modules that score, gradients, at ties too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.selection import Pools
+from flexdilated.selection import Pools, _select_op, recipes
+from flexdilated.selection._scores import pools_of
 from tests.selection.cases import Case, assert_selects, cases, with_coarse
+from tests.selection.test_recipes import sizes
+from tests.selection.test_selected_attention import Gate, gradients
+from tests.support import published_selections as published
 from tests.support import selection_oracle as oracle
+from tests.support.ties import NoTies, tied
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows, C blocks of keys
 
@@ -40,7 +48,7 @@ def test_the_fine_choice_is_within_the_coarse_one(case: Case, ratio: int, rows: 
     assert_selects(case.run(), oracle.select(case.q, case.k, replace(asked, candidates=allowed)), asked.most)
 
 
-class Gate(nn.Module):
+class Projected(nn.Module):
     """A gate as SeerAttention's: a projection of the query by one of all three pools."""
 
     def __init__(self, dim: int, *, per_group: bool = False) -> None:
@@ -63,7 +71,7 @@ def test_a_module_scores_whole_blocks(share: str, per_group: bool, query_block: 
     """The same as a selection by hand of its scores; the module learns from the scores of the chosen."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 22, 8, dtype=torch.float64), torch.randn(2, 2, 22, 8, dtype=torch.float64)
-    gate = Gate(8, per_group=per_group)
+    gate = Projected(8, per_group=per_group)
     options = {"block": 4, "choose": fd.TopK(2), "query_block": query_block, "query_summary": "first"}
     selector = fd.BlockSelector(**options, scorer=gate, always=masks.chunked(4), share=share)
     found = selector(q, k)
@@ -95,63 +103,10 @@ def test_a_module_scores_whole_blocks(share: str, per_group: bool, query_block: 
 def test_a_module_is_not_asked_for_blocks_that_are_seen_in_part() -> None:
     """Its pools would hold what the row does not see: without `always`, a query's own block is no candidate."""
     q, k = torch.randn(2, 1, 2, 22, 8, dtype=torch.float64)
-    found = fd.BlockSelector(block=4, choose=fd.TopK(9), scorer=Gate(8))(q, k)
+    found = fd.BlockSelector(block=4, choose=fd.TopK(9), scorer=Projected(8))(q, k)
     for i in range(22):
         whole = set(range((i + 1) // 4)) | ({5} if i == 21 else set())
         assert set(found.blocks[0, 1, i].tolist()) - {-1} == whole
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_hidden_tokens_do_not_come_to_a_module(value: float) -> None:
-    """Padding, whatever it holds: the gradients of the module are the same numbers."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 22, 8, dtype=torch.float64)
-    within, grads = masks.every() & masks.lengths(torch.tensor([16])), []
-    for bad in (value, 0.0):
-        gate = Gate(8)
-        selector = fd.BlockSelector(block=4, query_block=4, choose=fd.TopK(2), scorer=gate, within=within)
-        spoilt = (x.index_fill(2, torch.arange(16, 22), bad).requires_grad_() for x in (q, k))
-        scores = selector(*spoilt).scores
-        grads.append(torch.autograd.grad(scores[scores > -inf].sin().sum(), gate.keys.weight)[0])
-    assert torch.equal(*grads)
-    assert not grads[0].isnan().any()
-
-
-@pytest.mark.parametrize(("N", "M"), [(0, 5), (5, 0), (0, 0)])
-def test_no_tokens(N: int, M: int) -> None:
-    q, k = torch.randn(2, 4, N, 8), torch.randn(2, 2, M, 8)
-    found = fd.BlockSelector(block=2, choose=fd.TopK(3), share="group")(q, k)
-    assert found.blocks.shape == found.scores.shape == (2, 2, N, 3)
-    assert found.blocks.eq(-1).all()
-    assert found.density == found.cut == 0
-
-
-def test_shapes_alone() -> None:
-    """On the meta device, which has no values."""
-    q, k = torch.randn(2, 4, 9, 8, device="meta"), torch.randn(2, 2, 9, 8, device="meta")
-    for scorer in ("mean", "mass", Gate(8).to("meta", torch.float32)):
-        found = fd.BlockSelector(block=2, choose=fd.TopK(3), scorer=scorer)(q, k)
-        assert found.blocks.shape == found.scores.shape == (2, 4, 9, 3)
-
-
-def test_bindings_go_to_the_selector_that_names_them() -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 24, 8)
-    ids, shown = torch.arange(24) // 9, torch.rand(24) > 0.2
-    options = {"choose": fd.TopK(2), "share": "all"}
-    given, carried = (
-        fd.BlockSelector(
-            **options,
-            block=4,
-            within=masks.causal() & masks.documents(docs),
-            coarse=fd.BlockSelector(**options, block=8, within=masks.causal() & masks.visible_keys(keys)),
-        )
-        for docs, keys in (("docs", "keys"), (ids, shown))
-    )
-    for one, other in zip(given(q, k, bindings={"docs": ids, "keys": shown}), carried(q, k), strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="got 'doc'"):
-        given(q, k, bindings={"docs": ids, "keys": shown, "doc": ids})
 
 
 @given(cases())
@@ -177,3 +132,124 @@ def test_gradients_of_scores_are_those_of_finite_differences(case: Case) -> None
         expected = (loss(*ends[0]) - loss(*ends[1])) / (2 * step)
     slope = sum((grad * d).sum() for grad, d in zip(grads, directions, strict=True))
     assert_close(slope, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def watched_op() -> Iterator[None]:
+    """The op of a choice differentiates its scores under the watch, too."""
+    recording = _select_op.autograd_on
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with recording(), NoTies():
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_select_op, "autograd_on", watched)
+        yield
+
+
+def of_ties(case: Case, seed: int) -> Case:
+    """With queries and keys that are full of ties."""
+    return replace(case, q=tied(*case.q.shape, seed=seed), k=tied(*case.k.shape, seed=seed + 1))
+
+
+def trained(case: Case) -> Case:
+    for selector in (case.selector, case.selector.coarse):
+        if selector is not None:
+            selector._sees_ahead = False  # which is all that forbids gradients
+    return case
+
+
+def watched(call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    with NoTies():
+        return call(*inputs, **options)
+
+
+def bound_of(query: Tensor, keys: Tensor) -> Tensor:
+    """sum_d max(q_d least_d, q_d greatest_d) of (D,) and (n, D), with the gradients that are promised.
+
+    Equal ends share theirs equally; a query of 0 has the mean of the gradients to its sides.
+    """
+
+    def end(found: Tensor) -> Tensor:
+        at = keys.detach() == found
+        return (keys * at).sum(0) / at.sum(0)
+
+    least, greatest = end(keys.detach().amin(0)), end(keys.detach().amax(0))
+    side = query.detach().sign()
+    return (query * ((1 + side) / 2 * greatest + (1 - side) / 2 * least)).sum()
+
+
+@settings(max_examples=20)
+@given(cases(scorers=("minmax",)), st.integers(0, 99))
+def test_the_gradient_of_a_bound_at_ties(case: Case, seed: int) -> None:
+    """Repeated keys and queries of 0, in whole blocks and in blocks that a row sees in part."""
+    case = trained(replace(of_ties(case, seed), options=case.options | {"share": "head"}))
+    found, own, within = watched(case.run), case.selector, case.table(case.selector.within)
+    q, k = case.q, case.k.repeat_interleave(case.q.shape[1] // case.k.shape[1], 1)
+    rows, blocks = oracle.rows_of(q.shape[2], case.q_offset, own.query_block), oracle.blocks_of(k.shape[2], own.block)
+    expected = found.scores.detach() + 0 * (q.sum() + k.sum())
+    for b, h, r, place in (found.blocks >= 0).nonzero().tolist():
+        view = rows[r] if own._whole else rows[r][:1]
+        query = q[b, h, [i for i in view if within[b, h, i].any()]].mean(0) * q.shape[-1] ** -0.5
+        keys = [key for key in blocks[int(found.blocks[b, h, r, place])] if within[b, h, view, key].any()]
+        at = tuple(torch.tensor(index) for index in (b, h, r, place))
+        expected = expected.index_put(at, bound_of(query, k[b, h, keys]))
+    assert_close(found.scores, expected)
+    shown = (x.masked_fill(found.blocks < 0, 0.0) for x in (found.scores, expected))
+    for one, other in zip(*(gradients(x, case.q, case.k) for x in shown), strict=True):
+        assert_close(one, other)
+
+
+@settings(max_examples=20)
+@given(cases(), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_attention_to_what_is_chosen(case: Case, by_coarse: bool, bias: bool, seed: int) -> None:
+    """Every scorer, choice and share, with sinks, and with the scores as a bias."""
+    if by_coarse and case.options["scorer"] != "antidiagonal":
+        case = with_coarse(case, ratio=2, rows=2, most=3)
+    case = trained(of_ties(case, seed))
+    attention, sinks = fd.SelectedAttention(case.selector, "bias" if bias else "none"), tied(1, case.q.shape[1], seed=5)
+    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": case.bindings, "return_selection": True}
+    out, found = watched(attention, case.q, case.k, case.k, sinks=sinks[0], **options)
+    chosen = found.scores.masked_fill(found.blocks < 0, 0.0).sum() if bias else 0.0
+    for grad in torch.autograd.grad(out.sin().sum() + chosen, (case.q, case.k, sinks)):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("gradient", ["bias", "distill"])
+@settings(max_examples=10)
+@given(case=cases(scorers=("mean",), tensors=False), seed=st.integers(0, 99))
+def test_a_gate(gradient: str, case: Case, seed: int) -> None:
+    """A module's pools, and the loss that teaches it."""
+    gate = Gate(case.q.shape[-1])
+    changed = {"scorer": gate, "query_summary": "first", "future_in_choice": False, "share": "head"}
+    case = of_ties(replace(case, options=case.options | changed), seed)
+    attention, options = fd.SelectedAttention(case.selector, gradient), {"enable_gqa": True, "q_offset": case.q_offset}
+    inputs = (case.q, case.k, case.k) if gradient == "bias" else (case.q, case.k)
+    found = watched(attention if gradient == "bias" else attention.distill_loss, *inputs, **options)
+    for grad in gradients(found, gate.weight, case.q, case.k):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equal_ends_of_a_block_share_a_gradient(dtype: torch.dtype) -> None:
+    """And the pool is the end itself, where the sum of equal ends is no number of this dtype."""
+    k = torch.tensor([3e4, -1.0, 3e4, 3e4], dtype=dtype).view(1, 1, 4, 1).requires_grad_()
+    _, least, greatest = watched(pools_of, k, 4)
+    assert torch.cat([least, greatest]).flatten().equal(k[0, 0, [1, 0], 0].float())
+    (grad,) = torch.autograd.grad((3 * greatest - least).sum(), k)
+    assert grad.flatten().tolist() == [1, -1, 1, 1]
+
+
+@settings(max_examples=10)
+@given(sizes(), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.booleans(), st.integers(0, 99))
+def test_coarse_to_fine(size, block: int, top: int, causal: bool, seed: int) -> None:
+    """Parts with equal lse. Means of 1, 2 or 4 keys are exact, so the plain statement meets the ties of float32."""
+    H, G, N, offset = size
+    shapes, options = ((2, H, N, 4), *[(2, G, offset + N, 4)] * 2), {"block": block, "top": top, "causal": causal}
+    leaves = [tied(*shape, seed=seed + place) for place, shape in enumerate(shapes)]
+    found = watched(recipes.CoarseToFineAttention(**options), *leaves, enable_gqa=True, q_offset=offset)
+    plain = [published.coarse_to_fine(*(x[b] for x in leaves), **options, offset=offset) for b in range(2)]
+    for one, other in zip(*(gradients(out, *leaves) for out in (found, torch.stack(plain))), strict=True):
+        assert_close(one, other)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks.blocks import BlockPlaces, PackedBlocks, _block_search, _blocks, alike, evaluate
-from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
+from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks.blocks._pair_search import settle_by_diagonals
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._box import Bounds
@@ -156,6 +156,10 @@ RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 @given(cases(lambda H: sets(H) | functions()), RATES, block_sides, block_sides, small_limits())
 @example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
 @example(Case.whole(DOUBTFUL & twins.causal(), 1, 90), 8, 8, 8, [])  # settled by diagonals
+# The blocks of one period are copied, where pairs stay within it.
+@example(Case.whole(~twins.dilated(16, 1, 0), 1, 48), 1, 8, 8, [])
+@example(Case.whole(twins.dilated(16, 2, 1) & twins.causal(), 3, 48), 2, 8, 4, [])
+@example(Case.whole((twins.dilated(32, 2, 0) | twins.dilated(16, 1, 0)) & NEAR, 1, 96), 1, 8, 8, [])
 def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
     """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries, small limits."""
     check_lists(case, rate, q_block, k_block, limits)
@@ -184,38 +188,6 @@ def test_diagonals_settle_what_repeats(data, num_heads):
     assert not (settled & ~where).any()
     if twin.pattern.period() == 1 and box.q.step == box.k.step:
         assert torch.equal(settled, where)
-
-
-def test_more_blocks_than_an_int32_counts():
-    """Places in large tables, of many heads, lie far apart; their heads take room too."""
-    far = torch.tensor([0, 7, 4095], dtype=torch.int32)
-    blocks = Blocks(
-        1 << 30, 1 << 30, 128, 128, tuple(range(4096)), far, torch.tensor([0, 8388607, 8388607], dtype=torch.int32),
-        torch.tensor([8388607, 0, 8388607], dtype=torch.int32), far > 0, far,
-    )  # fmt: skip
-    packed = PackedBlocks.pack(blocks)
-    assert_same(packed.unpack(), blocks)
-    assert packed.nbytes == sum(map(len, packed.data)) + 8 * 4096
-
-
-@example(Case(twins.block_list([[0], [1], [0, 2]], block=4), 1, 10, 10, 0, 0, 0, 1), 1, 4, 4)  # a full, ragged block
-@given(cases(sets), st.integers(1, 7), block_sides, block_sides)
-def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
-    """In rows of neighbours, and in others without and with a block that needs a mask."""
-    (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
-    tables = term.tables()
-    pairs = in_order(case, term.q, term.k)[[tables.index(table) for table in range(max(tables) + 1)]]
-    found, cells = (in_blocks(x, q_block, k_block) for x in (pairs, torch.ones_like(pairs)))
-    counted = [0, 0, 0]
-    for row, size in zip(found.flatten(0, 1), cells.flatten(0, 1), strict=True):
-        columns = row.nonzero().squeeze(1)
-        if len(columns):
-            others = 1 + int((row < size)[columns].any())
-            counted[0 if int(columns[-1] - columns[0]) == len(columns) - 1 else others] += len(columns)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_blocks, "_FEW_CELLS", 1 << 30)
-        estimate = estimate_blocks(term.table_rule(), q_block=q_block, k_block=k_block)
-    assert list(estimate) == pytest.approx([number / len(pairs) for number in counted])
 
 
 @settings(max_examples=14)
@@ -259,31 +231,3 @@ def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> No
     rule = Rule(pattern, 1, (0,), queries.pieces(0), Layout(40).pieces(0))
     found = build_blocks(rule, q_block=8, k_block=8)
     assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]
-
-
-UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
-PERIODIC = {
-    "one branch": masks.dilated(64, 4, 3),
-    "causal": masks.dilated(64, 2) & masks.causal(),
-    "union": UNION & masks.local_window(left=40, right=3),
-    "head groups": masks.longnet([32, 64], [1, 2], heads="grouped"),
-    "per head": masks.per_head([masks.dilated(64, 1), masks.dilated(32, 2), UNION, masks.dilated(128, 4)]),
-    "window": masks.local_window(left=3, right=3),
-    "complement": ~masks.dilated(64, 1),
-    "half free": masks.dilated(64, 1) | masks.causal(),
-}
-
-
-@pytest.mark.parametrize("name", PERIODIC)
-def test_copies_of_a_period_are_what_building_gives(monkeypatch, name):
-    """Where pairs stay within whole periods, blocks of one are copied; without copying all lists are equal."""
-    pattern = PERIODIC[name]
-    ways = [(256, 1, (8, 8)), (256, 2, (16, 4)), (256, 4, (8, 8)), (321, 1, (8, 8)), (512, 3, (8, 8))]
-    for tokens, rate, sides in ways:
-        bound = pattern.bind(num_heads=4, num_queries=tokens, num_keys=tokens)
-        (shared,) = shared_terms(pattern, 1, bound, rate)
-        assert (shared._square(*sides) is not None) == (tokens == 256 and pattern.confined())
-        copied = shared.blocks(*sides)
-        with monkeypatch.context() as patch:
-            patch.setattr(Term, "_square", lambda *_: None)
-            assert_same(copied, shared.blocks(*sides))

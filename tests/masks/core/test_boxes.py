@@ -1,4 +1,4 @@
-"""Boxes of progressions: bounds that never lie, and that are exact where the builder counts on it."""
+"""Boxes of progressions: bounds that never lie, exact where the builder counts on it; numbers up to 2**31 - 1."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
 from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression, count_below, count_multiples
+from flexdilated.masks.core._check import LARGEST
+from flexdilated.masks.patterns import _grid, _neighborhood
 from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._grid import fits
 from flexdilated.testing import check_pattern
@@ -66,8 +69,10 @@ def assert_sound(found: Bounds, truth: Tensor, area: Tensor) -> None:
 def test_bounds_hold_and_classes_are_certain(data, num_heads):
     twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
     bound = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100)
-    truth, verdict = allowed(twin.rule, box, num_heads), bound.classify(box)
-    assert_sound(bound.count(box), truth, box.area)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_neighborhood, "_FEW_PAIRS", data.draw(st.sampled_from([0, 1 << 16])))
+        truth, verdict = allowed(twin.rule, box, num_heads), bound.classify(box)
+        assert_sound(bound.count(box), truth, box.area)
     assert set(verdict.tolist()) <= {EMPTY, PARTIAL, FULL}
     assert (truth[verdict == EMPTY] == 0).all()
     assert torch.equal(truth[verdict == FULL], box.area[verdict == FULL])
@@ -128,16 +133,6 @@ def blocks(data) -> tuple[Twin, Box]:
     return twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block), data.draw(boxes_of_one_step(step))
 
 
-@settings(max_examples=20)
-@given(data=st.data(), block=st.integers(2, 7))
-def test_blocks_that_steps_cut_anywhere_are_bounded(data, block):
-    """Steps that neither divide the block nor are multiples of it."""
-    step = data.draw(st.sampled_from([step for step in range(2, 13) if block % step and step % block]))
-    twin = twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block)
-    box = data.draw(boxes_of_one_step(step))
-    assert_sound(twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1), box.area)
-
-
 EXACT: dict[str, Draw] = {
     "dilated": dilated_segments,
     "order": lambda data: (twins.causal(), data.draw(boxes_of_one_step())),
@@ -160,7 +155,10 @@ EXACT: dict[str, Draw] = {
 @given(data=st.data())
 def test_counts_are_exact(name, data):
     twin, box = EXACT[name](data)
-    found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_neighborhood, "_FEW_PAIRS", 0)  # which are evaluated instead
+        patch.setattr(_grid, "_FEW_CLASSES", data.draw(st.sampled_from([0, 3])))
+        found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
     assert torch.equal(found.low, truth)
     assert torch.equal(found.high, truth)
 
@@ -184,35 +182,68 @@ def test_multiples_over_unequal_steps(data, rate):
         assert torch.equal(found.low, found.high)
 
 
-def test_bounds_for_no_boxes():
-    none = torch.zeros(0, dtype=torch.int64)
-    box = Box(none, Progression(none, 1, none), Progression(none, 1, none))
-    pattern = masks.per_head([masks.dilated(4, 2) & ~masks.causal(), masks.local_window(left=1, right=1)])
-    assert len(pattern.count(box, num_heads=2).low) == 0
-
-
-@pytest.mark.parametrize("rate", [2, 3, 16])
-def test_a_residue_class_is_full_or_empty(rate):
-    """In residue-major order a dilated segment has whole blocks: no doubt is left to settle."""
-    first = torch.arange(rate)
-    residues = Progression(first, rate, torch.full_like(first, 4))
-    box = Box(torch.zeros_like(first), residues, residues)
-    bound = masks.dilated(8 * rate, rate, 1).bind(num_heads=1, num_queries=99, num_keys=99)
-    expected = torch.full_like(first, EMPTY)
-    expected[1] = FULL
-    assert torch.equal(bound.classify(box), expected)
-    crossing = replace(box, k=Progression(first.flip(0), rate, box.k.count))
-    assert (bound.classify(crossing)[first != rate - 1 - first] == EMPTY).all()
-
-
-def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
-    """Few rows that name late blocks, and one that names an early one."""
-    check_pattern(masks.block_list([[9], [0]], block=4), num_heads=1, max_tokens=40, examples=10)
-
-
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)
 def test_bounds_within_documents_are_sound(part: masks.Pattern) -> None:
     """Progressions that step over whole documents too."""
     ids = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, -1, 4])
     rule = part.per_document(ids).bind(num_heads=1, num_queries=12, num_keys=12).pattern
     check_pattern(rule, num_heads=1, max_tokens=12)
+
+
+# For 40 tokens, what the rule is with the largest parameters.
+FAR = masks.local_window(left=LARGEST, right=LARGEST)
+TWINS = [
+    (FAR, masks.every()),
+    (masks.dilated_window(left=LARGEST, right=LARGEST, rate=LARGEST), masks.strided(64)),
+    (masks.dilated_window(left=LARGEST, right=1, rate=3), masks.dilated_window(left=64, right=1, rate=3)),
+    (masks.strided(LARGEST) & masks.strided(LARGEST - 1), masks.strided(64)),
+    (masks.fixed(LARGEST, summary=LARGEST), masks.every()),
+    (masks.fixed(LARGEST) | masks.chunked(8), masks.chunked(8)),
+    (masks.dilated(LARGEST, LARGEST, LARGEST - 1) | masks.strided(8), masks.strided(8)),
+    (masks.longnet([8, LARGEST, LARGEST - 1], [1, 2, 3]), masks.longnet([8, 64, 64], [1, 2, 3])),
+    (masks.chunked(LARGEST) & masks.chunked(LARGEST - 1) & masks.chunked(LARGEST - 2) & masks.causal(), masks.causal()),
+    (masks.blockwise(masks.blockwise(masks.chunked(LARGEST), LARGEST), LARGEST) & masks.causal(), masks.causal()),
+    (masks.blockwise(FAR, LARGEST), masks.every()),
+    (masks.neighborhood((LARGEST,), 2, rate=LARGEST // 5), masks.strided(64)),
+]
+
+
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+def test_large_numbers_do_not_overflow(engine):
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for large, small in TWINS:
+        found, expected = (fd.attend(q, k, v, each, engine=engine) for each in (large, small))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"),
+    [
+        (masks.neighborhood((96,), 2, rate=3), 1),
+        (masks.neighborhood((97,), 3, rate=5), 3),
+        (masks.neighborhood((97,), kernel_size=6, rate=5, stride=4), 0),
+        (masks.neighborhood((96,), kernel_size=6, rate=5, stride=4, causal=True), 1),
+        (masks.neighborhood((12, 8), (1, 0), rate=(2, 5)), 3),
+        (masks.neighborhood((4, 5, 6), 1, rate=(1, 1, 2)), 0),
+        (masks.neighborhood((96,), kernel_size=5, rate=3, stride=2, wrap=True), 1),
+    ],
+)
+def test_bounds_by_distance_are_sound(pattern, most, monkeypatch):
+    """As large rates have them, and groups of many queries: at every rate, at those above 1, and at small ones."""
+    monkeypatch.setattr(_grid, "_MOST_CLASSES", most)
+    monkeypatch.setattr(_grid, "_FEW_CLASSES", 100)  # no counts by groups
+    check_pattern(pattern, num_heads=1, max_tokens=97, examples=10)
+
+
+def test_a_step_beyond_all_memory_between_keys():
+    """One key is left, whose next one would be 2^62 tokens away."""
+    pattern = masks.strided(LARGEST) & masks.strided(LARGEST - 1) & masks.causal()
+    q, k, v = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 8).requires_grad_()
+    for offset in range(9):
+        out = fd.attend(q, k, v, pattern, q_offset=offset)
+        assert torch.equal(out[0, 0, 0], v[0, 0, offset])
+        (grad,) = torch.autograd.grad(out.sum(), v)
+        assert grad[0, 0].sum(1).nonzero().flatten().tolist() == [offset]
+    cache = fd.KVCache(pattern, num_heads=1)
+    for step in v.detach().split(1, dim=2):
+        assert torch.equal(cache.attend(q, step, step), step)

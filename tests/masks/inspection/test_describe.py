@@ -1,6 +1,7 @@
-"""describe: its numbers are those of the dense rule, counted pair by pair and block by block."""
+"""describe and the receptive field: every number is that of the dense rule."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection._pair_counts import count_term, head_shares
+from flexdilated.masks.core._bound import Bound
+from flexdilated.masks.inspection import ReceptiveField
+from flexdilated.masks.inspection._pair_counts import head_shares
+from flexdilated.masks.inspection._receptive_field import follow_tokens, receptive_field_of
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning.lowering._term import Term
-from tests.support import oracle
 from tests.support.irregular import bound_rules, dense, run_rules, stretch_rules, sums_of_runs
-from tests.support.ladders import GIGAPATH_5, LADDERS
+from tests.support.ladders import GIGAPATH_5
+from tests.support.reached import assert_same, fields
 from tests.support.run_time_strategies import Packed, packed_cases
-from tests.support.strategies import Case, cases
+from tests.support.strategies import Case, cases, whole_cases, whole_grids
 
 pytestmark = pytest.mark.usefixtures("without_masks")
 
@@ -133,86 +137,115 @@ def test_pairs_with_run_time_tensors_and_of_irregular_patterns(packed: Packed, i
     )
 
 
-def test_blocks_of_strips():
-    """Branches that nest run as strips: two rows of blocks with all blocks up to the last of them."""
-    told = masks.describe(masks.longnet([2048, 4096], [1, 4]) & masks.causal(), 8192, num_heads=4)
-    strips, dense = 4 * 4 * 8, 4 * 2  # 4 heads with 4 segments of 8 strips, and with 2 segments' later halves
-    assert told.partial_blocks == strips * 3
-    assert told.full_blocks == 4 * 4 * sum(2 * 2 * row - 3 for row in range(1, 9)) + dense * (512 // 128) ** 2
-    assert told.computed_pairs == 2432 * 128**2
-    assert told.useful_pairs == oracle.useful_pairs([2048, 4096], [1, 4], num_heads=4, N=8192, causal=True)
-
-
-@pytest.mark.parametrize(
-    ("side", "queries", "lead"), [(4, 10, 3), (4, 8, 0), (4, 9, 4), (1, 3, 2), (8, 20, 7), (8, 5, 30)]
-)
-def test_full_blocks_of_a_strip(side: int, queries: int, lead: int):
-    """Of queries that are the last of the keys: blocks that are whole and on or below the diagonal throughout."""
-    q, k = (
-        Compact((0, 1), (start, start + 1), 2, size, 3, 900)
-        for start, size in ((2 * lead, queries), (0, queries + lead))
-    )
-    counted = count_term(Term(masks.causal(), "strip", 1, (0, 1), 0, 2, q, k, 0, 0, block_side=side))
-    allowed = torch.arange(queries + lead) <= torch.arange(queries)[:, None] + lead
-    whole = [
-        bool(block.all()) and block.shape == (side, side)
-        for rows in allowed.split(side)
-        for block in rows.split(side, dim=1)
-    ]
-    assert counted.full_blocks == 2 * 3 * sum(whole)
-    assert counted.full_blocks + counted.partial_blocks == 2 * 3 * len(whole)
-    assert counted.useful_pairs == 2 * 3 * int(allowed.sum())
-
-
-def test_heads_that_follow_one_rule_share_an_entry():
-    told = masks.describe(masks.dilated(1024, 4, offset="interleaved"), 4000, num_heads=6)
-    assert [share.heads for share in told.heads] == [(0, 4), (1, 5), (2,), (3,)]
-    # The last segment has 928 tokens, of which each offset finds 232.
-    assert [share.pairs for share in told.heads] == [3 * 256**2 + 232**2] * 4
-
-
-def test_queries_and_keys_that_differ_have_no_field():
-    told = masks.describe(masks.causal(), 8, 16, num_heads=1, q_offset=8)
-    assert "layers" not in str(told)
-    assert told.to_data()["receptive_field"] is None
-    with pytest.raises(ValueError, match="a receptive field needs queries and keys that are the same tokens"):
-        told.receptive_field()
-
-
 def test_the_text_states_the_numbers():
     """Counted by hand, apart from one another, so that none stands in another's place."""
     text = str(masks.describe(masks.causal(), 300, num_heads=2))
-    mixed = str(masks.describe(masks.causal() + masks.every(), 10, num_heads=2))
-    assert f"{55 / 155:.2%}" in mixed, "share of a branch in the pairs of a head"
-    assert "inf" in str(masks.describe(masks.causal() & ~masks.causal(), 10))
     for number in (f"{2 * 45150:,}", f"{2 * 6 * 128**2:,}", f"{150.5 / 300:.4%}", f"{6 * 17:,}", "causal()", "natural"):
         assert number in text
+    mixed = str(masks.describe(masks.causal() + masks.every(), 10, num_heads=2))
+    assert f"{55 / 155:.2%}" in mixed, "share of a branch in the pairs of a head"
     told = masks.describe(masks.longnet(*GIGAPATH_5) & masks.causal(), 600, num_heads=2)
-    field = told.receptive_field()
-    counted = (told.full_blocks, told.partial_blocks, *(share.pairs for share in told.heads))
-    assert all(f"{number:,}" in str(told) for number in counted)
-    assert f"at least {field.layers_at_least} layer until the receptive field saturates" in str(told)
+    layers = told.receptive_field().layers_at_least
+    assert f"at least {layers} layer until the receptive field saturates" in str(told)
     assert "sample of 8 of 600 tokens" in " ".join(str(told).split())
-    few = masks.describe(told.pattern, 100, num_heads=2)
-    assert f"after {few.receptive_field().layers_at_least} layer" in str(few)
-    assert "sample" not in str(few)
     assert "no token reaches another" in str(masks.describe(masks.dilated(4, 4), 16, num_heads=1))
 
 
-def test_a_very_long_pattern_is_cut_and_whole_in_data():
-    pattern = masks.block_list([[place] for place in range(200)], block=16)
-    told = masks.describe(pattern, 3200, num_heads=1)
-    assert "…" in str(told)
-    assert told.to_data()["branches"][0]["pattern"] == repr(pattern)
+MILLION = 1 << 20
+
+
+def assert_field(bound: Bound, counts: torch.Tensor) -> None:
+    """By powers of all tokens, and followed one by one."""
+    exact = receptive_field_of(bound)
+    assert exact.exact
+    assert_same(exact, counts)
+    assert_same(follow_tokens(bound, 8), counts)
+
+
+@settings(max_examples=20)
+@given(whole_cases(largest=60) | whole_grids())
+def test_dense_powers(case: Case):
+    assert_field(case.bind(), case.counts())
+
+
+@settings(max_examples=8)
+@given(packed_cases())
+def test_run_time_tensors(packed: Packed):
+    """Documents apart, and documents that other rules cross; each batch entry by itself."""
+    for entry in range(packed.batch):
+        bound, counts = packed.bind().entry(entry), packed.counts[entry]
+        if (packed.num_queries, packed.q_offset) != (packed.num_keys, packed.k_offset):
+            with pytest.raises(ValueError, match="queries and keys that are the same tokens"):
+                receptive_field_of(bound)
+        else:
+            assert_field(bound, counts)
+
+
+@settings(max_examples=8)
+@given(bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
+def test_rules_by_blocks_and_windows_over_visible_keys(bound: Bound):
+    assert_field(bound, dense(bound))
+
+
+@st.composite
+def selected(draw: st.DrawFn) -> Bound:
+    """A table of one or both heads, of rows from position 0 or only of later queries."""
+    num_tokens, first, sides = draw(st.integers(1, 60)), draw(st.sampled_from([0, 6])), draw(st.sampled_from(SIDES))
+    rows, columns = (-(-(first + num_tokens) // side) for side in sides)
+    rows -= draw(st.sampled_from([0, first // sides[0]]))
+    entries = torch.tensor(draw(st.lists(st.integers(-1, columns - 1), min_size=6 * rows, max_size=6 * rows)))
+    table = entries.view(2, rows, 3)[draw(st.sampled_from([slice(1), slice(2)]))]
+    sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
+    return masks.selected_blocks(table, block=sides, most=3).bind(num_heads=2, **sizes)
+
+
+SIDES = [(1, 1), (1, 2), (3, 1), (2, 3)]
+
+
+@settings(max_examples=30)
+@given(selected())
+def test_tables_by_their_rows(bound: Bound):
+    assert_field(bound, dense(bound))
+
+
+def told(pattern: masks.Pattern | masks.Mixture, num_tokens: int = MILLION, num_heads: int = 1) -> ReceptiveField:
+    found = masks.describe(pattern, num_tokens, num_heads=num_heads).receptive_field()
+    assert not found.exact
+    assert [token * 8 // num_tokens for token in found.tokens] == list(range(8))
+    assert found == masks.describe(pattern, num_tokens, num_heads=num_heads).receptive_field()
+    return found
+
+
+@pytest.mark.parametrize(("num_tokens", "lookback"), [(MILLION, 1024), (1_000_000, 999)])
+def test_a_window_looks_back_once_a_layer(lookback: int, num_tokens: int):
+    found = told(masks.local_window(left=lookback, right=0), num_tokens)
+    for token, reached in zip(found.tokens, found.reached, strict=True):
+        layers = range(1, min(found.layers_at_least, -(-token // lookback)) + 1)
+        assert list(reached) == [min(each * lookback, token) + 1 for each in layers]
+    assert found.finished == tuple(token <= lookback * 64 for token in found.tokens)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", LADDERS)
-def test_ladders(name, causal):
-    segments, rates = LADDERS[name]
-    N, H = 16411, 16
-    pattern = masks.longnet(segments, rates)
-    told = masks.describe(pattern & masks.causal() if causal else pattern, N, num_heads=H)
-    assert told.useful_pairs == oracle.useful_pairs(segments, rates, num_heads=H, N=N, causal=causal)
-    # Segments that double share pairs, which are computed once.
-    assert 0.75 <= told.waste <= 1.15
+def test_longnet_keeps_to_its_longest_segments(causal: bool):
+    pattern = masks.longnet([2048, 32768], [1, 4])
+    found = told(pattern & masks.causal() if causal else pattern, num_heads=4)
+    places = [token % 32768 for token in found.tokens]
+    assert all(found.finished)
+    # Full: all pairs of a segment meet. Causal: the last tokens before a border see a part of what is before them.
+    for reached, place in zip(found.reached, places, strict=True):
+        assert reached[-1] <= place + 1 if causal else reached[-1] == 32768
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: int):
+    """Over many samples the mean is that of all tokens, and standard errors are about as large as the errors."""
+    bound = (masks.dilated(32, 2) & masks.causal()).bind(num_heads=1, num_queries=64, num_keys=64)
+    wanted, found = float(fields(dense(bound))[1].double().sum(1).mean()), []
+    for seed in range(60):
+        monkeypatch.setattr("flexdilated.masks.inspection._receptive_field._SEED", seed)
+        growth = follow_tokens(bound, number).growth
+        found.append(growth[0][1:] if growth else (1.0, 0.0))  # tokens of odd number reach themselves alone
+    means, errors = torch.tensor(found).unbind(1)
+    assert abs(float(means.mean()) - wanted) <= 4 * float(means.std()) / math.sqrt(len(means))
+    # One token of each of equal parts varies less than as many of all tokens, for which the standard error is.
+    assert float(means.std()) <= 1.2 * float(errors.square().mean().sqrt())

@@ -94,10 +94,9 @@ def test_panels_of_heads_and_orders() -> None:
         alone = masks.plot(LONGNET, 62, num_heads=4, head=head, order=order)
         assert torch.equal(image(figure, place), image(alone))
         assert figure.axes[place].get_title().startswith(f"head {head}, {order} order")
-    figure, positions = masks.plot(LONGNET, 62, order=("natural", "residue")), masks.layout(LONGNET, 62).positions()
-    assert torch.equal(image(figure, 1), image(figure, 0)[positions][:, positions])
-    assert [axes.get_xlabel() for axes in figure.axes] == ["key position", "key slot"]
-    assert [axes.get_title() for axes in figure.axes] == ["natural order", "residue order, mod 4"]
+    positions = masks.layout(LONGNET, 62).positions()
+    assert torch.equal(image(figure, 0), image(figure, 1)[positions][:, positions])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["key slot", "key position"] * 2
 
 
 @pytest.mark.parametrize(("window", "cell"), [(range(500), 32), (range(37, 411), 32), (range(300, 500), 16)])
@@ -157,31 +156,6 @@ def test_blocks_are_those_of_the_block_mask(block_size, tokens: int, order: str)
     assert text in figure.axes[0].get_title().replace("\n", " ")
 
 
-def test_unequal_sides_and_a_batch_entry() -> None:
-    shown = image(masks.plot(masks.lengths(torch.tensor([5, 9])), 12, batch=1))
-    assert torch.equal(~is_colour(shown, WHITE), dense(masks.lengths(torch.tensor(9)), 12, 12)[0])
-    shown = image(masks.plot(WINDOW, 20, num_keys=31))
-    assert torch.equal(~is_colour(shown, WHITE), dense(WINDOW, 20, 31)[0])
-    axes = masks.plot(WINDOW, 8, num_keys=512, size=256).axes[0]
-    box = axes.get_window_extent()
-    assert (round(box.width), round(box.height)) == (256, 256)
-
-
-def test_blocks_and_windows() -> None:
-    """Of cells of 2 x 2 pairs, from the middle of a block on; a block that is empty in the window alone is computed."""
-    window = range(24, 280)
-    shown = image(masks.plot(masks.causal(), 512, queries=window, keys=window, block_size=16, size=128))
-    tokens = torch.arange(24, 280, 2)
-    row, column = tokens[:, None] // 16, tokens // 16
-    assert torch.equal(is_colour(shown, WHITE), column > row)
-    assert torch.equal(is_colour(shown, DARK), column < row)
-    assert torch.equal(is_colour(shown, BEIGE), (column == row) & (tokens > tokens[:, None]))
-    for first, expected in ((13, BEIGE), (16, WHITE)):
-        keys = range(first, first + 3)
-        shown = image(masks.plot(masks.causal(), 64, queries=range(8, 11), keys=keys, block_size=8))
-        assert bool(is_colour(shown, expected).all())
-
-
 def texts(figure) -> list[str]:
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
@@ -200,18 +174,12 @@ def test_the_legend_names_what_is_drawn() -> None:
 
 
 def test_titles_and_ticks() -> None:
-    """Of a million tokens at once, of a window of them, and of a few."""
+    """Of a million tokens at once, and of a few."""
     figure = masks.plot(LONGNET, 1 << 20, num_heads=4, head=2)
     assert torch.equal(~is_colour(image(figure), WHITE), torch.eye(512, dtype=torch.bool))
-    assert [text.get_text() for text in figure.texts] == [
-        repr(LONGNET),
-        "1M tokens, head 2 of 4, a cell is 2K × 2K pairs",
-    ]
+    told = "1M tokens, head 2 of 4, a cell is 2K × 2K pairs"
+    assert [text.get_text() for text in figure.texts] == [repr(LONGNET), told]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1,024K"]
-    assert list(figure.axes[0].get_yticks()) == [0, 1 << 18, 1 << 19, 3 << 18, 1 << 20]
-    window = range(526_288, 526_384)
-    axes = masks.plot(LONGNET, 1 << 20, num_heads=4, queries=window, keys=window, size=384).axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == [f"526,{at}" for at in (300, 320, 340, 360, 380)]
     assert [text.get_text() for text in masks.plot(WINDOW, 9, title="A window").texts] == ["A window", "9 tokens"]
     assert not masks.plot(WINDOW, 9, title="").texts
 
@@ -224,17 +192,10 @@ def test_both_axes_have_one_unit(data) -> None:
     axes = masks.plot(WINDOW, num_tokens, num_keys=num_keys, size=data.draw(st.sampled_from([64, 384]))).axes[0]
     slots = [*axes.get_yticks(), *axes.get_xticks()]
     labels = [label.get_text() for label in (*axes.get_yticklabels(), *axes.get_xticklabels())]
-    assert_one_unit(labels, slots)
-
-
-def assert_one_unit(labels, slots) -> None:
-    sizes = {"": 1, "K": 1 << 10, "M": 1 << 20}
     units = {label.lstrip("0123456789,") for label in labels if label != "0"}
     assert len(units) <= 1, labels
-    size = sizes[units.pop()] if units else 1
+    size = {"": 1, "K": 1 << 10, "M": 1 << 20}[units.pop()] if units else 1
     assert [size * int(label.strip("KM").replace(",", "")) for label in labels] == [int(slot) for slot in slots]
-    larger = [each for each in sizes.values() if each > size]
-    assert not any(all(slot % each == 0 for slot in slots) for each in larger) or not any(slots), labels
 
 
 def saved(figure, kind: str) -> bytes:
@@ -244,26 +205,10 @@ def saved(figure, kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
-def test_the_same_bytes_each_time(kind: str, tmp_path) -> None:
-    figures = [masks.plot(LONGNET, 64, num_heads=4, block_size=8) for _ in range(2)]
-    first = saved(figures[0], kind)
-    assert first == saved(figures[1], kind)
+def test_the_same_bytes_each_time(kind: str) -> None:
+    first, second = (saved(masks.plot(LONGNET, 64, num_heads=4, block_size=8), kind) for _ in range(2))
+    assert first == second
     assert b"Date" not in first
-    path = tmp_path / f"mask.{kind}"
-    figures[0].savefig(str(path))
-    assert path.read_bytes() == first
-    assert matplotlib.rcParams["svg.hashsalt"] == matplotlib.rcParamsDefault["svg.hashsalt"]
-
-
-def test_png_pixels_are_the_cells() -> None:
-    figure = masks.plot(LONGNET, 64, num_heads=4, head=(0, 1))
-    pixels = (torch.from_numpy(imread(BytesIO(saved(figure, "png"))))[..., :3] * 255).round().long()
-    for place, axes in enumerate(figure.axes):
-        box = axes.get_window_extent()
-        left, top = round(box.x0), len(pixels) - round(box.y1)
-        cell = 512 // 64
-        middles = cell // 2 + cell * torch.arange(64)
-        assert torch.equal(pixels[top + middles][:, left + middles], image(figure, place))
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,30 +234,13 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def test_the_pictures_are_those_that_the_code_draws() -> None:
-    """In the middles of cells, where lines do not reach; letters may differ by the fonts at hand."""
+    """Within panels; letters may differ by the fonts at hand."""
     pictures = dict(run_path(str(DOCS / "images/make_gallery.py"))["pictures"]())
     assert set(pictures) == {f"gallery/{path.name}" for path in (DOCS / "images" / "gallery").iterdir()}
     for name, figure in pictures.items():
-        pixels = (torch.from_numpy(imread(DOCS / "images" / name))[..., :3] * 255).round().long()
-        width, height = (round(float(side) * figure.dpi) for side in figure.get_size_inches())
-        assert pixels.shape[:2] == (height, width), name
+        stored, drawn = imread(DOCS / "images" / name), imread(BytesIO(saved(figure, "png")))
+        assert stored.shape == drawn.shape, name
         for axes in figure.axes:
-            assert agreement(pixels, axes) > 0.97, name
-
-
-def agreement(pixels: torch.Tensor, axes) -> float:
-    """How many cells of a panel have their colour in the file."""
-    (drawn,) = axes.images
-    cells = torch.tensor(drawn.get_array().tolist())
-    left, right, bottom, top = drawn.get_extent()
-    x, y = (
-        torch.linspace(first, last, 2 * count + 1)[1::2]
-        for first, last, count in ((left, right, cells.shape[1]), (top, bottom, cells.shape[0]))
-    )
-    box = axes.get_window_extent()
-    (x_first, x_last), (y_last, y_first) = axes.get_xlim(), axes.get_ylim()
-    across = (box.x0 + (x - x_first) / (x_last - x_first) * box.width).long()
-    down = (len(pixels) - box.y1 + (y - y_first) / (y_last - y_first) * box.height).long()
-    inside_x, inside_y = (x > x_first) & (x < x_last), (y > y_first) & (y < y_last)
-    found = pixels[down[inside_y]][:, across[inside_x]]
-    return float((found == cells[inside_y][:, inside_x]).all(-1).double().mean())
+            (left, bottom), (right, top) = axes.get_window_extent().get_points().round().astype(int)
+            panel = slice(len(stored) - top, len(stored) - bottom), slice(left, right)
+            assert (stored[panel] == drawn[panel]).all(-1).mean() > 0.97, name

@@ -1,29 +1,171 @@
-"""show: heat maps whose every character is the rule, and that fit any terminal."""
+"""Cells of a coarse grid, counted exactly or within bounds; show: heat maps whose every character is the rule."""
 
 from __future__ import annotations
 
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from time import process_time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.cli._terminal import Terminal, terminal_of
 from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.inspection import _cells
-from flexdilated.masks.inspection._cells import count_cells
-from flexdilated.masks.inspection._show import levels_of
+from flexdilated.masks.inspection._cells import Cells, count_cells
+from flexdilated.masks.orders._layout import Layout
+from flexdilated.testing._drawn_inputs import in_range
 from tests.support import oracle
+from tests.support.ladders import LONGNET_5
+from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.shown import body, drawn
-from tests.support.strategies import Case, whole_cases, written_expressions
+from tests.support.strategies import Case, cases, whole_cases, written_expressions
 
-LONGNET = "longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)) & causal()"
+MILLION = 1 << 20
+LONGNET = masks.longnet(*LONGNET_5) & masks.causal()
+
+
+@st.composite
+def windows(draw: st.DrawFn, size: int) -> tuple[range, int]:
+    """Some of the slots, often all, and a number of cells."""
+    start = draw(st.one_of(st.just(0), st.integers(0, size - 1)))
+    stop = draw(st.one_of(st.just(size), st.integers(start + 1, size)))
+    return range(start, stop), draw(st.integers(1, stop - start))
+
+
+@st.composite
+def questions(draw: st.DrawFn, pattern: masks.Pattern | masks.Mixture, num_queries: int, num_keys: int) -> dict:
+    """Keywords of `count_cells` beside the head: window, shape and order, that of the pattern or another."""
+    (queries, rows), (keys, columns) = draw(windows(num_queries)), draw(windows(num_keys))
+    layout = masks.layout(pattern, num_queries)
+    order = draw(st.sampled_from([None, layout, Layout(num_queries, draw(st.integers(1, 9)))]))
+    return {"queries": queries, "keys": keys, "shape": (rows, columns), "order": order}
+
+
+def dense_cells(counts: Tensor, question: dict) -> Tensor:
+    """The same cells, by summing a dense table over token positions."""
+    order, sides = question["order"], []
+    for window, number, size in zip(
+        (question["queries"], question["keys"]), question["shape"], counts.shape, strict=True
+    ):
+        position = torch.arange(size) if order is None else Layout(size, order.rate).positions()
+        edges = [window.start + cell * len(window) // number for cell in range(number + 1)]
+        sides.append([position[first:stop] for first, stop in pairwise(edges)])
+    return torch.tensor([[int(counts[row][:, column].sum()) for column in sides[1]] for row in sides[0]])
+
+
+def assert_true(cells: Cells, counts: Tensor, question: dict) -> None:
+    truth = dense_cells(counts, question)
+    assert (cells.low <= truth).all()
+    assert (truth <= cells.high).all()
+    assert torch.equal(cells.area, dense_cells(torch.ones_like(counts), question))
+    assert (cells.low <= cells.likely).all()
+    assert (cells.likely <= cells.high).all()
+    assert torch.equal(cells.low, sum(branch.low for branch in cells.branches))
+    assert torch.equal(cells.high, sum(branch.high for branch in cells.branches))
+    assert (cells.high <= len(cells.branches) * cells.area).all()
+
+
+# (pairs evaluated one by one, budget for undecided boxes, boxes at most, side of small boxes): as they are; all by
+# boxes; with a small budget or none; by a sample alone.
+WAYS = {
+    "pair by pair": (1 << 20, 1 << 26, 1 << 20, 64),
+    "by boxes": (0, 1 << 26, 1 << 20, 4),
+    "small budget": (0, 4000, 1 << 20, 3),
+    "no budget": (0, 0, 1 << 20, 2),
+    "sampled": (0, 0, 0, 2),
+}
+
+
+@contextmanager
+def counted(way: str) -> Iterator[None]:
+    every_pair, budget, boxes, side = WAYS[way]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cells, "_EVERY_PAIR", every_pair)
+        patch.setattr(_cells, "_BUDGET", budget)
+        patch.setattr(_cells, "_MOST_BOXES", boxes)
+        patch.setattr(_cells, "_PARTS_AT_ONCE", 200)
+        patch.setattr(_cells, "_SAMPLES", 500)
+        patch.setattr(_pair_search, "_SAMPLES", 500)
+        patch.setattr(_pair_search, "_CELL_SIDE", side)
+        patch.setattr(_pair_search, "_FRONTIER", 100)
+        yield
+
+
+def from_zero(case: Case) -> Case:
+    """The same over positions from 0 on: cells know no offset."""
+    return Case(case.twin, case.num_heads, case.num_queries, case.num_keys, 0, 0, 0, case.num_heads_global)
+
+
+@given(data=st.data())
+def test_cells_hold_the_pairs_of_the_dense_rule(data: st.DataObject) -> None:
+    case = data.draw(cases(largest=30).map(from_zero).filter(lambda case: in_range(case.bind)))
+    heads, head = case.num_heads_global, data.draw(st.integers(0, case.num_heads_global - 1))
+    question = data.draw(questions(case.twin.pattern, case.num_queries, case.num_keys))
+    sizes = {"head": head, "num_heads": heads, "num_keys": case.num_keys}
+    q, k = torch.arange(case.num_queries), torch.arange(case.num_keys)
+    counts = oracle.counts(case.twin.rule, range(head, head + 1), heads, q, k)[0]
+    assert_true_in_all_ways(case.twin.pattern, case.num_queries, counts, question, **sizes)
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_cells_of_run_time_tensors(data: st.DataObject) -> None:
+    packed: Packed = data.draw(packed_cases().filter(lambda packed: packed.q_offset == packed.k_offset == 0))
+    entry, head = data.draw(st.integers(0, packed.batch - 1)), data.draw(st.integers(0, packed.num_heads - 1))
+    question = data.draw(questions(packed.pattern, packed.num_queries, packed.num_keys))
+    sizes = {"head": head, "num_heads": packed.num_heads, "num_keys": packed.num_keys}
+    batch = min(entry, packed.pattern.bind(**packed.sizes | {"batch": 1}).batch - 1)
+    counts = packed.counts[batch, head]
+    assert_true_in_all_ways(packed.pattern, packed.num_queries, counts, question, batch=batch, **sizes)
+
+
+def assert_true_in_all_ways(pattern, num_queries: int, counts: Tensor, question: dict, **sizes: int) -> None:
+    for way in WAYS:
+        with counted(way):
+            cells = count_cells(pattern, num_queries, **sizes, **question)
+        assert_true(cells, counts, question)
+        if way in ("pair by pair", "by boxes"):
+            assert cells.exact.all()
+
+
+@pytest.mark.parametrize("residue", [False, True])
+def test_a_million_tokens_are_counted_exactly(residue: bool) -> None:
+    """LongNet, causal, in 64 x 64 cells: all its pairs, and none above the diagonal."""
+    order = masks.layout(LONGNET, MILLION) if residue else None
+    began = process_time()
+    cells = count_cells(LONGNET, MILLION, head=3, num_heads=8, shape=(64, 64), order=order)
+    took = process_time() - began
+    assert cells.exact.all()
+    expected = 0
+    for width, rate in zip(*LONGNET_5, strict=True):
+        active = width // rate  # every segment is whole
+        expected += MILLION // width * active * (active + 1) // 2
+    assert int(cells.low.sum()) == expected
+    if not residue:
+        assert not cells.high.triu(1).any()
+    assert took < 20  # about half a second by itself
+
+
+def test_a_rule_without_bounds_is_estimated_and_says_so() -> None:
+    """A third of all pairs of a function, estimated from a few; bounds hold."""
+    third = masks.custom(lambda b, h, q, k: (q + 2 * k) % 3 == 0)
+    cells = count_cells(third, MILLION, shape=(30, 20))
+    assert not cells.exact.any()
+    assert (cells.low == 0).all()
+    share = cells.likely / cells.area
+    assert float((share - 1 / 3).abs().max()) < 0.05
+
+
 _ANSI = re.compile("\x1b\\[[0-9;]*m")
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
@@ -52,21 +194,6 @@ head 0 of 8, 10 tokens, natural order; cells of 1 query x 1 key
   └────────────────────┘
 A cell is a pair:  2 branches  1 branch
 """
-
-
-def test_a_picture_of_many_tokens() -> None:
-    """LongNet's ladder at 64K: on the diagonal dense, thinner away from it, nothing beyond the largest segment."""
-    lines = drawn(LONGNET, "-n", "64K")
-    assert lines[1] == "head 0 of 8, 64K tokens, natural order; cells of 4K queries x 2K keys"
-    assert lines[2] == "     0       16K     32K     48K"
-    rows = body(lines)
-    assert rows[0] == "▓▓" + " " * 30
-    assert rows[7] == "░" * 8 + "▒" * 6 + "▓▓" + " " * 16
-    assert rows[8] == " " * 16 + "▓▓" + " " * 14
-    assert lines[-2:] == [
-        "Pairs allowed:  ▓ 10%+  ▒ 1%+  ░ 0.1%+",
-        "A pair counts once for each branch that allows it.",
-    ]
 
 
 @st.composite
@@ -118,76 +245,23 @@ def read(lines: Sequence[str], columns: int, *, colour: bool) -> list[list[int]]
     return table
 
 
-QUESTIONS = [
-    (LONGNET, "-n", "1M"),
-    (LONGNET, "-n", "1M", "--rows", "1000K:1M", "--cols", "0:3"),
-    ("local_window(left=5, right=0)", "-n", "17"),
-    ("longnet((60, 3000), (1, 7))", "-n", "12345", "--order", "residue"),
-    ("causal()", "-n", "1"),
-    ("causal()", "-n", "2000000000"),
-    ("dilated(8, 2, 1)", "-n", "1000", "--rows", "7:9"),
-]
-
-
-@pytest.mark.parametrize(
-    ("turn", "question"), [*((turn, QUESTIONS[0]) for turn in range(3)), *enumerate(QUESTIONS[1:])]
+@given(
+    st.sampled_from([masks.causal(), LONGNET, masks.local_window(left=5, right=0)]),
+    *[st.integers(1, 1 << 21)] * 2,
+    st.tuples(st.integers(24, 200), st.integers(14, 60)),
+    st.booleans(),
 )
-def test_it_fits_the_terminal(turn, question, monkeypatch):
-    """In every size, and with and without colour in turn."""
-    columns, height = [(40, 16), (200, 60), (24, 50)][turn % 3]
-    colour = ["always", "never"][turn % 2]
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("LINES", str(height))
-    lines = [_ANSI.sub("", line) for line in drawn(*question, "--color", colour)]
-    assert max(map(len, lines)) <= columns
-    assert len(lines) < height
-    inside = body(lines)
-    assert len({len(line) for line in inside}) == 1
-    if question == (LONGNET, "-n", "1M"):  # room is used
-        assert len(lines) >= 0.8 * height or len(inside[0]) >= 0.6 * columns
-
-
-@given(st.integers(1, 1 << 21), st.integers(1, 1 << 21), st.integers(24, 120))
-def test_both_axes_have_one_unit(num_queries, num_keys, columns) -> None:
+def test_it_fits_and_both_axes_have_one_unit(pattern, num_queries, num_keys, size, color) -> None:
     window = {"queries": range(num_queries), "keys": range(num_keys)}
-    picture = masks.show(masks.causal(), 1 << 21, **window, size=(columns, 24), ascii=True)
-    assert max(map(len, picture.lines)) <= columns
-    frame = next(index for index, line in enumerate(picture.lines) if re.search("[+][+-]+[+]$", line))
-    beside = [line.split("+")[0] for line in picture.lines[frame + 1 :] if re.match(" *[0-9]", line) and "+" in line]
-    labels = re.findall(r"[0-9,]+[KM]?", " ".join([picture.lines[frame - 1], *beside]))
+    picture = masks.show(pattern, 1 << 21, **window, size=size, ascii=True, color=color)
+    lines = [_ANSI.sub("", line) for line in picture.lines]
+    assert max(map(len, lines)) <= size[0]
+    assert len(lines) < size[1]
+    frame = next(index for index, line in enumerate(lines) if re.search("[+][+-]+[+]$", line))
+    beside = [line.split("+")[0] for line in lines[frame + 1 :] if re.match(" *[0-9]", line) and "+" in line]
+    labels = re.findall(r"[0-9,]+[KM]?", " ".join([lines[frame - 1], *beside]))
     assert "0" in labels
     assert len({label.lstrip("0123456789,") for label in labels if label != "0"}) <= 1, labels
-
-
-def test_halves_of_lines_are_cells(monkeypatch):
-    """Upper and lower colour of each character, decoded, are the levels of two rows."""
-    pattern = masks.parse("longnet((60, 300), (1, 7)) & causal()")
-    monkeypatch.setenv("COLUMNS", "60")
-    lines = drawn("longnet((60, 300), (1, 7)) & causal()", "-n", "500", "--color", "always")
-    halves = [decode(line) for line in body_of_colours(lines)]
-    rows = [row for upper, lower in halves for row in (upper, lower)]
-    shape = (len(rows) - 1 if set(rows[-1]) == {0} else len(rows), len(rows[0]))
-    cells = count_cells(pattern, 500, num_heads=8, shape=shape)
-    levels, number = levels_of(cells, color=True)
-    assert shape[0] > 16  # more rows than lines
-    assert rows[: shape[0]] == [[levels[index].color for index in row] for row in number.tolist()]
-
-
-def body_of_colours(lines: Sequence[str]) -> list[str]:
-    return [line.partition("┤" if "┤" in line else "│")[2][:-1] for line in lines if re.match("^ *[0-9K,]* [┤│]", line)]
-
-
-def decode(line: str) -> tuple[list[int], list[int]]:
-    """The colours of the upper and of the lower half of each character; 0 where there is none."""
-    upper, lower = [], []
-    for codes, text in re.findall("(?:\x1b\\[([0-9;]+)m)?([^\x1b]+)(?:\x1b\\[0m)?", line):
-        front = int(next(iter(re.findall("38;5;([0-9]+)", codes)), 0))
-        back = int(next(iter(re.findall("48;5;([0-9]+)", codes)), 0))
-        halves = {"█": (front, front), "▀": (front, back), "▄": (back, front), " ": (back, back)}
-        for character in text:
-            upper.append(halves[character][0])
-            lower.append(halves[character][1])
-    return upper, lower
 
 
 class Stream(io.StringIO):
@@ -200,21 +274,24 @@ class Stream(io.StringIO):
         return self.named
 
 
-def test_what_a_terminal_takes(monkeypatch):
-    screen, pipe = Stream(tty=True, encoding="utf-8"), Stream(tty=False, encoding="ascii")
-    monkeypatch.setenv("TERM", "xterm")
-    assert terminal_of(screen) == Terminal(80, 24, color=True, shapes=True)
-    assert terminal_of(pipe) == Terminal(80, 24, color=False, shapes=False)
-    assert terminal_of(pipe, color="always").color
-    assert not terminal_of(screen, color="never").color
-    monkeypatch.setenv("TERM", "dumb")
-    assert not terminal_of(screen).color
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not terminal_of(screen).color
-    assert terminal_of(screen, color="always").color
-    monkeypatch.setenv("NO_COLOR", "")  # set, and empty: as if it were not there
-    assert terminal_of(screen).color
+@pytest.mark.parametrize(
+    ("tty", "color", "environment", "expected"),
+    [
+        (True, "auto", {"TERM": "xterm"}, True),
+        (False, "auto", {"TERM": "xterm"}, False),
+        (False, "always", {"TERM": "xterm"}, True),
+        (True, "never", {"TERM": "xterm"}, False),
+        (True, "auto", {"TERM": "dumb"}, False),
+        (True, "auto", {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, "always", {"TERM": "xterm", "NO_COLOR": "1"}, True),
+        (True, "auto", {"TERM": "xterm", "NO_COLOR": ""}, True),  # set, and empty: as if it were not there
+    ],
+)
+def test_what_a_terminal_takes(tty, color, environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    encoding = "utf-8" if tty else "ascii"
+    assert terminal_of(Stream(tty=tty, encoding=encoding), color=color) == Terminal(80, 24, color=expected, shapes=tty)
 
 
 def test_plain_characters_where_the_encoding_has_no_others(monkeypatch):

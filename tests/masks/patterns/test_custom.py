@@ -1,58 +1,28 @@
-"""Custom patterns: any mask_mod, exactly; known by code and captured values; refused where it is no rule."""
+"""Custom patterns: any mask_mod, exactly; known by code and captured values; refused where they are no rule."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
+import pickle
+import subprocess
+import sys
+import types
+import weakref
+
+import numpy
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks.blocks import _blocks
-from flexdilated.masks.blocks._blocks import Blocks, build_blocks
+from flexdilated.masks.blocks._blocks import build_blocks
 from flexdilated.masks.planning.lowering._layouts import shared_terms
 from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
-from tests.support.compilers import without_inductor
-from tests.support.custom_rules import TABLE, by_global, diagonal, window
-
-
-def test_heads_that_differ_have_tables_of_their_own():
-    """The rule reads the head, though not on the heads that the checks look at."""
-    late = masks.custom(lambda b, h, q, k: (h < 6) | (q == k))
-    assert late.for_head(7, 8) != late.for_head(6, 8) != late
-    dense = masks.block_mask(late, 256, num_heads=8, block_size=64).to_dense()[0]
-    assert dense[5].sum() == 16
-    assert torch.equal(dense[7], torch.eye(4, dtype=dense.dtype))
-    alike = masks.custom(diagonal)
-    assert alike.for_head(3, 8) is alike
-    alike = masks.custom(lambda b, h, q, k: (torch.zeros_like(h) + q == k) & (h.dtype == torch.int64))
-    assert alike.for_head(3, 8) is alike
-
-
-def test_a_head_that_is_written_into_a_tensor():
-    def shifted(b, h, q, k):
-        shift = torch.zeros_like(h)
-        shift += h
-        return q - k == shift
-
-    pattern = masks.custom(shifted)
-    dense = masks.block_mask(pattern, 12, num_heads=3, block_size=1).to_dense()[0]
-    assert torch.equal(dense.bool(), torch.stack([torch.eye(12).roll(-h, 1).tril(-h).bool() for h in range(3)]))
-
-
-def test_functions_of_one_side_and_of_short_tables():
-    """They hold for all of the other side; and a table of two entries as far as it reaches."""
-    short = torch.tensor([1, 0])
-    for function, tokens in (
-        (lambda b, h, q, k: q % 3 == 0, 7),
-        (lambda b, h, q, k: k < 2, 7),
-        (lambda b, h, q, k: short[q] > 0, 2),
-    ):
-        pattern, t = masks.custom(function), torch.arange(tokens)
-        found = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))(t[0], t[0], t[:, None], t)
-        assert torch.equal(found, function(0, 0, t[:, None], t).expand(tokens, tokens))
-        q, k, v = torch.randn(3, 1, 1, tokens, 4)
-        exact = fd.attend(q, k, v, pattern, engine="reference")
-        torch.testing.assert_close(fd.attend(q, k, v, pattern), exact)
+from tests.support import custom_rules
+from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
 
 
 def test_classify_prunes():
@@ -75,48 +45,12 @@ def test_classify_prunes():
     assert asked(masks.custom(function) & masks.local_window(left=64, right=0)) < 3 * 128
 
 
-def test_doubts_are_settled_a_few_at_a_time():
-    """No list of all blocks is ever made: what is held at once stays small while tokens grow."""
-    settle, pattern = _blocks.count_pairs, masks.custom(diagonal)
-    for N in (1024, 4096):
-        held: list[int] = []
-
-        def noting(rule, places, shape, held=held):
-            held.append(len(places.table))
-            return settle(rule, places, shape)
-
-        (term,) = shared_terms(pattern, 1, pattern.bind(num_heads=1, num_queries=N, num_keys=N), 1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_blocks, "_DOUBTS_AT_ONCE", 1024)
-            patch.setattr(_blocks, "count_pairs", noting)
-            blocks: Blocks = build_blocks(term.table_rule(), q_block=32, k_block=32)
-        assert len(blocks.row) == N // 32
-        assert sum(held) == (N // 32) ** 2
-        assert max(held) <= 1024
-
-
 def capturing() -> list[masks.Pattern]:
     """Functions that capture ints, tensors by position and by head, globals and inner functions."""
     inner = window(9)
     composite = lambda b, h, q, k: (TABLE[q % 6] == TABLE[k % 6]) & inner(b, h, q, k)  # noqa: E731
     functions = [window(3), window(8), by_global, window_by_head(torch.tensor([5, 60, 7, 30, 9])), composite]
     return [masks.custom(function) for function in functions]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["flex", "aten"])
-def test_each_runs_with_what_it_captured(engine):
-    q, k, v = torch.randn(3, 1, 2, 150, 16)
-    patterns = capturing()
-    with without_inductor(), torch.no_grad():
-        for pattern in patterns[: 3 if engine == "flex" else None]:
-            found = fd.attend(q, k, v, pattern & masks.causal(), engine=engine)
-            exact = fd.attend(q, k, v, pattern & masks.causal(), engine="reference")
-            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
-        last = patterns[-1]
-        compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, last, engine=engine), fullgraph=True)
-        exact = fd.attend(q, k, v, last, engine="reference")
-        torch.testing.assert_close(compiled(q, k, v), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -147,8 +81,285 @@ def test_what_it_captured_follows_the_device():
     assert mod(meta[0], meta[0], meta[:, None], meta).device.type == "meta"
 
 
+def shifted(b, h, q, k):
+    shift = torch.zeros_like(h)
+    shift += h
+    return q - k == shift
+
+
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-def test_a_head_that_becomes_a_new_tensor_is_followed() -> None:
-    """It hands its value on in second place, after a tensor of which only the kind counts."""
-    assert masks.custom(lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k).rule.uses_head
-    assert not masks.custom(lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k).rule.uses_head
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (lambda b, h, q, k: (h < 6) | (q == k), True),  # though not on the heads that the checks look at
+        (shifted, True),
+        (lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k, True),
+        (lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k, False),
+        (lambda b, h, q, k: (torch.zeros_like(h) + q == k) & (h.dtype == torch.int64), False),
+        (diagonal, False),
+    ],
+)
+def test_heads_have_rules_of_their_own_where_the_head_is_read(function, reads: bool) -> None:
+    pattern = masks.custom(function)
+    assert (pattern.for_head(7, 8) != pattern.for_head(6, 8)) == reads
+    assert (pattern.for_head(3, 8) is pattern) == (not reads)
+
+
+LIST = [1, 2]
+
+
+class Unlike:
+    def __call__(self, b, h, q):
+        return q < 3
+
+
+class Twice(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+def captures(value):
+    return lambda b, h, q, k: q < k + value
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "says"),
+    [
+        (Unlike(), TypeError, r"must take \(b, h, q, k\); got 'Unlike' with \(b, h, q\)"),
+        (lambda b, h, q, k, *, w: q < 3, TypeError, r"with \(b, h, q, k, \*, w\)"),
+        (lambda b, h, q, k: True, TypeError, "must return a tensor; got bool"),
+        (lambda b, h, q, k: torch.ones(5, dtype=torch.bool), ValueError, r"broadcast shape .*; got \(5,\)"),
+        (lambda b, h, q, k: (q >= k).cumsum(-1) < 3, ValueError, "each pair independently"),
+        (lambda b, h, q, k: q * 2654435761 % 7 < k, ValueError, "for int32 positions"),
+        (lambda b, h, q, k: q < k if h == 0 else q > k, ValueError, "write torch.where.*called Tensor.__bool__"),
+        (lambda b, h, q, k: torch.tensor(q.tolist()) < k, ValueError, "called Tensor.tolist"),
+        (lambda b, h, q, k: q < LIST[k], ValueError, "called Tensor.__index__"),
+        (lambda b, h, q, k: TABLE.add_(1)[q % 6] < k, ValueError, "must not write to tensors that .* called add_"),
+        (lambda b, h, q, k: torch.add(q, 1, out=TABLE) < k, ValueError, "must not write to tensors that it captured"),
+        (lambda b, h, q, k: torch.rand_like(q.float()) < 0.5, ValueError, "must draw no random numbers"),
+        (lambda b, h, q, k: Twice.apply(q) < k, TypeError, "by functions of torch, which"),
+        (captures(object()), ValueError, "failed: TypeError"),
+        (captures(torch.empty(3, device="meta")), TypeError, "plain dense tensors"),
+    ],
+)
+def test_what_is_no_rule_is_refused(function, error, says):
+    before = torch.get_rng_state(), TABLE.clone()
+    with pytest.raises(error, match=says) as caught:
+        masks.custom(function)
+    assert isinstance(caught.value.__cause__, Exception) == ("Error" in says)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(TABLE, before[1])
+
+
+@pytest.mark.parametrize(
+    ("classify", "error", "says"),
+    [
+        (lambda h, a, b, c, d: torch.tensor([masks.PARTIAL]), ValueError, r"got shape \(1,\) for 16 boxes"),
+        (lambda h, a, b, c, d: a * 0 + 3, ValueError, r"masks.EMPTY \(0\), .*; got \[3\]"),
+        (lambda h, a, b, c, d: a * 0 - 1, ValueError, r"got \[-1\]"),
+        (lambda h, a, b, c, d: 1 + (a == a.max()).long(), ValueError, "each box independently"),
+        (lambda h, a, b, c, d: a * 0 if a > b else a * 0 + 1, ValueError, "classify .* must not branch on values"),
+    ],
+)
+def test_classify_of_the_wrong_form(classify, error, says):
+    with pytest.raises(error, match=says):
+        masks.custom(by_global, classify=classify)
+
+
+def test_tables_that_end_too_early_say_where():
+    edges = torch.arange(50)
+    late = lambda h, a, b, c, d: torch.where(edges[b] < edges[c], masks.EMPTY, masks.PARTIAL)  # noqa: E731
+    pattern = masks.custom(lambda b, h, q, k: q >= k, classify=late)
+    with pytest.raises(ValueError, match=r"classify of the custom function .* queries 0 to 99, keys 0 to 99.*IndexErr"):
+        masks.block_mask(pattern, 100, num_heads=1)
+
+
+def test_equal_operations_and_values_are_an_equal_pattern():
+    a, b, other = masks.custom(window(5)), masks.custom(window(5)), masks.custom(window(6))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.text == b.text
+    assert a != other
+    assert a.text != other.text
+    assert a | b == a
+    assert masks.custom(lambda batch, head, i, j: i < 3 * j) == masks.custom(lambda b, h, q, k: q < 3 * k)
+    assert len((a + b).branches()) == 2
+
+
+def choosing(choose):
+    return lambda b, h, q, k: choose(q > k, q, k) > 3
+
+
+DIFFERENT = [
+    *(window(width) for width in (5, 6, 5.0, True)),
+    *(same_kind(table) for table in (TABLE, TABLE + 1, TABLE[:3], TABLE.int(), torch.ones(4), torch.ones(2, 2)[0])),
+    *(lambda b, h, q, k: q < 3 * k, lambda b, h, q, k: q < 4 * k),
+    *(lambda b, h, q, k: q < k, lambda b, h, q, k: q <= k),
+    *(lambda b, h, q, k: torch.gt(q, k), lambda b, h, q, k: torch.ge(q, k)),
+    *(lambda b, h, q, k: q - k < WIDTH + 9, lambda b, h, q, k: q - k < LIST[1]),
+    *(lambda b, h, q, k: (q - k) % 4 == masks.FULL, lambda b, h, q, k: (q - k) % 4 == masks.PARTIAL),
+    *(choosing(torch.where), choosing(torch.clamp)),
+]
+
+
+def composed(inner):
+    return lambda b, h, q, k: inner(b, h, q, k) & (q >= k)
+
+
+def test_different_rules_are_different_patterns():
+    """By what they capture, its dtype and shape, by constants, operators, functions, globals and attributes."""
+    for functions in (DIFFERENT, [composed(function) for function in DIFFERENT]):
+        texts = [masks.custom(function).text for function in functions]
+        assert len(set(texts)) == len(functions)
+    assert masks.custom(choosing(torch.where)) == masks.custom(choosing(torch.where))
+
+
+def test_functions_that_torch_composes():
+    composed = [and_masks(window(4), by_global), and_masks(window(5), by_global), or_masks(window(4), diagonal)]
+    assert len({masks.custom(function).text for function in composed}) == 3
+    assert masks.custom(and_masks(window(4), by_global)) == masks.custom(composed[0])
+    slow = create_block_mask(composed[0], 1, 1, 50, 50, device="cpu", BLOCK_SIZE=8)
+    fast = masks.block_mask(masks.custom(composed[0]), 50, num_heads=1, block_size=8)
+    assert torch.equal(fast.to_dense(), slow.to_dense())
+
+
+def test_another_process_makes_the_same_digest_and_loads_what_torch_saved(tmp_path):
+    torch.save([masks.causal(), masks.documents([0, 0, 1])], tmp_path / "patterns.pt")
+    code = f"import torch, flexdilated; print(torch.load({str(tmp_path / 'patterns.pt')!r}));"
+    code += f"from {__name__} import *; print(masks.custom(composed(same_kind(TABLE))).text, end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = masks.custom(composed(same_kind(TABLE))).text
+    assert done.stdout == f"[causal(), documents('documents')]\n{expected}"
+
+
+def test_later_changes_have_no_effect(monkeypatch):
+    """Captured and global tensors, numbers and lists, changed in place or bound anew, with and without caches."""
+    table, some, width = TABLE.clone(), [1, 2], 4
+
+    def function(b, h, q, k):
+        return (table[q % 6] == table[k % 6]) | (q - k == some[0]) | (q - k == width) | (TABLE[q % 6] == LIST[0])
+
+    monkeypatch.setitem(globals(), "TABLE", TABLE.clone())
+    monkeypatch.setitem(globals(), "LIST", [1, 2])
+    pattern = masks.custom(function)
+    q, k, v = torch.randn(3, 1, 1, 40, 4)
+    before = fd.attend(q, k, v, pattern)
+    table.zero_()
+    TABLE.zero_()
+    some[0] = LIST[0] = width = 7
+    for _ in range(2):
+        assert torch.equal(fd.attend(q, k, v, pattern), before)
+        assert torch.equal(fd.attend(q, k, v, pattern, engine="reference").argmax(-1), before.argmax(-1))
+        masks.cache().clear()
+    again = masks.custom(function)
+    assert again != pattern
+    assert not torch.allclose(fd.attend(q, k, v, again), before)
+
+
+class Below:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, b, h, q, k):
+        return q - k < self.width
+
+
+def test_every_callable_is_a_rule():
+    def below(b, h, q, k, width=5):
+        return q - k < width
+
+    held = Below(5)
+    rules = {"below": below, "Below": held, "__call__": held.__call__}
+    rules |= {"narrow": functools.partial(below, width=5)}
+    patterns = {name: masks.custom(rule) for name, rule in rules.items()}
+    held.width = 7
+    assert len(set(patterns.values())) == 1
+    assert masks.custom(window(5)) == patterns["below"] != masks.custom(held)
+    assert repr(masks.custom(functools.partial(below, width=9))) == "custom(below)"
+
+
+def test_the_copy_is_the_function():
+    """What it captured is copied, nothing is left behind, and it is let go with the pattern."""
+    table = torch.arange(100)
+    pattern = masks.custom(lambda b, h, q, k: table[q] > k)
+    rule = weakref.ref(pattern.rule)
+    text = pattern.text
+    assert fd.attend(*torch.randn(3, 1, 1, 40, 4), pattern).shape == (1, 1, 40, 4)
+    del pattern
+    masks.cache().clear()
+    gc.collect()
+    assert rule() is None
+    with pytest.raises(ValueError, match="keep the pattern for as long as calls and their gradients use the text"):
+        masks.from_json(text)
+
+
+def test_copies_and_pickles():
+    pattern = masks.custom(by_global) & masks.causal()
+    assert copy.copy(pattern) == copy.deepcopy(pattern) == pattern
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    local = masks.custom(window(3))
+    assert copy.deepcopy(local) is local
+    with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
+        pickle.dumps(local)
+    module = copy.deepcopy(torch.nn.ModuleDict())
+    module.pattern = local
+    assert copy.deepcopy(module).pattern == local
+
+
+def test_a_pickle_does_not_outlive_its_function(monkeypatch):
+    stored = pickle.dumps(masks.custom(by_global))
+    monkeypatch.setattr(custom_rules, "WIDTH", 6)
+    with pytest.raises(ValueError, match="'by_global' or what it reads has changed"):
+        pickle.loads(stored)
+
+
+# Where a width may stand, and how a function comes to read it there.
+_SOURCES = [
+    *("WIDTH", "conf.WIDTH", "getattr(conf, 'WIDTH')", "eval('WIDTH')", "box.width", "table['WIDTH']", "array[0]"),
+    *("tensor[0]", "tensor.WIDTH", "long.start[1000]", "helper.WIDTH", "imported()", "with_default()"),
+]
+_WAYS = [
+    "def rule(b, h, q, k): return q - k < {0}",
+    "def rule(b, h, q, k): return sum([q - k == i for i in range(-40, {0})]) > 0",
+    "def below(x): return x < {0}\ndef rule(b, h, q, k): return below(q - k)",
+    "def make():\n    width = {0}\n    return lambda b, h, q, k: q - k < width\nrule = make()",
+]
+_HELPERS = """
+def helper(x): return x
+def imported():
+    from drawn_conf import WIDTH
+    return WIDTH
+def with_default(width=WIDTH): return width
+class Box:
+    width = property(lambda self: conf.WIDTH)
+box = Box()
+"""
+
+
+@pytest.mark.parametrize("source", _SOURCES)
+def test_a_rule_that_reads_a_changed_value_is_another_pattern(source, monkeypatch):
+
+    def made(way, width):
+        conf, long = types.ModuleType("drawn_conf"), torch.arange(2000)
+        conf.WIDTH, long[1000] = width, width
+        monkeypatch.setitem(sys.modules, "drawn_conf", conf)
+        scope = {"conf": conf, "WIDTH": width, "table": {"WIDTH": width}, "array": numpy.array([width])}
+        scope |= {"tensor": torch.tensor([width]), "long": slice(long, None)}
+        exec(_HELPERS, scope)
+        scope["helper"].WIDTH = scope["tensor"].WIDTH = width
+        exec(way.format(source), scope)
+        return masks.custom(scope["rule"])
+
+    q, k = torch.arange(40)[:, None], torch.arange(40)
+    for way in _WAYS:
+        before, after = made(way, 3), made(way, 5)
+        assert before != after
+        for pattern, width in ((before, 3), (after, 5)):
+            assert torch.equal(pattern.rule.recorded(0, 0, q, k), q - k < width)

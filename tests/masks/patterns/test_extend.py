@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo import testing
 
 import flexdilated as fd
 from flexdilated import masks
@@ -81,27 +79,6 @@ def test_a_pattern_with_a_part(twin):
     check_pattern(pattern, num_heads=2, max_tokens=16, examples=4)
 
 
-@pattern_kind("named_rule")
-class NamedRule(masks.Pattern):
-    """Pattern that allows all pairs, to test JSON and repr of a string field."""
-
-    name: str
-
-    def mask_mod(self, *, num_heads, device):
-        return masks.every().mask_mod(num_heads=num_heads, device=device)
-
-    def count(self, box, *, num_heads):
-        return Bounds(box.area, box.area)
-
-
-def test_any_printable_string_comes_back_from_json():
-    q = torch.randn(1, 1, 8, 4)
-    for name in ("plain", "it's", 'a "quoted" one', "back\\slash", "é ↦ Ω", ""):
-        pattern = NamedRule(name) & masks.causal()
-        assert masks.from_json(masks.to_json(pattern)) == pattern
-        torch.testing.assert_close(fd.attend(q, q, q, pattern), fd.attend(q, q, q, masks.causal()))
-
-
 labels_of = st.lists(st.integers(-2, 2), min_size=13, max_size=13)
 
 
@@ -123,28 +100,3 @@ def test_a_run_time_pattern_is_its_rule(rows, causal):
     assert mask.mask_mod is not None
     blocks = torch.nn.functional.max_pool2d(counts[: len(labels), 0].float(), 2, ceil_mode=True)
     assert torch.equal(mask.to_dense()[:, 0].float().expand_as(blocks), blocks)
-
-
-def test_new_values_of_a_run_time_pattern_do_not_recompile():
-    compilations = testing.CompileCounterWithBackend("aot_eager")
-    pattern = same_label("labels") & masks.causal()
-    compiled = torch.compile(
-        lambda q, k, v, labels: fd.attend(q, k, v, pattern, bindings={"labels": labels}),
-        fullgraph=True,
-        backend=compilations,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        q, k, v = torch.randn(3, 2, 2, 20, 4, generator=generator)
-        labels = torch.randint(3, (2, 20), generator=generator)
-        exact = fd.attend(q, k, v, same_label(labels) & masks.causal(), engine="reference")
-        torch.testing.assert_close(compiled(q, k, v, labels), exact, rtol=1e-4, atol=1e-5)
-    assert compilations.frame_count == 1
-
-
-def test_a_run_time_pattern_refuses_what_does_not_fit():
-    q = torch.randn(1, 1, 8, 4)
-    with pytest.raises(ValueError, match=r"one for each of 8 tokens; got \(7,\)"):
-        fd.attend(q, q, q, same_label(torch.zeros(7, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="the pattern needs the run-time tensor 'labels'"):
-        fd.attend(q, q, q, same_label("labels"))

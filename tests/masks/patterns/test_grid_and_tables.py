@@ -1,23 +1,18 @@
 """Random blocks, block lists and neighbourhoods: the draw, laws, bounds of large tables, rows."""
 
-import json
-from bisect import bisect_left
 from math import prod
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.core._box import Box
 from flexdilated.masks.orders import Tiling
-from flexdilated.masks.patterns import _block_list, _grid, _random_blocks
-from flexdilated.masks.patterns._grid import Axis
+from flexdilated.masks.patterns import _block_list, _random_blocks
 from flexdilated.masks.planning import plan
 from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
-from tests.masks.patterns.test_patterns import evaluated
 from tests.support import oracle
 from tests.support.strategies import block_lists, neighborhoods, random_blocks
 from tests.support.twins import Twin
@@ -51,55 +46,6 @@ def test_tensors_are_tables():
     assert masks.block_list(numbers[0], block=4) == masks.block_list([range(0, 3, 2)], block=4)
 
 
-@pytest.mark.parametrize(
-    ("tables", "block", "num_heads", "offset", "keys"),
-    [
-        ([[[0, 3], [1]], [[2]], [[], [0], [1, 2]]], 3, 2, 1, 11),
-        # Rows of more blocks than are compared one by one, beside short and empty ones.
-        ([[range(0, 40, 3), range(1, 40, 2), [5], [], range(40)]], 2, 1, 0, 81),
-    ],
-)
-def test_tables_by_head_and_of_long_rows(tables, block, num_heads, offset, keys):
-    pattern = masks.block_list(tables, block=block)
-    bound = pattern.bind(num_heads=num_heads, num_queries=10, num_keys=keys, head_offset=offset)
-    heads = range(offset, offset + num_heads)
-    expected = oracle.counts(oracle.block_list(tables, block), heads, 3, torch.arange(10), torch.arange(keys))
-    assert torch.equal(evaluated(bound).long(), expected)
-
-
-def test_the_order_of_a_row_does_not_matter():
-    one, other = masks.block_list([[2, 0, 1]], block=4), masks.block_list(((0, 1, 2),), block=4)
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != masks.block_list([[0, 1]], block=4)
-    assert one != masks.block_list([[0, 1, 2]], block=5)
-
-
-@given(block_lists())
-def test_the_text_is_canonical_json(twin):
-    """Written without looking at the numbers one by one, as tables can be large."""
-    for pattern in (twin.pattern, masks.block_list([twin.pattern.rows, ((),)], block=3)):
-        assert pattern.text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
-
-
-@given(neighborhoods(), st.integers(1, 5))
-def test_other_tokens_stand_before_or_behind_a_grid_as_the_error_says(twin, others):
-    """Both remedies give the grid's own pairs, and none of the other tokens."""
-    grid = prod(twin.pattern.grid)
-    tokens = grid + others
-    sizes = {"num_heads": 1, "num_queries": tokens, "num_keys": tokens}
-    with pytest.raises(
-        ValueError, match=r"before the grid write pattern.after\(number\), .* pattern.per_document\(ids\)"
-    ):
-        twin.pattern.bind(**sizes)
-    own = evaluated(twin.pattern.bind(num_heads=1, num_queries=grid, num_keys=grid))[0]
-    ids = torch.cat([torch.zeros(grid), -torch.ones(others)]).long()
-    for rule, first in ((twin.pattern.after(others), others), (twin.pattern.per_document(ids), 0)):
-        expected = torch.zeros(tokens, tokens, dtype=torch.bool)
-        expected[first : first + grid, first : first + grid] = own
-        assert torch.equal(evaluated(rule.bind(**sizes))[0], expected)
-
-
 @given(neighborhoods(), st.integers(1, 400))
 def test_tokens_beyond_a_grid_neither_see_nor_are_seen(twin: Twin, further: int):
     """They fill up the last block of a kernel, which has a rule of its own."""
@@ -127,12 +73,9 @@ def test_a_neighbourhood_is_written_in_one_way():
     assert plain.text == '{"grid":[14,14],"kind":"neighborhood","radius":[3,3],"rate":[1,1]}'
     assert torus.text == '{"grid":[14,6],"kind":"neighborhood","radius":[3,2],"rate":[1,1],"wrap":[true,true]}'
     again = [
-        masks.from_json(plain.text),
         masks.from_json('{"grid":[14,14],"kernel_size":[7,7],"kind":"neighborhood","rate":[1,1],"stride":[1,1]}'),
         masks.neighborhood([14, 14], (3, 3), rate=[1, 1]),
-        masks.neighborhood((14, 14), kernel_size=7, stride=1, causal=False),
-        masks.neighborhood((14, 14), kernel_size=(7, 7), stride=(1, 1), causal=(False, False)),
-        masks.neighborhood((14, 14), 3, wrap=(False, False)),
+        masks.neighborhood((14, 14), kernel_size=(7, 7), stride=(1, 1), causal=(False, False), wrap=False),
     ]
     assert {(each, each.text) for each in again} == {(plain, plain.text)}
     assert masks.from_json(torus.text) == masks.parse(repr(torus)) == torus
@@ -154,69 +97,6 @@ def test_windows_of_whole_tiles_leave_nothing_in_vain():
     assert masks.describe(single, 1536).waste > 2
 
 
-WIDE = Axis(1 << 20, 1 << 16, stride=5000)  # in groups of thousands
-
-
-@pytest.mark.parametrize(
-    ("axis", "q", "k"),
-    [
-        (WIDE, range(1), range(70_000)),
-        (WIDE, range(4_999, 10_001), range(10_000, 10_099)),
-        (WIDE, range(123_456, 163_456), range(130_000, 195_536)),
-        (WIDE, range(1_040_000, 1 << 20), range(990_000, 1_055_536)),
-        # All queries of one group: their window is known, whatever the steps.
-        (Axis(1000, 100, stride=50), range(500, 549, 7), range(400, 580, 3)),
-    ],
-)
-def test_groups_of_many_queries_are_counted_exactly(axis, q, k):
-    found = axis.count(torch.tensor([0]), progression([q]), progression([k]))
-    assert found.low.tolist() == found.high.tolist() == [pairs_along(axis, q, k)]
-
-
-def progression(ranges: list[range]) -> Progression:
-    first, count = ([each.start for each in ranges], [len(each) for each in ranges])
-    return Progression(torch.tensor(first), ranges[0].step, torch.tensor(count))
-
-
-def pairs_along(axis: Axis, q: range, k: range) -> int:
-    def seen(window: range) -> int:
-        if window.step > 1:
-            return sum(key in window for key in k)
-        return bisect_left(k, window.stop) - bisect_left(k, window.start)
-
-    return sum(seen(window) for query in q if query < axis.length for window in axis.seen(query, query))
-
-
-@st.composite
-def axes(draw: st.DrawFn) -> Axis:
-    rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
-    stride = draw(st.integers(1, size))
-    if draw(st.booleans()):  # an axis that wraps and is longer than a window
-        return Axis(rate * stride * (size // stride + draw(st.integers(1, 9))), size, rate, stride, wraps=True)
-    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
-
-
-@settings(max_examples=50)
-@given(axes(), st.data(), st.sampled_from([64, 1]))
-def test_counts_along_an_axis(axis: Axis, data: st.DataObject, most: int):
-    """Exact for equal steps of queries and keys if there are few residue classes, else bounds."""
-    steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
-    # Near one another and of few places, as single pairs tell the most, or anywhere.
-    reach, longest = data.draw(st.sampled_from([(axis.size * axis.rate, 2), (axis.length, 30)]))
-    numbers = st.tuples(*(st.integers(*ends) for ends in ((0, axis.length + 5), (-reach, reach), (0, longest))))
-    drawn = data.draw(st.lists(st.tuples(numbers, st.integers(0, longest)), min_size=20, max_size=20))
-    q_step, k_step = steps[0], data.draw(st.sampled_from(steps))
-    q = [range(first, first + q_step * count, q_step) for (first, _, count), _ in drawn]
-    starts = [max(0, first + ahead) for (first, ahead, _), _ in drawn]
-    k = [range(start, start + k_step * count, k_step) for start, (_, count) in zip(starts, drawn, strict=True)]
-    truth = torch.tensor([pairs_along(axis, *each) for each in zip(q, k, strict=True)])
-    with mock.patch.object(_grid, "_MOST_CLASSES", most):
-        found = axis.count(torch.zeros(20, dtype=torch.int64), progression(q), progression(k))
-    assert_sound(found, truth, torch.tensor([len(a) * len(b) for a, b in zip(q, k, strict=True)]))
-    if q[0].step == k[0].step and most > 1:
-        assert torch.equal(found.low, found.high)
-
-
 @given(st.one_of(random_blocks(), block_lists()), st.data())
 def test_the_coarse_picture_is_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
@@ -228,13 +108,3 @@ def test_the_coarse_picture_is_sound(twin, data):
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
     assert_sound(found, truth, box.area)
-
-
-def test_the_picture_prunes():
-    """Far from every listed block nothing is possible, and a table that lists all is full."""
-    whole = masks.block_list([range(200)] * 200, block=2)
-    box = Box(torch.zeros(1, dtype=torch.int64), *[Progression(torch.tensor([40]), 1, torch.tensor([300]))] * 2)
-    assert whole.count(box, num_heads=1).low.tolist() == box.area.tolist()
-    diagonal = masks.block_list([[row] for row in range(200)], block=2)
-    far = Box(box.head, box.q, Progression(torch.tensor([360]), 1, torch.tensor([40])))
-    assert diagonal.count(far, num_heads=1).high.tolist() == [0]

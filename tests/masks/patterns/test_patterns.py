@@ -1,14 +1,15 @@
-"""Patterns: the elementwise rule against the dense rules, the algebra, and mixtures as counts."""
-
-import dataclasses
+"""Patterns: the elementwise rule and mixtures as counts against the dense rules, and small masks drawn by hand."""
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from flexdilated import masks
 from flexdilated.engines._reference import multiplicity
-from tests.support.strategies import cases
+from flexdilated.masks.core import Box, Progression
+from flexdilated.masks.patterns import Neighborhood
+from tests.support import twins
+from tests.support.strategies import Case, cases
 
 
 def evaluated(bound: masks.Bound) -> torch.Tensor:
@@ -20,46 +21,16 @@ def evaluated(bound: masks.Bound) -> torch.Tensor:
     return mask.expand(bound.num_heads, bound.num_queries, bound.num_keys)
 
 
+# Rows of more blocks than are compared one by one, beside short and empty ones.
+LONG_ROWS = twins.block_list([range(0, 40, 3), range(1, 40, 2), [5], [], range(40)], block=2)
+
+
 @given(cases())
+@example(Case.whole(LONG_ROWS, 1, 81))
 def test_the_rule_and_the_counts_of_branches_are_the_dense_rule(case):
     counts = case.counts()
     assert torch.equal(evaluated(case.bind()), counts > 0)
     assert torch.equal(multiplicity(case.bind(), torch.device("cpu"))[0], counts)
-
-
-def test_key_tells_bounds_apart():
-    """A plan found by key is the plan of these sizes: everything a mask depends on is in the key."""
-    mixture = masks.longnet([8, 16], [1, 2])
-    bound = mixture.bind(num_heads=2, num_queries=4, num_keys=4, head_offset=1, num_heads_global=20)
-    names = ("num_queries", "num_keys", "num_heads", "head_offset", "q_offset", "k_offset", "batch", "num_heads_global")
-    patterns = [{"pattern": masks.causal()}, {"pattern": mixture + masks.causal()}]
-    for change in (*patterns, *({name: 9 + 21 * (name == "num_heads_global")} for name in names)):
-        assert dataclasses.replace(bound, **change).key() != bound.key()
-    assert dataclasses.replace(bound).key() == bound.key()
-    assert hash(bound.key()) == hash(dataclasses.replace(bound).key())
-
-
-def test_fitting_blocks_are_never_in_doubt():
-    """Blocks of 64 in kernel blocks of 128: every listed pair of a window of blocks is useful."""
-    told = masks.describe(masks.blockwise(masks.local_window(left=3, right=2) & masks.causal(), 128), 4096, num_heads=2)
-    assert told.waste == 1.0
-
-
-@pytest.mark.parametrize(
-    ("pattern", "rate", "most"),
-    [
-        (masks.dilated_window(left=255, right=256, rate=4), 4, 1.25),
-        (masks.strided(8), 8, 1.25),
-        (masks.fixed(8, summary=3), 8, 1.25),
-        (masks.neighborhood((32, 64), 5, rate=2), 2, 7),  # windows of 11 x 11 in classes of 16 x 32 tokens
-    ],
-)
-def test_dilation_is_dense_in_its_layout(pattern, rate, most):
-    """2048 tokens: in residue-major order the blocks hold little but allowed pairs."""
-    N, layout = 2048, masks.layout(pattern, 2048)
-    assert layout == masks.Layout(N, rate)
-    listed = int(masks.block_mask(pattern, N, num_heads=1, layout=layout).to_dense().sum())
-    assert listed * 128**2 <= most * masks.describe(pattern, N).useful_pairs
 
 
 def test_a_rule_of_one_head_goes_by_the_number_of_heads() -> None:
@@ -67,3 +38,80 @@ def test_a_rule_of_one_head_goes_by_the_number_of_heads() -> None:
     pattern = masks.longnet([8], [4], offsets="contiguous") & masks.causal()
     for num_heads, offset in ((4, 3), (16, 0), (4, 3)):
         assert pattern.for_head(3, num_heads) == masks.dilated(8, 4, offset) & masks.causal()
+
+
+CPU = torch.device("cpu")
+
+# One word a query: # for each key that it sees.
+BY_HAND = {
+    "dilated, tokens 1 and 3 of each segment, of which the last is short": (
+        masks.dilated(5, 2, 1),
+        "........ .#.#.... ........ .#.#.... ........ ........ ......#. ........",
+    ),
+    "a window that stays whole at the ends": (
+        masks.neighborhood((6,), 1),
+        "###... ###... .###.. ..###. ...### ...###",
+    ),
+    "every other token": (
+        masks.neighborhood((7,), 1, rate=2),
+        "#.#.#.. .#.#.#. #.#.#.. .#.#.#. ..#.#.# .#.#.#. ..#.#.#",
+    ),
+    "one row of an image": (masks.neighborhood((2, 3), (0, 1)), 3 * "###... " + 3 * "...### "),
+    "an even kernel has one key more before": (
+        masks.neighborhood((8,), kernel_size=4),
+        "####.... ####.... ####.... .####... ..####.. ...####. ....#### ....####",
+    ),
+    "pairs led by the second": (
+        masks.neighborhood((7,), kernel_size=3, stride=2),
+        "###.... ###.... ..###.. ..###.. ....### ....### ....###",
+    ),
+    "a short last group is led by the last token": (
+        masks.neighborhood((10,), kernel_size=4, stride=4),
+        4 * "####...... " + 4 * "....####.. " + 2 * "......#### ",
+    ),
+    "groups in each residue": (
+        masks.neighborhood((11,), kernel_size=3, rate=2, stride=2),
+        "#.#.#...... .#.#.#..... #.#.#...... .#.#.#..... ....#.#.#.. .....#.#.#. "
+        "....#.#.#.. .....#.#.#. ......#.#.# .....#.#.#. ......#.#.#",
+    ),
+    "causal pairs in each residue": (
+        masks.neighborhood((7,), kernel_size=2, rate=2, stride=2, causal=True),
+        "#...... .#..... #.#.... .#.#... ....#.. ...#.#. ....#.#",
+    ),
+    "frames of a video in order, and two pixels of each": (
+        masks.neighborhood((3, 3), kernel_size=(2, 2), causal=(True, False)),
+        "##....... ##....... .##...... ##.##.... ##.##.... .##.##... ...##.##. ...##.##. ....##.##",
+    ),
+    "every other token, round": (
+        masks.neighborhood((8,), 1, rate=2, wrap=True),
+        "#.#...#. .#.#...# #.#.#... .#.#.#.. ..#.#.#. ...#.#.# #...#.#. .#...#.#",
+    ),
+    "threes that share a window, round": (
+        masks.neighborhood((6,), kernel_size=5, stride=3, wrap=True),
+        3 * "####.# " + 3 * "#.#### ",
+    ),
+    "a cylinder": (
+        masks.neighborhood((3, 4), (0, 1), wrap=(False, True)),
+        "##.#........ ###......... .###........ #.##........ ....##.#.... ....###..... .....###.... ....#.##.... "
+        "........##.# ........###. .........### ........#.##",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_small_masks_by_hand(name):
+    pattern, picture = BY_HAND[name]
+    expected = torch.tensor([[pair == "#" for pair in row] for row in picture.split()])
+    queries, keys = expected.shape
+    assert torch.equal(evaluated(pattern.bind(num_heads=1, num_queries=queries, num_keys=keys))[0], expected)
+    query, zeros, ones = torch.arange(queries), torch.zeros(queries, dtype=torch.int64), torch.ones(queries).long()
+    bounds = pattern.count(Box(zeros, Progression(query, 1, ones), Progression(zeros, 1, keys * ones)), num_heads=1)
+    assert ((bounds.low <= expected.sum(1)) & (expected.sum(1) <= bounds.high)).all()
+    for number, row in enumerate(expected):
+        listed = pattern.for_head(0, 1).row(number, range(keys))
+        assert listed is not None
+        assert sorted(key for part in listed for key in part) == row.nonzero().flatten().tolist()
+    if isinstance(pattern, Neighborhood):
+        packed = pattern.packed(CPU)
+        assert packed is not None
+        assert torch.equal(packed(torch.tensor(0), torch.tensor(0), query[:, None], torch.arange(keys)), expected)

@@ -1,18 +1,24 @@
-"""The cache: bounded in bytes, least recently used out first, one build for many threads."""
+"""The cache: bounded in bytes, copies out first, one build for many threads; what the library keeps and forgets."""
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
 
+import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks.plan_cache import bytes_from_environment, entries_from_environment
+from flexdilated.masks.plan_cache import _cache, bytes_from_environment, entries_from_environment
 from flexdilated.masks.plan_cache._cache import Cache
+from flexdilated.masks.planning.lowering._term import Term
+from tests.support.compilers import without_inductor
 
 
 def size(value: int) -> int:
@@ -132,31 +138,6 @@ def test_a_build_that_asks_for_itself_fails_at_once():
     assert cache.get("key", lambda: [1], len) == [1]
 
 
-def test_a_build_within_a_build_takes_its_time_once(monkeypatch):
-    cache, now = Cache(100), [1.0]
-
-    def wait() -> int:
-        now[0] += 4.0
-        return 1
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    cache.get("outer", lambda: wait() + cache.get("inner", wait, size), size)
-    assert cache.stats().build_seconds == 8.0
-
-
-@pytest.mark.parametrize("name", ["budget_bytes", "budget_entries"])
-def test_bad_budget(name):
-    cache = Cache(100, 10)
-    put(cache, 10)
-    for value in (-1, 1.5, "many", None, True):
-        with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0; got {value!r}"):
-            setattr(cache, name, value)
-    assert (cache.budget_bytes, cache.budget_entries) == (100, 10)
-    misses = cache.stats().misses
-    put(cache, 10)
-    assert cache.stats().misses == misses
-
-
 @pytest.mark.parametrize(
     ("variable", "read", "unit", "default"),
     [
@@ -175,28 +156,197 @@ def test_the_environment_sets_the_budget(monkeypatch, variable, read, unit, defa
             read()
 
 
-def test_there_is_one_cache():
-    with ThreadPoolExecutor(4) as pool:
-        assert len({id(cache) for cache in pool.map(lambda _: masks.cache(), range(8))}) == 1
+META = torch.device("meta")
 
 
-def test_statistics_are_a_table():
-    cache = Cache(5000, 7)
-    cache.get("plan", lambda: 1, lambda value: 1000)
-    cache.get("table", lambda: 1, lambda value: 2500, device=torch.device("meta"))
-    cache.get("plan", list, len)
-    text = str(cache.stats())
-    assert re.search(r"^time to build +\d+\.\d ms$", text, re.MULTILINE)
-    lines = [line for line in text.splitlines() if line and "time to build" not in line]
-    assert [line.split() for line in lines] == [
-        ["hits", "1"],
-        ["misses", "2"],
-        ["hit", "rate", "33.3%"],
-        ["evictions", "0"],
-        ["held", "entries", "bytes"],
-        ["--------------", "---------", "-------"],
-        ["masters", "1", "1,000"],
-        ["copies", "on", "meta", "1", "2,500"],
-        ["all", "2", "3,500"],
-        ["budget", "7", "5,000"],
-    ]
+def look_up(cache: Cache, key: str, nbytes: int, device: torch.device | None = None) -> bool:
+    built = []
+    assert cache.get(key, lambda: built.append(1) or key, lambda value: nbytes, device=device) == key
+    return not built
+
+
+def held(cache: Cache) -> list[str]:
+    return [str(entry.key) for entry in (*cache._copies, *cache._masters)]
+
+
+@dataclass
+class Held:
+    nbytes: int
+    is_master: bool
+    last_use: int
+
+
+class Model:
+    """The rule of eviction, one sort each time."""
+
+    def __init__(self, max_bytes: int, max_entries: int) -> None:
+        self.max_bytes, self.max_entries = max_bytes, max_entries
+        self.held: dict[int, Held] = {}
+
+    def evict(self, spare: int | None = None) -> int:
+        gone = 0
+        for key in sorted(self.held, key=lambda key: (self.held[key].is_master, self.held[key].last_use)):
+            if sum(each.nbytes for each in self.held.values()) <= self.max_bytes and len(self.held) <= self.max_entries:
+                break
+            if key != spare:
+                del self.held[key]
+                gone += 1
+        return gone
+
+
+STEPS = st.tuples(st.sampled_from(["use", "use", "use", "bytes", "entries", "clear"]), st.integers(0, 11))
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_eviction_follows_its_rule(steps):
+    """Keys 0 to 11 weigh 3 times their number; the even ones are copies."""
+    cache, model, evictions = Cache(60, 6), Model(60, 6), 0
+    for now, (step, key) in enumerate(steps):
+        if step == "use":
+            was_there = look_up(cache, str(key), 3 * key, None if key % 2 else META)
+            assert was_there == (key in model.held)
+            if was_there:
+                model.held[key].last_use = now
+            elif 3 * key <= model.max_bytes and model.max_entries:
+                model.held[key] = Held(3 * key, key % 2 == 1, now)
+                evictions += model.evict(spare=key)
+        elif step == "bytes":
+            cache.budget_bytes = model.max_bytes = 5 * key + 5
+            evictions += model.evict()
+        elif step == "entries":
+            cache.budget_entries = model.max_entries = key
+            evictions += model.evict()
+        else:
+            cache.clear()
+            model.held, evictions = {}, 0
+        order = sorted(model.held, key=lambda key: (model.held[key].is_master, model.held[key].last_use))
+        assert held(cache) == [str(key) for key in order]
+        stats = cache.stats()
+        assert (stats.bytes, stats.entries) == (sum(each.nbytes for each in model.held.values()), len(model.held))
+        assert stats.evictions == evictions
+
+
+pytestmark = pytest.mark.usefixtures("without_masks")
+
+WINDOW = masks.causal() & masks.local_window(left=40, right=0)
+LONGNET = masks.longnet([16, 48], [1, 3]) & masks.causal()
+
+
+@pytest.fixture
+def cache(monkeypatch) -> Cache:
+    monkeypatch.setattr(_cache, "_cache", Cache(1 << 30))
+    return masks.cache()
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[Term]:
+    terms: list[Term] = []
+    build = Term.blocks
+
+    def watched(self: Term, *sides: int, **options: bool):
+        terms.append(self)
+        return build(self, *sides, **options)
+
+    monkeypatch.setattr(Term, "blocks", watched)
+    return terms
+
+
+def mask(device: str | torch.device = "cpu", pattern=WINDOW, num_tokens: int = 500):
+    return masks.block_mask(pattern, num_tokens, num_heads=2, device=device, block_size=64)
+
+
+def test_one_master_and_a_copy_on_each_device(cache, built):
+    here, there = mask("cpu"), mask("meta")
+    assert here is mask("cpu")
+    assert there is mask("meta") is mask(torch.device("meta"))  # with and without its number
+    assert (here.kv_indices.device.type, there.kv_indices.device.type) == ("cpu", "meta")
+    assert torch.equal(here.kv_num_blocks.cpu(), mask("cpu").kv_num_blocks)
+    assert there.kv_num_blocks.shape == here.kv_num_blocks.shape
+    assert len(built) == 1
+    stats = cache.stats()
+    assert [copies.name for copies in stats.copies] == ["copies on cpu", "copies on meta"]
+    assert stats.masters.entries == 1
+    assert stats.entries == 3
+    assert stats.bytes == stats.masters.bytes + sum(copies.bytes for copies in stats.copies)
+
+
+def test_a_pattern_is_forgotten_in_every_size_and_on_every_device(cache):
+    q = torch.randn(1, 2, 100, 8)
+    for pattern in (WINDOW, LONGNET):
+        for device in ("cpu", "meta"):
+            for num_tokens in (100, 200):
+                mask(device, pattern, num_tokens)
+        fd.attend(q, q, q, pattern)
+    entries = cache.stats().entries
+    dropped = cache.forget(LONGNET)
+    assert dropped == 8  # two masters, four copies, a plan and a program
+    assert cache.stats().entries == entries - dropped
+    assert cache.forget(LONGNET) == 0
+    misses = cache.stats().misses
+    mask("meta", WINDOW, 200)
+    fd.attend(q, q, q, WINDOW)
+    assert cache.stats().misses == misses
+    mask("meta", LONGNET, 200)
+    assert cache.stats().misses > misses
+
+
+def test_a_value_still_being_built_for_a_forgotten_pattern_is_not_kept():
+    cache = Cache(100)
+
+    def ask(build) -> str:
+        return cache.get("key", build, len, pattern=WINDOW.text)
+
+    with under_way(cache, "stale", pattern=WINDOW.text) as (_, stale, gate):
+        assert cache.forget(WINDOW) == 0
+        assert ask(lambda: "fresh") == "fresh"  # does not wait for the stale one
+        gate.set()
+        assert stale.result(250) == "stale"
+    assert ask(str) == "fresh"
+
+
+def test_what_a_build_asks_for_is_forgotten_with_it():
+    """Parts built for another text, as rules with the values of run-time tensors in place, belong to the whole."""
+    cache = Cache(100)
+    part = LONGNET.text
+    cache.get("whole", lambda: cache.get("part", str, len, pattern=part), len, pattern=WINDOW.text)
+    cache.get("another", str, len, pattern=part)
+    assert cache.forget(WINDOW) == 2
+    assert cache.forget(LONGNET) == 1
+
+
+def test_run_time_tensors_are_versions(cache):
+    """Other values are other entries; forgetting the pattern drops those of all values, and no others."""
+    q = torch.randn(1, 2, 60, 8)
+    ids = [torch.arange(60) // length for length in (20, 30)]
+    outs = [fd.attend(q, q, q, masks.causal() & masks.documents(each)) for each in ids]
+    assert not torch.equal(*outs)
+    misses = cache.stats().misses
+    for each, out in zip(ids, outs, strict=True):
+        assert torch.equal(fd.attend(q, q, q, masks.causal() & masks.documents(each.clone())), out)
+    assert cache.stats().misses == misses
+    masks.block_mask(masks.causal() & masks.documents(ids[0]), 60, num_heads=2)
+    mask()
+    assert cache.forget(masks.documents(ids[0])) >= 6  # plan and program of each, master and copy of one
+    assert cache.stats().entries == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["aten", "flex"])
+def test_eviction_neither_changes_results_nor_compiles_anew(cache, engine):
+    """With no budget every call outside a graph builds its tables again; what was compiled stays."""
+    cache.budget_bytes = 0
+    pattern = masks.dilated(16, 2) & masks.causal()
+    q, k, v = torch.randn(3, 1, 2, 70, 16)
+    exact = fd.attend(q, k, v, pattern, engine="reference")
+
+    def attend(q, k, v):
+        return fd.attend(q, k, v, pattern, engine=engine)
+
+    with without_inductor():
+        for call in (attend, torch.compile(attend, fullgraph=True)):
+            counts = []
+            for _ in range(3):
+                assert_close(call(q, k, v), exact, rtol=1e-4, atol=1e-5)
+                counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            assert counts[0] == counts[1] == counts[2]
+    assert cache.stats().entries == 0

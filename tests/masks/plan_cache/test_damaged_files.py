@@ -97,15 +97,6 @@ def test_any_bytes_are_read_or_refused(reader: str, place: Path, content: bytes)
         read(place)
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_odd_bytes_are_refused(reader: str, place: Path) -> None:
-    read, refusal = READERS[reader]
-    for content in ODD:
-        place.write_bytes(content)
-        with pytest.raises(refusal):
-            read(place)
-
-
 WRITTEN = {"pattern of a command": GOOD[0], "set_machine": GOOD[1]}
 
 

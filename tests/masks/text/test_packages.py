@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from flexdilated import masks
-from flexdilated.masks.core import _packages
-
 ROOT = Path(__file__).resolve().parents[3]
 
 COMB = """
@@ -62,11 +59,10 @@ def packages(tmp_path: Path) -> Path:
 
 
 FOUND = """
-import contextlib, io, json, os, sys
+import json, os, sys
 import torch
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.cli import main
 
 mine = ("comb_patterns", "broken_patterns", "taken_patterns")
 
@@ -87,9 +83,6 @@ def say(texts):
     q, k, v = torch.randn(3, 1, 2, 50, 8)
     exact = fd.attend(q, k, v, read[0], engine="reference")
     said["near"] = torch.allclose(fd.attend(q, k, v, read[0]), exact, rtol=1e-4, atol=1e-5)
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        main(["show", "comb(4)", "-n", "64"])
-    said["shown"] = "comb(4)" in shown.getvalue()
     said["parse"], said["json"] = refused(masks.parse, "camb(4)"), refused(masks.from_json, '{"kind":"camb"}')
     said["kept"] = masks.parse("causal()") == masks.causal() != masks.every()
     print(json.dumps(said), flush=True)
@@ -131,25 +124,8 @@ def test_patterns_of_a_package_are_found_when_they_are_asked_for(packages: Path)
         assert (said["printed"], said["equal"]) == ("comb(3) & causal()", 1)
         assert said["pairs"] == sum((q - k) % 3 == 0 for q in range(8) for k in range(q + 1))
         assert said["near"]
-        assert said["shown"]
         assert f"no pattern is called 'camb': {BROKEN_TEXT}{TAKEN_TEXT}did you mean comb? There are " in said["parse"]
         assert said["json"].startswith("a pattern must be an object whose kind is one of after, and, ")
         assert ", comb, custom, " in said["json"]
         assert said["json"].endswith(f"; got {{'kind': 'camb'}}. {BROKEN_TEXT}{TAKEN_TEXT}".rstrip())
         assert said["kept"]
-
-
-def test_without_packages_nothing_is_told_and_nothing_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(_packages, "entry_points", lambda group: asked.append(group) or ())
-    _packages.failed_imports.cache_clear()
-    try:
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"^no pattern is called 'causl': did you mean causal\? There are "):
-                masks.parse("causl()")
-            with pytest.raises(ValueError, match=r"got \{'kind': 'causl'\}$"):
-                masks.from_json('{"kind":"causl"}')
-            assert masks.parse("causal()") == masks.causal()
-        assert asked == ["flexdilated.patterns"]
-    finally:
-        _packages.failed_imports.cache_clear()

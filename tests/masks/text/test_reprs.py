@@ -1,7 +1,6 @@
 """What things say of themselves: the pattern, the engine, the pool; short, and never an address in memory."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from flexdilated.masks.core._check import bytes_text
 from flexdilated.masks.planning._planner import plan
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
-MANY = [[*range(1, 301)], [1] * 300]
 CONFIG = fd.LongNetConfig(
     vocab_size=8, embed_dim=16, num_heads=4, depth=1, segment_lengths=(16, 64), dilation_rates=(1, 4), causal=True
 )
@@ -76,13 +74,8 @@ def test_modules_over_ranks_say_schedule_and_pool(mesh) -> None:
 
 def test_long_patterns_are_cut() -> None:
     """The beginning stays, the cut is marked, and what comes after the pattern is still there."""
-    for text in (
-        fd.BlockSparseAttention(masks.longnet(*MANY)).extra_repr(),
-        fd.DilatedAttention(*MANY).extra_repr(),
-        fd.MultiheadDilatedAttention(16, 4, *MANY).extra_repr(),
-        fd.LongNet(replace(CONFIG, segment_lengths=MANY[0], dilation_rates=MANY[1])).extra_repr(),
-        repr(fd.KVCache(masks.longnet(*MANY) & masks.causal(), num_heads=4)),
-    ):
+    long = masks.longnet([*range(1, 301)], [1] * 300) & masks.causal()
+    for text in (fd.BlockSparseAttention(long).extra_repr(), repr(fd.KVCache(long, num_heads=4))):
         assert "longnet((1, 2, 3, 4, 5, 6, " in text
         assert "engine=None" in text.partition("…")[2]
         assert len(text) < LONGEST + 250
@@ -106,10 +99,6 @@ def test_a_pool() -> None:
     assert repr(lease) == f"Lease((2000,), torch.uint8, of {pool.name})"
     lease.release()
     assert repr(lease) == f"Lease(of {pool.name}, which has ended)"
-    assert repr(pool) == f"{own}2 KiB, of which 0 B are leased)"
-    assert "any device, leases from 1 MiB: " in repr(BufferPool())
-    assert "never leases" in repr(BufferPool(threshold_bytes=2**63 - 1))
-    assert repr(BufferPool().lease((3,), torch.float32)) == "Lease((3,), torch.float32, of torch)"
 
 
 def test_the_cache_and_a_plan() -> None:
@@ -126,11 +115,10 @@ def test_the_cache_and_a_plan() -> None:
 def test_no_addresses(mesh) -> None:
     pool = BufferPool("cpu", threshold_bytes=0)
     things = [
-        *(pool, pool.lease((3,), torch.float32), pool.statistics, masks.cache(), masks.cache().stats(), fd.stats()),
-        *(PATTERN, PATTERN.bind(num_heads=2, num_queries=3, num_keys=3), masks.layout(PATTERN, 10), masks.machine()),
-        *(fd.distributed.Sharding(10, 2), fd.distributed.traffic(), CONFIG, fd.LongNet(CONFIG)),
-        *(fd.LongNet(CONFIG).new_caches(), fd.RingDilatedAttention([4], [1], mesh=mesh, pool=pool)),
-        plan(PATTERN.bind(num_heads=4, num_queries=10, num_keys=10)),
+        *(pool, pool.lease((3,), torch.float32), pool.statistics, masks.cache().stats(), masks.machine()),
+        *(PATTERN.bind(num_heads=2, num_queries=3, num_keys=3), masks.layout(PATTERN, 10), fd.LongNet(CONFIG)),
+        *(fd.distributed.Sharding(10, 2), fd.distributed.traffic(), fd.LongNet(CONFIG).new_caches()),
+        fd.RingDilatedAttention([4], [1], mesh=mesh, pool=pool),
     ]
     for thing in things:
         assert not re.search(r"0x[0-9a-f]{4}|<.* object", repr(thing)), type(thing).__name__

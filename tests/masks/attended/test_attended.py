@@ -1,9 +1,9 @@
-"""The keys that given queries attend to are exactly those of the dense rule, however they are found."""
+"""What is attended to: keys of given queries, rows of single ones and the work of ranks, by the dense rule."""
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
-from math import prod
 from time import process_time
 
 import pytest
@@ -12,17 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench._catalogue import dense
 from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.masks.attended import _search
-from flexdilated.masks.attended._search import _key_runs, attended_keys
+from flexdilated.masks.attended._search import attended_keys
+from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
-from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.core._ranges import Ranges, ranges_of
-from tests.support import oracle
+from flexdilated.masks.core._ranges import Ranges
+from flexdilated.testing.strategies import shardings
+from tests.support import oracle, strategies
 from tests.support.run_time_strategies import Packed, packed_cases
-from tests.support.strategies import Case, cases
+from tests.support.strategies import Case, cases, whole_cases
+
+# W ranks, N tokens
 
 
 @st.composite
@@ -98,70 +102,6 @@ def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed,
     assert_found(found, seen_in(table, queries, keys))
 
 
-def lattice(b, h, q, k):
-    return (3 * q + 5 * k + h) % 97 < 2
-
-
-def grid(*args, **options) -> tuple[masks.Pattern, int, list[Ranges]]:
-    pattern = masks.neighborhood(*args, **options)
-    tokens = prod(pattern.grid)
-    ends = [(0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)]
-    return pattern, tokens, [(range(*each),) for each in ends]
-
-
-LONG = 750
-# Runs as ranks hold them, and as a zigzag has them.
-OF_RANKS: list[Ranges] = [(range(250, 413),), (range(150), range(600, LONG)), (range(7, 8),)]
-LISTED = masks.block_list([[0, 1], [1]], block=4) & masks.block_list([[1], [0, 1]], block=4)
-# Pattern, tokens, and queries that are asked for.
-ASKED: dict[str, tuple[masks.Pattern | masks.Mixture, int, list[Ranges]]] = {
-    "grid of groups": grid((100,), kernel_size=6, rate=3, stride=4),
-    "rows": grid((12, 10), (0, 4)),
-    "rectangle of groups": grid((12, 10), kernel_size=(4, 5), rate=(3, 1), stride=(2, 5), causal=(True, False)),
-    "video": grid((5, 6, 4), (0, 1, 1), rate=(2, 2, 1)),
-    "torus": grid((12, 10), kernel_size=(4, 5), rate=(2, 1), stride=(2, 1), wrap=True),
-    "causal grid": (masks.neighborhood((25, 30), (3, 2), rate=(2, 1)) & masks.causal(), LONG, OF_RANKS),
-    "grid in blocks": (masks.blockwise(masks.neighborhood((15, 25), (3, 2)), 2) & masks.causal(), LONG, OF_RANKS),
-    "function": (masks.custom(lattice), LONG, OF_RANKS),
-    "function in segments": (masks.custom(lattice) & masks.dilated(300, 7, 3), LONG, OF_RANKS),
-    "complement": (~(masks.dilated(64, 4) | masks.fixed(32, summary=5)) & masks.strided(6), LONG, OF_RANKS),
-    "random blocks": (
-        (masks.random_blocks(LONG, block=40, count=2) & masks.causal()) | masks.landmark_tokens(250),
-        LONG,
-        OF_RANKS,
-    ),
-    "two ladders": (
-        masks.longnet([48, 240, 960], [1, 5, 20]) + (masks.dilated(300, 6, 4) & masks.causal()),
-        LONG,
-        OF_RANKS,
-    ),
-    # Over more pairs than are looked at one by one.
-    "table": (masks.random_blocks(1024, block=16, count=2, seed=3), 1024, [(range(80),), (range(512, 640),)]),
-    "two tables": (LISTED, 8, [(range(query, query + 1),) for query in range(8)]),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_needs_of_longer_sequences(name: str):
-    pattern, num_tokens, asked = ASKED[name]
-    heads, whole = range(3), (range(num_tokens),)
-    table = torch.stack([dense(branch, head, 3, num_tokens) for branch in pattern.branches() for head in heads])
-    for queries in asked:
-        found = attended_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
-        assert_found(found, seen_in(table, queries, whole))
-
-
-def test_who_asks_nothing_needs_nothing():
-    some = {"heads": range(2), "num_heads_global": 2}
-    ten, later = (range(10),), (range(10, 20),)
-    assert attended_keys(masks.causal(), queries=(), keys=ten, **some) == ()
-    assert attended_keys(masks.causal(), queries=ten, keys=(), **some) == ()
-    assert attended_keys(masks.causal(), queries=ten, keys=later, **some) == ()
-    assert attended_keys(masks.causal(), queries=ten, keys=ten, heads=(), num_heads_global=2) == ()
-    assert attended_keys(masks.dilated(10, 5, 3), queries=(range(9, 13),), keys=ten, **some) == ()
-    assert attended_keys(~masks.every(), queries=ten, keys=ten, **some) == ()
-
-
 ALMOST = [
     # Eight queries in a row leave out one residue of nine; window after window leaves out every third key.
     (masks.strided(9), range(4, 12), [key for key in range(100) if key % 9 != 3]),
@@ -182,13 +122,6 @@ def test_keys_that_just_miss_a_query(few, monkeypatch):
     for pattern, queries, expected in ALMOST:
         found = attended_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
         assert_found(found, expected)
-
-
-def test_neighbours_come_as_one_run():
-    """Four heads of offsets 0 to 3 need every token of a segment between them: kernels read runs as views."""
-    pattern = masks.longnet([64], [4])
-    found = attended_keys(pattern, queries=(range(32),), keys=(range(32, 80),), heads=range(4), num_heads_global=4)
-    assert found == (range(32, 64),)
 
 
 MILLION = 1 << 20
@@ -220,17 +153,77 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
     assert process_time() - begin < 5
 
 
-def test_two_positions_apart_are_no_range() -> None:
-    assert ranges_of(torch.tensor([2, 3, 5])) == (range(2, 4), range(5, 6))
-    assert ranges_of(torch.tensor([3, 6, 9, 10, 11])) == (range(3, 7, 3), range(9, 12))
-    assert ranges_of(torch.tensor([15, 28])) == (range(15, 16), range(28, 29))
-    assert ranges_of(torch.tensor([15, 28, 41])) == (range(15, 42, 13),)
+STEPS = strategies.strided_kinds() | strategies.dilated_windows()
+PROGRESSIONS = st.builds(operator.or_, STEPS, STEPS)  # that may meet
 
 
-def test_runs_of_keys_are_told_apart() -> None:
-    """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
-    q = Progression(torch.tensor([0, 0, 9]), 1, torch.tensor([1, 1, 1]))
-    k = Progression(torch.tensor([3, 4, 3]), 1, torch.tensor([5, 4, 5]))
-    runs, number = _key_runs(Box(torch.zeros(3, dtype=torch.int64), q, k))
-    assert runs == 2
-    assert number[0] == number[2] != number[1]
+@settings(max_examples=50)
+@given(data=st.data(), base=st.sampled_from([0, 0, 2**30]))
+def test_closed_forms_are_the_rules(data: st.DataObject, base: int) -> None:
+    """Of any set: ranges without overlap, none of them empty, of just the keys that are seen, wherever these lie.
+
+    At 2^30 a list of all keys before would not end.
+    """
+    num_heads = data.draw(st.integers(1, 3))
+    pattern = data.draw(PROGRESSIONS if data.draw(st.booleans()) else strategies.sets(num_heads)).pattern
+    query, begin = (base + data.draw(st.integers(0, 40)) for _ in range(2))
+    keys = range(begin, begin + data.draw(st.integers(0, 40)))
+    allowed = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+    for head in range(num_heads):
+        ranges = pattern.for_head(head, num_heads).row(query, keys)
+        of_query = torch.tensor(0), torch.tensor(head), torch.tensor(query)
+        seen = allowed(*of_query, torch.tensor([*keys], dtype=torch.int64))
+        if ranges is not None:
+            assert all(ranges)
+            assert len(ranges) <= len(keys)
+            found = sorted(key for each in ranges for key in each)
+            assert found == [keys[n] for n in seen.nonzero().flatten().tolist()]
+
+
+@pytest.fixture(params=["as it is", "in small steps"], scope="module")
+def steps(request):
+    """The sizes at which the count changes its ways, and the same at the sizes of the drawn cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in small steps":
+            patch.setattr(_pair_search, "_CELL_SIDE", 2)
+            patch.setattr(_pair_search, "_FRONTIER", 5)
+        yield request.param
+
+
+@given(data=st.data())
+def test_every_pair_is_counted_where_its_query_is(steps, data: st.DataObject) -> None:
+    case = data.draw(whole_cases())
+    sharding = data.draw(shardings(case.num_queries, max_ranks=6))
+    first = data.draw(st.integers(0, case.num_heads - 1))
+    here = data.draw(st.integers(1, case.num_heads - first))
+    rows = case.counts()[first : first + here].sum((0, 2))
+    expected = [int(rows[sharding.positions(rank)].sum()) for rank in range(sharding.num_ranks)]
+    heads = {"num_heads": here, "head_offset": first, "num_heads_global": case.num_heads}
+    assert work_of_ranks(case.twin.pattern, sharding, **heads).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "order"),
+    [(masks.longnet((2048, 8192, 65536), (1, 4, 32)), "contiguous"), (masks.local_window(left=999, right=0), "zigzag")],
+)
+def test_all_ranks_do_what_one_does(pattern, order) -> None:
+    """At a size at which the planner's own count, term by term, is another."""
+    tokens = 140_000
+    for rule in (pattern, pattern & masks.causal()):
+        described = masks.describe(rule, tokens, num_heads=4)
+        assert int(work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4).sum()) == described.useful_pairs
+
+
+def test_zigzag_balances_what_is_causal() -> None:
+    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
+        orders = ("contiguous", "zigzag")
+        work = [work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2).double() for order in orders]
+        contiguous, zigzag = (float(each.max() / each.mean()) for each in work)
+        assert zigzag < 1.001 < contiguous
+
+
+def test_what_does_not_bind_is_refused() -> None:
+    with pytest.raises(ValueError, match="within the 64 tokens of a 8x8 grid"):
+        work_of_ranks(masks.neighborhood((8, 8), 1), Sharding(65, 2), num_heads=1)
+    with pytest.raises(ValueError, match="documents"):
+        work_of_ranks(masks.documents("documents"), Sharding(64, 2), num_heads=1)

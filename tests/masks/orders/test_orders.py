@@ -1,9 +1,12 @@
-"""Rates of any size: orders, plans and blocks of large and coprime ones, in work that tokens bound, and exact."""
+"""Orders of tokens: layouts and tiles, their inverses and what they cost; rates of any size, exact."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import astuple, replace
+from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -14,23 +17,140 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import multiplicity
-from flexdilated.masks import recipes
-from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
-from flexdilated.masks.core._algebra import And
+from flexdilated.masks.blocks import UNKNOWN
+from flexdilated.masks.blocks._pair_search import exact_pairs
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.inspection._cells import count_cells
-from flexdilated.masks.orders._layout import residue_rate
-from flexdilated.masks.patterns import _random_blocks
+from flexdilated.masks.orders import _tiling
+from flexdilated.masks.orders._tiling import Tiled, Tiling
+from flexdilated.masks.patterns._neighborhood import Neighborhood
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._layouts import shared_terms
-from tests.masks.blocks.test_blocks import in_blocks
+from tests.masks.blocks.test_blocks import assert_alike, assert_lists, in_blocks
+from tests.support import oracle
+from tests.support.agreement import assert_agrees
+from tests.support.strategies import Case, block_sides, whole_grids
 from tests.support.twins import Twin
 
 # N tokens
 
-MILLION = 1 << 20
+
+@st.composite
+def tilings(draw: st.DrawFn) -> Tiling:
+    """Small grids of 1 to 3 axes with tiles that need not divide them, or reach beyond them."""
+    grid = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    return Tiling(tuple(grid), tuple(draw(st.integers(1, 8)) for _ in grid))
+
+
+@st.composite
+def tiled_cases(draw: st.DrawFn) -> tuple[Case, Tiling]:
+    """A neighbourhood in any tiles at all, not only those that the planner would take."""
+    case = draw(whole_grids().filter(lambda case: isinstance(case.twin.pattern, Neighborhood)))
+    grid = case.twin.pattern.grid
+    return case, Tiling(grid, tuple(draw(st.integers(1, length + 1)) for length in grid))
+
+
+@given(tilings())
+def test_order_is_tile_by_tile(order):
+    def key(token: int) -> list[int]:
+        sides = list(zip(places[token], order.tile, strict=True))
+        return [at // side for at, side in sides] + [at % side for at, side in sides]
+
+    places, tokens = list(product(*map(range, order.grid))), list(range(order.num_slots))
+    assert order.positions().tolist() == sorted(tokens, key=key)
+    assert order.slots()[order.positions()].tolist() == tokens
+    assert order.is_natural == (order.positions().tolist() == tokens)
+
+
+@given(tiled_cases(), block_sides, block_sides, st.sampled_from([7, 1 << 14]))
+def test_blocks_and_their_rule_are_the_neighbourhood_at_its_positions(drawn, q_block, k_block, at_once):
+    """Also where boxes are counted a few at a time; counts are exact, so no pair is looked at."""
+    case, order = drawn
+    (term,) = shared_terms(case.twin.pattern, 1, case.bind(), 1)
+    term, positions = replace(term, q=order, k=order), order.positions()
+    table = oracle.neighborhood([astuple(axis) for axis in term.rule.axes])(0, 1, positions, positions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tiling, "_RUNS_AT_ONCE", at_once)
+        blocks = term.blocks(q_block, k_block, settle=False)
+        assert_lists(blocks, in_blocks(table.expand(case.num_heads, -1, -1), q_block, k_block))
+        assert (blocks.pairs != UNKNOWN).all()
+    assert_alike(term, q_block, k_block)
+    slot, zero = torch.arange(order.num_slots), torch.tensor(0)
+    of_builder = Tiled(term.rule, order).mask_mod(num_heads=1, device=torch.device("cpu"))
+    for mask_mod in (of_builder, term.mask_mod(torch.device("cpu"))):
+        assert torch.equal(mask_mod(zero, zero, slot[:, None], slot[None]), table.bool())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most", "in_rows"),
+    [
+        (masks.neighborhood((256, 256), 3), 21.4, 36),
+        (masks.neighborhood((250, 262), 15), 2.4, 8.4),  # no tile of 128 tokens divides it
+        (masks.neighborhood((9, 40, 45), (3, 7, 7)), 2.2, 4),
+        (masks.neighborhood((15, 16, 17), 2, wrap=True), 5.5, 12),  # without wrap 4.6
+    ],
+)
+def test_less_is_computed_in_vain(pattern, most, in_rows):
+    """Pairs in blocks of 128, over pairs allowed, 4 K to 64 K tokens: in tiles, and in row-major order."""
+    tokens = prod(pattern.grid)
+    bound = pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens)
+    found = masks.describe(pattern, tokens, num_heads=1)
+    (term,) = plan(bound).terms
+    assert isinstance(term.q, Tiling)
+    assert found.waste < most
+    rows = masks.Layout(tokens)
+    natural = replace(term, q=rows, k=rows)
+    assert len(natural.blocks(128, 128, settle=False).row) * 128**2 / found.useful_pairs > in_rows
+
+
+@pytest.fixture
+def pairs_decide():
+    """One rate for all lists: then the order that computes the fewest pairs is chosen."""
+    masks.set_machine(replace(masks.machine(), blocks=(masks.BlockRates(128, 1e9, 1e9, 1e9),)))
+    yield
+    masks.set_machine(None)
+
+
+def test_attend_in_tiles_is_the_oracle(pairs_decide):
+    """Chosen by the planner: tokens go in and come out in row-major order, and so do gradients."""
+    bound = masks.neighborhood((6, 14, 18), 2).bind(num_heads=2, num_queries=1512, num_keys=1512)
+    assert plan(bound).options[0][0].layout == "tiled 4x2x16"
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, 1512, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (2, 1, 1)
+    )
+
+    def attend(q, k, v):
+        return fd.attend(q, k, v, bound.pattern, scale=0.5, enable_gqa=True, engine="aten", return_lse=True)
+
+    token, zero = torch.arange(1512), torch.tensor(0)
+    table = bound.mask_mod()(zero, zero, token[:, None], token[None]).long()  # held to its definition elsewhere
+    assert_agrees(attend, (q, k, v), table.expand(2, -1, -1), scale=0.5)
+
+
+tokens, layout_rates = st.integers(1, 70), st.integers(1, 12)
+
+
+@given(tokens, layout_rates)
+def test_order_is_residue_major(N, rate):
+    expected = sorted(range(N), key=lambda token: (token % rate, token // rate))
+    assert masks.Layout(N, rate).positions().tolist() == expected
+
+
+@given(st.one_of(st.builds(masks.Layout, tokens, layout_rates), tilings()), st.sampled_from([0, 1, 2, -1, -2, -3]))
+def test_invert_undoes_apply(layout, dim):
+    N, shape = layout.num_slots, [2, 3, 4]
+    shape[dim] = N
+    assert layout.slots()[layout.positions()].tolist() == list(range(N))
+    x = torch.randn(shape)
+    assert torch.equal(layout.invert(layout.apply(x, dim=dim), dim=dim), x)
+    assert torch.equal(layout.apply(layout.invert(x, dim=dim), dim=dim), x)
+    assert torch.equal(layout.apply(x, dim=dim), x.index_select(dim, layout.positions()))
+
+
 _MOST_LOOKS = 32  # boxes for each pair of tokens that all faces of a pattern together ask about
 
 
@@ -158,103 +278,3 @@ def _boxes_of(patch: pytest.MonkeyPatch, kind: type[Pattern]) -> list[int]:
 
     patch.setattr(kind, "count", counted)
     return asked
-
-
-@given(st.lists(numbers(), min_size=1, max_size=20), numbers())
-def test_common_rates_are_bounded(rates, most):
-    """No order has more residue classes than are useful; rates that fit are all in."""
-    pattern = masks.every()
-    for rate in rates:
-        pattern = pattern & masks.strided(rate)
-    common = residue_rate(pattern, most)
-    assert 1 <= common <= most
-    fitting = [rate for rate in rates if common % rate == 0]
-    assert common == 1 or fitting
-    # Also where a class has one token.
-    assert all(masks.layout(masks.strided(rate), most).rate == (rate if rate <= most else 1) for rate in (*rates, most))
-
-
-@pytest.mark.parametrize("num_tokens", [64, 5000])
-def test_products_of_large_primes_are_not_factored(num_tokens):
-    pattern = masks.strided(2147483647) & masks.strided(2147483629)
-    assert int(count_cells(pattern, num_tokens, shape=(4, 4)).low.sum()) == num_tokens
-
-
-LARGE_ORDERS = {
-    "fixed": (recipes.sparse_transformer_fixed(4096), 1 << 13, 4096),
-    "strided": ((masks.strided(4093) | masks.local_window(left=64, right=0)) & masks.causal(), 1 << 13, 4093),
-    "summaries": (masks.fixed(1021) & masks.causal(), 1 << 16, 1021),
-    "classes alone": (masks.strided(8191) & masks.causal(), 1 << 17, 8191),
-}
-
-
-@pytest.mark.parametrize(("pattern", "N", "rate"), LARGE_ORDERS.values(), ids=LARGE_ORDERS)
-def test_classes_of_few_tokens_cost_no_box_a_pair(pattern, N, rate, monkeypatch):
-    """Boxes asked about grow with the blocks that are listed, not with pairs of residue classes."""
-    bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
-    (term,) = shared_terms(bound.union, 1, bound, rate)
-    asked = _boxes_of(monkeypatch, And)
-    blocks = term.blocks(128, 128)
-    assert sum(asked) < 32 * len(blocks.row) + 8 * rate
-    assert sum(asked) < rate**2 / 16
-
-
-# At most so many pairs are computed for each that is wanted, over a million tokens; in natural order 64 to 126.
-PLANNED = {
-    "strided": (masks.strided(9973), 2),
-    "strided, causal": (masks.strided(9973) & masks.causal(), 4),
-    "strided, composite": (masks.strided(8192) & masks.causal(), 4),
-    "fixed": (masks.fixed(9973), 2),
-    "fixed, causal": (masks.fixed(9973) & masks.causal(), 4),
-    "few tokens in a class": (masks.strided(100_003), 20),
-    "window": (masks.dilated_window(left=3, right=3, rate=9973), 32),
-}
-
-
-@pytest.mark.parametrize(("pattern", "most"), PLANNED.values(), ids=PLANNED)
-def test_large_strides_compute_little_that_is_not_wanted(pattern, most):
-    bound = pattern.bind(num_heads=1, num_queries=MILLION, num_keys=MILLION)
-    wanted = int(pairs_of_queries(pattern, torch.tensor([0]), torch.tensor([MILLION]), MILLION))
-    assert wanted <= plan(bound).cost.computed_pairs <= most * wanted
-
-
-@settings(max_examples=12)
-@given(numbers(), numbers(), st.integers(1, 40), st.integers(1, 96))
-def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
-    """However many tokens the draw is for, no more rows are drawn than a call has."""
-    drawn = min(drawn, -(-num_tokens // block))
-    pattern = masks.random_blocks(num_tokens, block=block, count=drawn)
-    bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
-    with pytest.MonkeyPatch.context() as patch:
-        made = _rows_drawn(patch)
-        position = torch.arange(N)
-        table = bound.mask_mod()(torch.tensor(0), torch.tensor(0), position[:, None], position)
-        rows = [pattern.for_head(0, 1).row(query, range(N)) for query in range(N)]
-        counted = int(count_cells(pattern, N, shape=(1, 1)).low.sum())
-        masks.block_mask(pattern, N, num_heads=1, block_size=16)
-        (pattern & masks.causal()).bind(num_heads=1, num_queries=N, num_keys=N).count(_box_of(N))
-        assert sum(made) < 20 * N + 64
-    assert counted == int(table.sum())
-    for query, keys in enumerate(rows):
-        assert keys is not None
-        assert sorted(key for run in keys for key in run) == table[query].nonzero().squeeze(1).tolist()
-
-
-def _rows_drawn(patch: pytest.MonkeyPatch) -> list[int]:
-    made, draw = [], _random_blocks._draw
-    _random_blocks._table.cache_clear()
-
-    def drawn(num_blocks, drawn, seed, heads, rows):
-        made.append(len(heads) * len(rows))
-        return draw(num_blocks, drawn, seed, heads, rows)
-
-    patch.setattr(_random_blocks, "_draw", drawn)
-    return made
-
-
-def test_draws_beyond_memory_are_refused():
-    pattern = masks.random_blocks(LARGEST, block=1, count=10**6)
-    with pytest.raises(ValueError, match=r"33554432 in all at most; got count=1000000 for 4 heads and 64 blocks"):
-        masks.block_mask(pattern, 64, num_heads=4)
-    with pytest.raises(ValueError, match=r"got count=3 for 1 heads and 2147483647 blocks"):
-        masks.random_blocks(LARGEST, block=1).mask_mod(num_heads=1, device=torch.device("cpu"))
