@@ -94,26 +94,6 @@ def test_inductor_trains_as_eager_does():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"layout": masks.Layout(61, 3)}, {"engine": "aten", "block_size": 32}])
-def test_it_compiles_with(graphs, options):
-    eager, autocast = SelfAttention(**options), not options
-    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
-    x = torch.randn(1, 61, 12)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
-            assert_close(found, expected)
-
-
-@pytest.mark.slow
-def test_bad_input_is_refused_while_tracing(graphs):
-    def call(x):
-        return fd.attend(x, x, x, PATTERN, q_offset=-1)
-
-    with pytest.raises(RuntimeError, match="q_offset must be at least 0"):
-        torch.compile(call, fullgraph=True, backend=graphs)(torch.randn(1, 2, 8, 4))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "rate", "dtype", "tokens_outside"),
     [(PATTERN, 3, torch.float32, True), (masks.longnet([5], [4]), 1, torch.bfloat16, False)],

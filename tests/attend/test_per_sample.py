@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo import testing
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -106,26 +105,6 @@ def test_each_sample_its_own_pattern_by_default():
     assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_samples_of_one_pattern_share_a_plan():
-    _, k, v = (x.detach() for x in tensors())
-    near = masks.local_window(left=3, right=3)
-    fd.attend(k, k, v, masks.per_sample([near, masks.causal()], torch.tensor([0, 0, 0])))
-    before = masks.cache().stats()
-    fd.attend(k, k, v, near)
-    after = masks.cache().stats()
-    assert after.misses == before.misses
-    assert after.hits > before.hits
-
-
-def test_samples_that_begin_at_0_share_the_plan_of_the_pattern():
-    _, k, v = (x.detach() for x in tensors())
-    near = masks.local_window(left=3, right=3)
-    fd.attend(k, k, v, near)
-    before = masks.cache().stats().misses
-    fd.attend(k, k, v, near, q_offset=torch.zeros(B, dtype=torch.int64))
-    assert masks.cache().stats().misses - before <= 1  # the values of the positions
-
-
 def test_texts_name_the_tensors():
     rule = masks.per_sample([masks.causal(), masks.every()], "which").queries_from
     with pytest.raises(ValueError, match=r"queries_from needs .* other than visible_keys, .* masks.same_document"):
@@ -136,66 +115,3 @@ def test_texts_name_the_tensors():
     ):
         assert masks.parse(repr(pattern)) == pattern
         assert masks.from_json(masks.to_json(pattern)) == pattern
-
-
-CAUSAL = masks.causal()
-NUMBERS = '{"kind":"per_sample","parts":[{"kind":"causal"}],"which":{"kind":"causal"}}'
-
-
-def called(pattern: masks.Pattern = CAUSAL, **how) -> Tensor:
-    q, k, v = tensors()
-    return fd.attend(q, k, v, pattern, enable_gqa=True, **{"q_offset": 0} | how)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda: called(q_offset=STARTS[:2]), ValueError, "each of 3 batch entries"),
-        (lambda: called(q_offset=STARTS - 9), ValueError, "at least 0 and below 2147483648; got -9"),
-        (lambda: called(q_offset=STARTS + 2**31, engine="portable"), ValueError, "below 2147483648; got 2147483733"),
-        (lambda: called(q_offset=STARTS / 2), TypeError, "must hold integers"),
-        (lambda: called(q_offset=STARTS[None]), TypeError, r"shape \(\)"),
-        (lambda: called(masks.per_sample([CAUSAL], STARTS[None])), ValueError, r"got \(1, 3\)$"),
-        (lambda: called(masks.per_sample([CAUSAL], STARTS)), ValueError, "at least 0 and below 1; got 85"),
-        (lambda: masks.per_sample([CAUSAL + masks.every()]), TypeError, "none of them a mixture"),
-        (lambda: masks.per_sample(CAUSAL), TypeError, "needs a sequence of patterns"),
-        (lambda: masks.per_sample([]), ValueError, "at least one pattern"),
-        (
-            lambda: CAUSAL.queries_from(masks.lengths(STARTS)),
-            TypeError,
-            r"integers .*; got lengths\('lengths'\)",
-        ),
-        (lambda: masks.from_json(NUMBERS), ValueError, r"per_sample must be integers .*; got causal\(\)"),
-    ],
-)
-def test_wrong_calls(call, error, says):
-    with pytest.raises(error, match=says):
-        call()
-
-
-@pytest.mark.slow
-def test_new_positions_do_not_recompile():
-    q, k, v = (x.detach() for x in tensors())
-    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-    compilations = testing.CompileCounterWithBackend("aot_eager")
-
-    def attend(starts: Tensor) -> Tensor:
-        return fd.attend(q, k, v, masks.causal(), q_offset=starts)
-
-    compiled = torch.compile(attend, fullgraph=True, backend=compilations)
-    for starts in (STARTS, STARTS + 1, STARTS.flip(0)):
-        assert_close(compiled(starts), fd.attend(q, k, v, masks.causal(), q_offset=starts), rtol=1e-10, atol=1e-10)
-    assert compilations.frame_count == 1
-
-
-@pytest.mark.slow
-def test_one_position_compiles_with_score_mod():
-    _, q, v = (x.detach().float() for x in tensors())
-
-    def attend(starts: Tensor | int, engine: str) -> Tensor:
-        how = {"engine": engine, "score_mod": lambda s, b, h, i, j: s - 0.1 * (i - j)}
-        return fd.attend(q, q, v, masks.causal(), q_offset=starts, **how)
-
-    with torch.no_grad():
-        out = torch.compile(attend, fullgraph=True)(STARTS[:1], "flex")
-        assert_close(out, attend(int(STARTS[0]), "reference"), rtol=1e-4, atol=1e-5)

@@ -12,7 +12,6 @@ from flexdilated.engines import WholeRows
 from flexdilated.engines._call import Call
 from flexdilated.engines._rows import program_of_rows
 from flexdilated.engines.aten._aten_op import aten, aten_backward
-from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
 
 META = torch.device("meta")
@@ -57,10 +56,6 @@ def test_aten(name: str, with_sinks: bool):
     assert (out.device, lse.device) == (META, META)
     grads = aten_backward._init_fn(out, torch.empty_like(lse), q, k, v, out, lse, [], *options)
     assert [grad.device for grad in grads] == [META] * 3
-
-
-def test_the_copy_for_a_compiler():
-    assert _own_buffer._init_fn(on_meta(2, 3, 12, 8)).device == META
 
 
 def test_few_rows():

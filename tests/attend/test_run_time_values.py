@@ -16,9 +16,6 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.flex import _traced
-from flexdilated.engines.flex._program import FlexProgram
-from flexdilated.engines.flex._traced import Traced
 from flexdilated.masks.planning._planner import plan
 from tests.support import oracle
 from tests.support.dense_flex import flex_on_cpu
@@ -146,22 +143,6 @@ def test_every_call_sees_the_values_of_its_moment(data, name: str, elsewhere: bo
             assert_current(pattern, tensor, name, counts, call, x)
 
 
-@pytest.mark.usefixtures("flex_is_served")
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
-def test_a_write_is_seen_by_the_next_call(write: str, elsewhere: bool) -> None:
-    array, x = np.arange(N) // 4, torch.randn(1, 1, N, 4, dtype=torch.float64)
-    tensor = torch.from_numpy(array)
-    tensor = tensor.as_subclass(Elsewhere) if elsewhere else tensor
-    pattern = masks.causal() & masks.documents(tensor)
-    for ids in (POSITIONS // 4, POSITIONS // 2):
-        WRITES[write](array, tensor, ids)
-        rule = oracle.both(oracle.causal(), oracle.documents(ids))
-        counts = oracle.counts(rule, range(1), 1, POSITIONS, POSITIONS)[0].long()
-        for call in ("aten", "flex", "named", "few"):
-            assert_current(pattern, tensor, "documents", counts, call, x)
-
-
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 def test_a_backward_belongs_to_its_forward(write: str, elsewhere: bool) -> None:
@@ -228,20 +209,3 @@ def test_layers_of_several_patterns_are_one_graph():
         for num_tokens in (70, 90, 70):
             x, ids = torch.randn(1, 2, num_tokens, 24), torch.arange(num_tokens) // 40
             assert_close(compiled(x, ids, "flex"), stacked(x, ids, "reference"), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_traced_programs_are_bounded(monkeypatch):
-    """The oldest goes first; a graph that still runs is then traced anew, and right."""
-    monkeypatch.setattr(_traced, "_MOST_TRACED", 2)
-    for name in [name for name in vars(Traced) if not name.startswith("__")]:
-        monkeypatch.delattr(Traced, name)
-    torch.compiler.reset()
-    pattern = masks.dilated(16, 2)
-    options = {"fullgraph": True, "dynamic": False, "backend": "eager"}
-    compiled = torch.compile(lambda q: fd.attend(q, q, q, pattern, engine="flex"), **options)
-    with torch.no_grad():
-        for num_tokens in (40, 50, 60, 40):
-            q = torch.randn(1, 2, num_tokens, 16)
-            assert_close(compiled(q), fd.attend(q, q, q, pattern), rtol=1e-4, atol=1e-5)
-            assert sum(isinstance(each, FlexProgram) for each in vars(Traced).values()) <= 2

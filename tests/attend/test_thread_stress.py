@@ -115,7 +115,3 @@ def test_threads_get_what_one_thread_gets(small_cache):
 
     jobs = [disturb, *(partial(compute, seed) for seed in range(THREADS))]
     assert side_by_side(jobs, seconds=200) == [[]] * len(jobs)
-
-
-def test_a_wrong_result_would_be_seen():
-    assert not Case(partial(trained, "window", 50), trained("window", 50)[:1] + trained("longnet", 50)[1:]).holds()

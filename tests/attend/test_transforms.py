@@ -140,18 +140,6 @@ def test_tiles_refuses_them(way: str) -> None:
             WAYS[way](function, x)
 
 
-@pytest.mark.parametrize("engine", ["aten", "flex"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_mapped_documents_are_refused(engine: str, compiled: bool) -> None:
-    x, ids = torch.randn(1, H, 12, D), torch.stack([torch.arange(12) // 5, torch.arange(12) // 7])
-
-    def mapped(ids: Tensor) -> Tensor:
-        return vmap(lambda ids: fd.attend(x, x, x, masks.documents("ids"), bindings={"ids": ids}, engine=engine))(ids)
-
-    with torch.no_grad(), pytest.raises(Exception, match=REMEDY):
-        (torch.compile(mapped, fullgraph=True, backend="eager") if compiled else mapped)(ids)
-
-
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("double backward", "batched grads", "linearize")])
 def test_flex_refuses_what_it_has_not(way: str) -> None:
     """Before it compiles anything; on CPU it has no backward at all. linearize is jvp after a plain call."""
@@ -174,16 +162,6 @@ def test_a_compiled_graph_drops_no_derivative(way: str) -> None:
         compiled = torch.compile(lambda x, f=function: WAYS[way](f, x), fullgraph=True, backend="eager")
         with pytest.raises(Exception, match=REMEDY):
             compiled(tensors()[name].to(kind))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_dual_tensor_that_enters_a_compiled_function_is_refused(backend: str) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(of_argument("sinks", fd.attend), fullgraph=True, backend=backend)
-    compiled(tensors()["sinks"])
-    with pytest.raises(Exception, match=f"{REMEDY}|tensors that carry a forward-mode AD tangent"):  # since torch 2.15
-        by_dual(compiled, tensors()["sinks"])
 
 
 @given(names=st.sets(st.sampled_from(ARGUMENTS[:4]), min_size=1), way=st.sampled_from(["jvp", "dual", "vmap"]))

@@ -75,29 +75,6 @@ def test_chunks(pattern: masks.Pattern | masks.Mixture, chunk: int, proven: bool
     assert (cache.pattern == pattern) == proven
 
 
-@given(st.integers(1, 40), st.data())
-def test_ends_are_the_rule_of_their_chunks(chunk: int, data: st.DataObject) -> None:
-    ends = Ends(data.draw(st.integers(0, chunk - 1)), chunk)
-    listed = list(range(ends.first, 200, chunk))
-    assert [ends.next(position) for position in range(100)] == [
-        min(end for end in listed if end >= position) for position in range(100)
-    ]
-    q, k = torch.arange(100)[:, None], torch.arange(100)
-    across = torch.stack([(q < end) & (k >= end) for end in listed]).any(0)
-    mask_mod = ends.rule().mask_mod(num_heads=1, device=torch.device("cpu"))
-    assert torch.equal(mask_mod(torch.tensor(0), torch.tensor(0), q, k), ~across)
-
-
-@given(st.data())
-def test_a_form_that_shows_the_ends_is_right(data: st.DataObject) -> None:
-    twin, chunk = data.draw(strategies.sets(1)), data.draw(st.integers(1, 30))
-    ends = Ends(data.draw(st.integers(0, chunk - 1)), chunk)
-    position = torch.arange(100)
-    if ends.by_form(twin.pattern.for_head(0, 1)):
-        counts = oracle.counts(twin.rule, range(1), 1, position, position)
-        assert not any(crosses(counts, 0, end) for end in range(ends.first, 100, chunk))
-
-
 def test_ends_that_are_not_regular() -> None:
     """Single tokens, then a tree of five draft tokens in one call, then single tokens."""
     rule = masks.causal() | (masks.local_window(left=4, right=4) & masks.block_list([[]] * 20 + [[20]], block=5))

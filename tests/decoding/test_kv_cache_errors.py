@@ -83,33 +83,6 @@ def test_a_refused_call_changes_nothing(call, message) -> None:
     assert_goes_on(cache, tensors)
 
 
-MADE = [
-    ({"pattern": "causal"}, TypeError, "pattern must be a pattern or mixture"),
-    ({"engine": "fast"}, ValueError, "engine must be None or one of"),
-    ({"scale": float("inf")}, ValueError, "scale must be finite"),
-    ({"undo": -1}, ValueError, "undo must be at least 0; got undo=-1"),
-    ({"head_offset": 1, "num_heads_global": 4}, ValueError, "heads 1 to 4 must lie within num_heads_global"),
-    (
-        {"pattern": masks.per_head([WINDOW, WINDOW])},
-        ValueError,
-        "per_head needs one pattern for each head; got 2 for 4",
-    ),
-    (
-        {"pattern": masks.local_window(left=0, right=1) & ~masks.first_tokens(4)},
-        ValueError,
-        r"query 3 sees key 4, .* write pattern & masks.causal\(\)",
-    ),
-    ({"pattern": LONGNET + masks.every()}, ValueError, "query 0 sees key 1"),
-    ({"pattern": masks.per_head([masks.causal()] * 3 + [masks.every()])}, ValueError, "query 0 sees key 1"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), MADE)
-def test_what_no_cache_is_made_of(options, error, message) -> None:
-    with pytest.raises(error, match=message):
-        fd.KVCache(**{"pattern": WINDOW, "num_heads": 4} | options)
-
-
 def test_rules_that_are_causal_by_their_numbers_are_served() -> None:
     for pattern in (WINDOW, masks.dilated(1, 1), masks.local_window(left=5, right=0) | masks.dilated(1, 1)):
         assert fd.KVCache(pattern, num_heads=1).chunk == 1

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.distributed import Sharding, shard, traffic, unshard
-from flexdilated.distributed.group._call import _named, check_agreement, disagreement
+from flexdilated.distributed import Sharding, shard, unshard
+from flexdilated.distributed.group._call import check_agreement
 from flexdilated.distributed.group._messages import communicating
 from flexdilated.distributed.group._ranks import Ranks, check_device
 from tests.support.rank_worker import set_group_timeout
@@ -27,21 +27,6 @@ from tests.support.sharded_cases import line
 
 def all_ranks(device_type: str = "cpu") -> Ranks:
     return Ranks.of(init_device_mesh(device_type, (dist.get_world_size(),)))
-
-
-def transfers_of_three_checks() -> list[int]:
-    ranks, counts = all_ranks(), []
-    for num_tokens in (8, 8, 9):
-        before = traffic().transfers["set-up"]
-        check_agreement(ranks, {"pattern": masks.causal(), "num_tokens": num_tokens}, once=lambda: {"values": "slow"})
-        counts.append(traffic().transfers["set-up"] - before)
-    return counts
-
-
-def test_the_check_is_made_once_for_the_same_facts() -> None:
-    for _ in range(2):  # a new group has agreed on nothing yet
-        assert on_ranks(3, transfers_of_three_checks) == [[1, 0, 1]] * 3
-    assert on_ranks(1, transfers_of_three_checks) == [[0, 0, 0]]
 
 
 def error_of(ranks: Ranks, facts: dict) -> str:
@@ -233,10 +218,3 @@ def test_a_tensor_must_be_where_the_group_can_send_from() -> None:
     assert "got a tensor on meta, a mesh of cpu devices" in of_no_backend
     assert "got a tensor on cpu, a mesh of cuda devices and a process group of cpu:gloo,cuda:gloo" in of_another_mesh
     assert without_cpu.endswith("got a tensor on cpu, a mesh of cpu devices and a process group of cuda:gloo")
-
-
-def test_many_ranks_are_named_in_few_words() -> None:
-    assert [_named(ranks) for ranks in ([3], [0, 1], [])] == ["rank 3", "ranks 0, 1", ""]
-    assert _named(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more"
-    text = disagreement([{"num_tokens": str(rank)} for rank in range(4096)])
-    assert text.endswith("rank 7 has num_tokens=7; 4088 more calls")

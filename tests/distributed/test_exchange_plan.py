@@ -195,27 +195,3 @@ def test_counts_of_many_ranks(pattern, order):
         ]
         expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
         assert int(counts[target, source]) == expected
-
-
-def test_offsets_differ_where_segments_do_not_begin_at_multiples_of_a_rate():
-    """Chunks do, and one branch's segments of 7 do not: heads 0 and 1 then need different numbers of tokens."""
-    pattern = masks.longnet([4, 7, 28], [1, 1, 4], offsets="contiguous")
-    counts = exchange_counts(pattern, Sharding(180, 2, "contiguous", [20, 160]), num_heads=2, num_kv_heads=2)
-    assert counts.tolist() == [[0, 5], [20, 0]]
-
-
-def test_plans_come_from_the_cache():
-    pattern, sharding = masks.local_window(left=9, right=2), Sharding(64, 4)
-    sizes = {"num_heads": 2, "num_kv_heads": 1}
-    plan = ExchangePlan.of(pattern, sharding, 1, **sizes)
-    assert ExchangePlan.of(pattern, Sharding.of(sharding.numbers()), 1, **sizes) is plan
-    for other in (
-        ExchangePlan.of(pattern, sharding, 2, **sizes),
-        ExchangePlan.of(pattern, Sharding(64, 4, "zigzag"), 1, **sizes),
-        ExchangePlan.of(masks.causal(), sharding, 1, **sizes),
-        ExchangePlan.of(pattern, sharding, 1, num_heads=2, num_kv_heads=2),
-    ):
-        assert other is not plan
-        assert other != plan
-    assert masks.cache().forget(pattern) >= 1
-    assert ExchangePlan.of(pattern, sharding, 1, **sizes) is not plan

@@ -152,26 +152,6 @@ def test_features_of_mixtures():
         assert_whole(*found)
 
 
-LISTS = {
-    "own keys alone": [[0], [1], [2], [3]],
-    "others' keys alone": [[3], [0], [1], [2]],
-    "the first sees none and serves": [[], [0, 1], [2], [0, 3]],
-    "none sees any": [[], [], [], []],
-}
-
-
-def test_ranks_without_some_keys():
-    """And without tokens: rows without keys have output 0 and lse -inf, or their sink."""
-    cases = []
-    for place, rows in enumerate(LISTS.values()):
-        counts = oracle.counts(oracle.block_list([rows], 12), range(4), 4, torch.arange(48), torch.arange(48))
-        for lengths, sinks in (((12, 12, 12, 12), place % 2 == 0), ((24, 0, 0, 24), place % 2 == 1)):
-            sharding, tensors = Sharding(48, 4, shard_lengths=lengths), tensors_for(4, 2, 48, sinks=sinks)
-            cases.append(ShardedCase(masks.block_list(rows, block=12), counts, sharding, tensors))
-    for found in by_way(cases):
-        assert_whole(*found)
-
-
 def errors_of(case: ShardedCase, found: tuple[Tensor, ...]) -> dict[str, float]:
     """The root mean square error of each result but the lse.
 

@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-import sys
 import threading
-import time
 from itertools import pairwise
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from flexdilated import distributed
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed.wire import _pool
 from flexdilated.distributed.wire._pool import name_of, pool_named
@@ -117,38 +114,6 @@ def test_threads_take_turns() -> None:
     statistics = pool.statistics
     assert (statistics.num_leases, statistics.leased_bytes) == (num_threads * num_steps, 0)
     assert statistics.idle_bytes == statistics.allocated_bytes <= 64 * KIB
-
-
-def test_what_the_argument_stands_for() -> None:
-    pool = BufferPool()
-    assert pool.threshold_bytes == MIB
-    assert pool_named(name_of(None), CPU) is None
-    assert pool_named(name_of(pool), CPU) is pool
-    assert pool_named(name_of("auto"), CPU) is distributed.pool("cpu") is distributed.pool(torch.device("cpu", 0))
-    assert distributed.pool("cpu") is not distributed.pool("meta")
-    assert (distributed.pool("cpu").threshold_bytes, distributed.pool("meta").threshold_bytes) == (
-        16 * MIB,
-        sys.maxsize,
-    )
-    assert distributed.pool("cpu").device == CPU
-
-
-def test_threads_that_ask_at_once_get_one_pool(monkeypatch) -> None:
-    monkeypatch.setattr(_pool, "_of_devices", {})
-    monkeypatch.setattr(_pool, "BufferPool", lambda *args, **kwargs: time.sleep(0.05) or BufferPool(*args, **kwargs))
-    found, start = [], threading.Barrier(4)
-
-    def ask() -> None:
-        start.wait()
-        found.append(distributed.pool("cpu"))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len({id(pool) for pool in found}) == 1
 
 
 def test_a_pool_that_is_no_more() -> None:

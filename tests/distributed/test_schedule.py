@@ -7,7 +7,6 @@ import torch
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts import _loads as module
 from flexdilated.distributed.counts._loads import _choose, choose_schedule
 
 # W ranks, H query heads, G key/value heads, N tokens
@@ -61,21 +60,6 @@ def test_memory_is_weighed_against_bytes_and_one_sentence_says_why(sizes, name, 
     assert re.findall(r"[\d.]+ (?:MiB|times)|exchange|ring", choice.reason) == facts or not sizes[0]
     if not sizes[0]:
         assert choice.reason == "no rank needs a key of another, so nothing is sent"
-
-
-def test_a_choice_is_made_once(monkeypatch) -> None:
-    calls = []
-    count = module.token_counts
-    monkeypatch.setattr(module, "token_counts", lambda *args, **sizes: calls.append(args) or count(*args, **sizes))
-    masks.cache().clear()
-    first = choose_schedule(LONGNET, Sharding(512, 4), **SIZES)
-    assert choose_schedule(LONGNET, Sharding(512, 4), **SIZES) == first
-    assert len(calls) == 1
-    for other in ({"head_offset": 1}, {"batch": 2}, {"head_dim": 24}, {"num_kv_heads": 4}, {"wire_row_bytes": 12}):
-        choose_schedule(LONGNET, Sharding(512, 4), **SIZES | other)
-    choose_schedule(LONGNET, Sharding(512, 4, "zigzag"), **SIZES)
-    choose_schedule(LONGNET, Sharding(512, 4, shard_lengths=(100, 156, 128, 128)), **SIZES)
-    assert len(calls) == 8
 
 
 def test_run_time_values_count() -> None:

@@ -147,17 +147,6 @@ def test_two_shards_of_others_are_held_and_two_of_gradients(W: int):
         assert peak == {"keys": 2.0, "gradients": 2.0, "own": 1.0}
 
 
-def test_parts_of_a_shard_are_sent_from_where_they_lie():
-    """In zigzag order a causal rule needs one run of some shards, whole shards of others."""
-    case = a_case(4, 80, "zigzag", masks.causal())
-    ((_, _, shares),) = by_way([case], [RING])
-    assert len({share.received["keys"] for share in shares}) > 1
-    for peak in on_ranks(4, held_by, case):
-        assert peak["own"] == 1.0
-        assert peak["keys"] <= 2.0
-        assert peak["gradients"] <= 2.0
-
-
 class Poisoned(BufferPool):
     """Fills each buffer with NaN before and after its lease."""
 

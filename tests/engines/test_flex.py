@@ -23,7 +23,7 @@ from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _program
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.engines.flex._program import TABLES, FlexProgram, sides_that_fit
+from flexdilated.engines.flex._program import TABLES, FlexProgram
 from flexdilated.masks import planning
 from tests.support import oracle
 from tests.support.dense_flex import dense_flex
@@ -72,13 +72,6 @@ def test_lists_are_short_in_blocks_that_fit(case, smallest, most):
             counts = [getattr(step.mask, name) for name in TABLES if name.endswith("num_blocks")]
             assert sum(int(count.max()) * count.numel() for count in counts) <= most
         fd.masks.cache().clear()  # programs of such sides are nobody else's
-
-
-def test_many_segments_keep_small_blocks():
-    """Each padded segment is blocks of its own: larger ones would make no list shorter."""
-    pattern, N = masks.dilated(256, 2) & masks.causal(), 300_001
-    plan = Call(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()).plan(device=CUDA, allowed=allowed_on(CUDA))
-    assert [sides_that_fit(term) for term in plan.terms] == [(128, 128)] * len(plan.terms)
 
 
 def test_a_million_causal_tokens_have_short_lists():
@@ -179,16 +172,6 @@ def test_block_mask_of_a_user():
 
 def listed_blocks(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> Tensor:
     return dense_flex(q, k, v, block_mask=block_mask, scale=0.25, enable_gqa=False)
-
-
-def test_planned_while_tracing_at_two_lengths_and_back():
-    pattern, rule = masks.dilated(64, 2, 1) & masks.causal(), oracle.both(oracle.dilated(64, 2, 1), oracle.causal())
-    torch.compiler.reset()
-    attend = torch.compile(
-        lambda *x: fd.attend(*x, pattern, engine="flex"), fullgraph=True, dynamic=False, backend="eager"
-    )
-    for N in (256, 130, 256):
-        assert_near(attend(*qkv(N)), *qkv(N), rule)
 
 
 @pytest.mark.device

@@ -12,17 +12,15 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Dropout, Features, _operands
+from flexdilated.engines import Features, _operands
 from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
-from flexdilated.engines.flex import _flex, _flex_op
+from flexdilated.engines.flex import _flex_op
 from flexdilated.engines.flex._flex import run_flex
-from flexdilated.engines.flex._flex_op import allowed_on, heads_of_part, key_of_part, kv_head_parts
+from flexdilated.engines.flex._flex_op import allowed_on, heads_of_part, kv_head_parts
 from flexdilated.engines.flex._program import make_flex_program
-from flexdilated.engines.flex._slots import SlotIndex, _by_index
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan
-from tests.engines.test_flex import around_dense
 from tests.support.dense_flex import dense_flex
 from tests.support.ladders import LONGNET_5
 
@@ -80,45 +78,9 @@ def reach(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
-    checked: list[Tensor] = []
-    monkeypatch.setattr(_flex, "within_reach", lambda x, **_: (checked.append(x), x)[1])
-    key = Call(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
-    program = _flex_op.static_program(key, torch.device("cpu"))
-    handed: list[Tensor] = []
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        handed.extend((q, k, v))
-        return dense_flex(q, k, v, **options)
-
-    around_dense(program, 0.5, kernel=kernel)(*torch.randn(3, 1, 2, 50, 4))
-    assert len(handed) == 3 * len(program.steps)
-    assert [id(x) for x in handed] == [id(x) for x in checked]
-
-
 def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     """Every index moves the score, so that one taken for another shows."""
     return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
-
-
-def test_dropout_beside_sinks(monkeypatch):
-    """The kept pairs are shares of a row with its sink: two calls of the kernel, the sink in one of them."""
-    q, k, v = torch.randn(3, 2, 4, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
-
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, features: Features) -> Any:
-        return run_flex(_flex_op.static_program(key, q.device), q, k, v, features, dense_flex)
-
-    monkeypatch.setattr(_flex_op, "_flex", stand_in)
-    torch.manual_seed(3)
-    features = Features(0.5, slanted, sinks).with_dropout(Dropout.drawn(0.3, q.device))
-    key = Call(PATTERN.text, 4, 4, 50, 50, 0, 0, 0, 4, 1, (16, 16))
-    found = _flex_op.flex(q, k, v, [], key, features)
-    torch.manual_seed(3)
-    options = {"scale": 0.5, "score_mod": slanted, "sinks": sinks, "dropout_p": 0.3, "return_lse": True}
-    exact = fd.attend(q, k, v, PATTERN, engine="reference", **options)
-    for one, true in zip(found, exact, strict=True):
-        assert_close(one, true, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -145,18 +107,6 @@ def test_parts_are_the_whole(monkeypatch, limit):
     where = {"head_offset": 2, "num_heads_global": 9, "enable_gqa": True}
     exact = fd.attend(q, k, v, PATTERN, engine="reference", sinks=sinks, **where, **options)
     assert_close((out, lse), exact)
-
-
-def test_the_key_of_a_part():
-    key = Call("", 12, 4, 5, 5, 0, 0, 6, 30, 1, ())
-    assert key_of_part(key, range(1, 3)) == key._replace(num_heads=6, num_kv_heads=2, head_offset=9)
-
-
-def test_what_is_in_order_is_not_moved():
-    x = torch.randn(1, 4, 6, 3)
-    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, torch.device("cpu")).slots.take(x, SlotIndex(), 0, 6) is x
-    grouped = _by_index(torch.arange(6).expand(4, -1), None, 4, 2, 6, torch.device("cpu"))
-    assert grouped.slots.take(x[:, :2], grouped.rows, 0, 6).shape == (1, 2, 6, 3)
 
 
 @pytest.mark.parametrize("pattern", [masks.longnet(*LONGNET_5), masks.longnet(*LONGNET_5) & masks.causal()])

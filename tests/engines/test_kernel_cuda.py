@@ -131,17 +131,6 @@ def test_rows_begin_where_a_kernel_can_load(kernel):
         torch.testing.assert_close(out, truth)
 
 
-def test_rows_that_a_device_can_load_are_not_copied() -> None:
-    """It loads 16 bytes at once: rows of 8 numbers that begin at multiples of that, and no others."""
-    x = torch.randn(100)
-    assert _kernel_cuda._loadable(rows := x[:96].view(4, 3, 8)) is rows
-    for begin, loaded in ((1, False), (2, False), (4, True)):
-        rows = x[begin : begin + 96].view(4, 3, 8)
-        found = _kernel_cuda._loadable(rows)
-        assert (found is rows) == loaded
-        assert torch.equal(found, rows)
-
-
 @pytest.mark.parametrize("chosen", KERNELS, ids=NAMES)
 def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
     """The whole path on meta tensors, in the types that the kernel takes: the operators themselves, but for values."""
@@ -225,15 +214,6 @@ def test_cudnn_stays_out_where_algorithms_must_be_deterministic(name):
         assert name(half, 64, on=(9, 0)) == "cuDNN"
 
 
-def test_a_kernel_serves_all_that_it_can_be_padded_to() -> None:
-    options = {"dtypes": (torch.float16,), "least_keys": 2, "most_dim": lambda capability: 128, "switch": lambda: True}
-    kernel = CudaKernel("none", forward=print, backward=print, **options)
-    served = [dim for dim in range(1, 140) if kernel.serves(torch.float16, dim, 2, (9, 0))]
-    assert served == list(range(1, 129))
-    assert not kernel.serves(torch.float16, 64, 1, (9, 0))
-    assert not kernel.serves(torch.float32, 64, 2, (9, 0))
-
-
 def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):
     """A causal problem of few queries sees as few keys."""
     asked: list[int] = []
@@ -260,17 +240,6 @@ def test_lists_of_blocks_are_refused(pattern):
     bound = pattern.bind(num_heads=2, num_queries=600, num_keys=600)
     with pytest.raises(ValueError, match=r"aten on cuda.* needs lists of blocks\. engine='flex' serves it"):
         plan_aten(bound, Layout(600), "cuda")
-
-
-def test_dense_ways_are_taken_though_others_are_cheaper_or_come_first():
-    """Segments in natural order are lists of blocks, and cost as much as the same segments folded."""
-    bound = masks.longnet([64, 256], [1, 2]).bind(num_heads=2, num_queries=600, num_keys=600)
-    plan = plan_aten(bound, Layout(600, 2), "cuda")
-    assert plan.layout == Layout(600)
-    assert {term.shape for term in plan.terms} == {"dense"}
-    assert [options[0].terms for options in plan.options] == [
-        tuple(term for term in plan.terms if term.q.step == rate) for rate in (1, 2)
-    ]
 
 
 @pytest.mark.device

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -107,29 +106,6 @@ def test_every_captured_tensor_has_its_gradient(name):
         assert_close(one, other, **TIGHT, check_dtype=False)
 
 
-BLOCKWISE = masks.blockwise(masks.causal(), 8)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "num_tokens", "compiled"), [(BLOCKWISE, 24, False), (masks.every(), 20, False), (BLOCKWISE, 20, True)]
-)
-def test_lists_of_full_blocks_alone(pattern, num_tokens, compiled):
-    """Lists of different lengths in one chunk, without a mask that would hide what one lacks."""
-    torch.compiler.reset()
-    q, k, v = (torch.randn(1, 2, num_tokens, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-
-    def attend(q, k, v):
-        options = {"engine": "portable", "block_size": 8, "score_mod": lambda s, b, h, i, j: s.tanh()}
-        return fd.attend(q, k, v, pattern, **options)
-
-    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    exact = fd.attend(q, k, v, pattern, engine="reference", score_mod=lambda s, b, h, i, j: s.tanh())
-    for found, wanted in zip(
-        *((out, *torch.autograd.grad(out.square().sum(), (q, k, v))) for out in (run(q, k, v), exact)), strict=True
-    ):
-        assert_close(found, wanted, **TIGHT)
-
-
 def test_large_scores_leave_no_trace_in_padding():
     """Rows beyond the last token, up to a whole block, have a score too: the exponential of 200 is infinite."""
     q, k, v = (torch.randn(1, 1, 10, 8, requires_grad=True) for _ in range(3))
@@ -203,30 +179,6 @@ def test_an_export_takes_no_score_mod():
 
 
 @pytest.mark.slow
-def test_one_graph_for_a_score_mod_and_any_run_time_values():
-    """The first documents are short, so the lists of their blocks are; those of later calls are as long as can be."""
-    torch.compiler.reset()
-    table = torch.randn(40, dtype=torch.float64, requires_grad=True)
-    q, k, v = (torch.randn(2, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    pattern = masks.documents("ids") & masks.causal()
-
-    def attend(ids, engine=None):
-        options = {"score_mod": lambda s, b, h, i, j: s.tanh() + table[i - j], "engine": engine, "block_size": 8}
-        return fd.attend(q, k, v, pattern, bindings={"ids": ids}, **options)
-
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, backend=graphs)
-    for lengths in (2, 3), (40, 7), (11, 20):
-        ids = torch.arange(40).div(torch.tensor(lengths)[:, None], rounding_mode="floor")
-        found, exact = (
-            (out, *torch.autograd.grad(out.square().sum(), (q, k, v, table)))
-            for out in (compiled(ids), attend(ids, "reference"))
-        )
-        assert_close(found, exact, **TIGHT)
-    assert graphs.frame_count == 1
-
-
-@pytest.mark.slow
 def test_a_graph_saves_no_scores_for_the_backward():
     """The scores of all allowed blocks would be 2 MiB or more; their tables are saved."""
     torch.compiler.reset()
@@ -247,17 +199,3 @@ def test_a_graph_saves_no_scores_for_the_backward():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         attend(q, k, v).sum().backward()
     assert 4 * q.nbytes < sum(saved.values()) < 6 * q.nbytes
-
-
-def test_lists_of_unequal_length_read_no_other_block():
-    """Keys before the first query that sees any: block 0 is in no list, and no padding of one."""
-    q, k, v = torch.randn(3, 1, 2, 900, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pattern = masks.causal().after(300)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    exact = fd.attend(*leaves, pattern, engine="aten")
-    wanted = torch.autograd.grad(exact.sum(), leaves)
-    with torch.no_grad():
-        k[:, :, :300] = v[:, :, :300] = torch.nan
-    out = fd.attend(*leaves, pattern, engine="portable")
-    for one, true in zip((out, *torch.autograd.grad(out.sum(), leaves)), (exact, *wanted), strict=True):
-        assert_close(one, true, **TIGHT)

@@ -11,7 +11,6 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.aten import _aten_op
 from flexdilated.masks.patterns import KeySet
-from flexdilated.masks.planning.lowering._windows import without_scattered_keys
 from tests.support.agreement import assert_agrees, assert_nothing_spreads
 from tests.support.drawn_calls import BAD
 from tests.support.run_time_strategies import packed_cases
@@ -60,19 +59,6 @@ def test_any_pattern_is_the_oracle(case, value):
     assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
 
 
-@pytest.mark.usefixtures("always_apart")
-def test_some_queries_of_a_block_are_without_keys():
-    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    visible = torch.ones(40, dtype=torch.bool)
-    visible[[5, 6, 7, 20, 21]] = False  # queries 6, 7 and 21 see none of their two keys
-    pattern = masks.local_window(left=1, right=0) & masks.visible_keys(visible)
-    for side in (4, 8, 16):
-        found = fd.attend(q, k, v, pattern, engine="aten", block_size=side, return_lse=True)
-        exact = fd.attend(q, k, v, pattern, engine="reference", return_lse=True)
-        for one, true in zip(found, exact, strict=True):
-            torch.testing.assert_close(one, true, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("rule", [masks.causal(), masks.local_window(left=300, right=300)], ids=str)
 def test_keys_that_are_hidden_have_no_gradient(rule):
     """Whatever the queries hold."""
@@ -85,22 +71,6 @@ def test_keys_that_are_hidden_have_no_gradient(rule):
         assert grad is not None
         assert grad[:, :, ~visible].eq(0).all()
         assert grad[:, :, visible].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "dtype"),
-    [
-        (masks.causal(), torch.float16),
-        (masks.local_window(left=300, right=20) | masks.dilated_window(left=8, right=8, rate=64), torch.bfloat16),
-        (masks.longnet((512, 1024), (1, 2), padding="zeros") & masks.causal(), torch.float16),
-    ],
-    ids=str,
-)
-def test_half_precision(pattern, dtype):
-    q, k, v = (torch.randn(2, heads, 1500, 16).to(dtype) for heads in (4, 2, 2))
-    rule = pattern & masks.visible_keys(torch.rand(2, 1500) < 0.6)
-    found, exact = (fd.attend(q, k, v, rule, enable_gqa=True, engine=engine) for engine in ("aten", "reference"))
-    torch.testing.assert_close(found, exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("rate", [2, 64])
@@ -119,32 +89,3 @@ def test_new_keys_need_no_new_program(monkeypatch):
     for visible in (EVERY_TENTH, *(torch.rand(3, 2, TOKENS) < 0.5)):
         fd.attend(q, q, q, masks.local_window(left=200, right=0) & masks.visible_keys(visible))
     assert made.call_count == 1
-
-
-def key_table(visible):
-    return KeySet.of(visible[None])
-
-
-@pytest.mark.parametrize(
-    ("visible", "scattered"),
-    [
-        (EVERY_TENTH, True),
-        (torch.arange(TOKENS) % 10 == 0, True),  # few keys, of which every block has some
-        (torch.arange(TOKENS) < 4000, False),  # padding
-        (torch.arange(TOKENS) % 1000 > 0, False),  # some runs
-        ((torch.arange(TOKENS) % 10 > 0) & (torch.arange(TOKENS) < 4000), False),  # a third of the blocks is empty
-        (torch.ones(TOKENS, dtype=torch.bool), False),
-    ],
-)
-def test_what_is_scattered(visible, scattered):
-    assert key_table(visible).are_scattered == scattered
-
-
-def test_only_keys_that_all_branches_name_are_taken_out():
-    table, window = key_table(EVERY_TENTH), masks.local_window(left=3, right=0)
-    causal = masks.causal()
-    assert without_scattered_keys((window | causal) & table) == (window | causal, table)
-    assert without_scattered_keys((window & table) + (causal & table)) == (window + causal, table)
-    assert without_scattered_keys(table) == (masks.every(), table)
-    for rule in (window | table, (window & table) + causal, window & ~table, window):
-        assert without_scattered_keys(rule) is None

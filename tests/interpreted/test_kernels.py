@@ -95,24 +95,6 @@ def test_blocks_larger_than_tiles_end_with_the_tokens(case: Case, monkeypatch) -
     assert not {name: each for name, each in share.items() if not each <= 1}
 
 
-@pytest.mark.parametrize(("table", "wrong"), [("kv_indices", "out"), ("full_q_indices", "dk")])
-def test_a_wrong_entry_in_a_block_list_is_seen(table: str, wrong: str) -> None:
-    """That of the last block row or column: of the forward's lists out is wrong, of the backward's alone dk."""
-    (case,) = (case for case in CATALOGUE if case.name == "causal")
-    leaves = {name: leaf.to("cuda") for name, leaf in case.leaves().items()}
-    (step,) = case.program(leaves).steps
-    before = getattr(step.mask, table).clone()
-    changed = getattr(step.mask, table)
-    try:
-        changed[0, 0, 0, 0] = 3 - changed[0, 0, 0, 0]
-        share = shares(case, results(case.attention(), leaves, case.trains))
-    finally:
-        changed.copy_(before)
-        fd.masks.cache().clear()
-    assert not share[wrong] <= 1
-    assert share["out"] <= 1 or wrong == "out"
-
-
 @pytest.mark.parametrize("first", [0, 2**31 - 2**16, 2**31 - 400, 2**31 - 200, 2**31 - 1])
 @pytest.mark.parametrize(
     "pattern",

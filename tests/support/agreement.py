@@ -44,13 +44,13 @@ def assert_agrees(
     tensors: tuple[Tensor, ...],
     counts: Tensor,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     learned: tuple[Tensor, ...] = (),
     **features,
 ) -> None:
     """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse.
 
-    learned: leaves that a score_mod reads, whose gradients are compared too.
+    learned: leaves beside them, such as those that a score_mod reads, whose gradients are compared too.
     """
     q, k, v, *sinks = tensors
     found, truth = attend(*tensors), oracle.attention(q, k, v, counts, scale, *sinks, **features)

@@ -312,7 +312,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     counts: Tensor,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     sinks: Tensor | None = None,
     modify: Callable[[Tensor], Tensor] = lambda scores: scores,
     dropped: Callable[[Tensor], Tensor] = lambda weights: weights,

@@ -1,0 +1,128 @@
+"""Scales of each head, sinks, and keys of batch 1: what the law of `test_oracle` does not draw of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.support import oracle
+from tests.support.agreement import TIGHT
+
+# Some heads of longnet([8, 16], [2, 4]) have rows without keys.
+PATTERN = masks.longnet([8, 16], [2, 4]) & masks.causal()
+RULE = oracle.both(oracle.longnet([8, 16], [2, 4]), oracle.causal())
+SCALE = torch.tensor([0.2, 1.0, -0.5, 0.0], dtype=torch.float64)
+
+
+def qkv(dtype: torch.dtype = torch.float64, N: int = 37) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, heads, N, 8).to(dtype).requires_grad_() for heads in (4, 2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_scaled_queries_once(dtype: torch.dtype):
+    q, k, v = qkv(dtype)
+    scale = SCALE.to(dtype)
+    scaled = (q.double() * scale.double()[:, None, None]).to(dtype)
+    wanted = fd.attend(scaled, k, v, PATTERN, scale=1.0, enable_gqa=True)
+    assert fd.attend(q, k, v, PATTERN, scale=scale, enable_gqa=True).equal(wanted)
+
+
+@torch.no_grad()
+def test_caches_join_by_the_numbers_of_their_scales():
+    made = [fd.KVCache(PATTERN, num_heads=4, scale=each) for each in (SCALE, SCALE.clone(), SCALE + 1, 0.5)]
+    for each in made:
+        each.attend(*qkv())
+    made[0].join(made[1])
+    assert len(made[0].positions) == 4
+    for other in made[2:]:
+        with pytest.raises(ValueError, match="got another scale"):
+            made[0].join(other)
+    learned = fd.KVCache(PATTERN, num_heads=4, scale=SCALE.clone().requires_grad_())
+    with torch.enable_grad(), pytest.raises(ValueError, match="a cache computes no gradients"):
+        learned.attend(*(x.detach() for x in qkv()))
+
+
+def test_attention_received_and_mass_of_scaled_scores():
+    q, k, v = qkv()
+    _, lse = fd.attend(q, k, v, PATTERN, scale=SCALE, enable_gqa=True, return_lse=True)
+    for of in (fd.attention_received, fd.block_mass):
+        options: dict[str, Any] = {"enable_gqa": True} | ({"block": 8} if of is fd.block_mass else {})
+        found = of(q, k, lse, PATTERN, scale=SCALE, **options)
+        assert_close(found, of(q * SCALE[:, None, None], k, lse, PATTERN, scale=1.0, **options), **TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_sinks_of_any_float_dtype(dtype, sink_dtype):
+    """The output has q's dtype and the lse is wide, whatever the sinks are; each gradient has its tensor's dtype."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=sink_dtype, requires_grad=True)
+    inputs = *qkv(dtype), sinks
+    counts = oracle.counts(RULE, range(4), 4, torch.arange(37), torch.arange(37))
+    truth, truth_lse = oracle.attention(*inputs[:3], counts, None, sinks)
+    true_grads = torch.autograd.grad(truth.sum() + truth_lse[truth_lse.isfinite()].sum(), inputs)
+    for engine in ("aten", "reference"):
+        out, lse = fd.attend(*inputs[:3], PATTERN, sinks=sinks, enable_gqa=True, engine=engine, return_lse=True)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        near = 2e-2 if dtype == torch.bfloat16 else 5e-3 if dtype == torch.float16 else 1e-5
+        assert (out.double() - truth).norm() <= near * truth.norm()
+        assert (lse.double() - truth_lse).norm() <= near * truth_lse.norm()
+        grads = torch.autograd.grad(out.double().sum() + lse.double().sum(), inputs)
+        near = max(near, 1e-2 if sink_dtype == torch.bfloat16 else 0)
+        for grad, true_grad, x in zip(grads, true_grads, inputs, strict=True):
+            assert grad.dtype == x.dtype
+            assert (grad.double() - true_grad).norm() <= near * true_grad.norm()
+
+
+def test_only_the_sinks_may_want_a_gradient():
+    q, k, v = (x.detach() for x in qkv())
+    sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for engine in ("aten", "reference"):
+        out = fd.attend(q, k, v, PATTERN, sinks=sinks, enable_gqa=True, engine=engine)
+        grads += torch.autograd.grad(out.square().sum(), sinks)
+    assert_close(grads[0], grads[1], **TIGHT)
+    assert grads[0].abs().min() > 0
+
+
+def test_autocast_leaves_sinks_as_they_are():
+    q, k, v = (x.detach().float() for x in qkv())
+    options = {"sinks": torch.tensor([1.0001, 0.0, 0.0, 0.0]), "enable_gqa": True, "return_lse": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fd.attend(q, k, v, PATTERN, **options)
+    for one, other in zip(found, fd.attend(*(x.bfloat16() for x in (q, k, v)), PATTERN, **options), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("batch", [3, 0])
+def test_keys_of_batch_1_are_expanded(batch):
+    """With zero keys, without entries, in what follows attend's lse, and by keys that a module hides by entry."""
+    pattern = masks.longnet([8, 16], [1, 3], padding="zeros")
+    q, k, v = (torch.randn(size, 2, 20, 8, dtype=torch.float64, requires_grad=True) for size in (batch, 1, 1))
+    wide_k, wide_v = (x.expand(batch, -1, -1, -1) for x in (k, v))
+    found, wanted = (fd.attend(q, *each, pattern, return_lse=True) for each in ((k, v), (wide_k, wide_v)))
+    assert_close(found, wanted, rtol=0, atol=1e-12)
+    grads = (torch.autograd.grad(each[0].square().sum(), (q, k, v)) for each in (found, wanted))
+    assert_close(*grads, rtol=0, atol=1e-12)
+    if batch:
+        for call in (fd.attention_received, lambda *each: fd.block_mass(*each, block=4)):
+            assert torch.equal(call(q, k, found[1], pattern), call(q, wide_k, found[1], pattern))
+        assert torch.equal(fd.pooled_scores(q, k, block=4), fd.pooled_scores(q, wide_k, block=4))
+    layer, hidden = fd.BlockSparseAttention(masks.causal()), torch.rand(batch, 20) < 0.4
+    wide = layer(q, wide_k, wide_v, key_padding_mask=hidden)
+    assert torch.equal(layer(q, k, v, key_padding_mask=hidden), wide)
+
+
+def test_where_keys_of_batch_1_are_not_served_the_error_expands_them():
+    q, k = torch.randn(3, 2, 12, 8), torch.randn(1, 2, 12, 8)
+    selector = fd.BlockSelector(block=4, choose=fd.TopK(1))
+    for call in (lambda k: selector(q, k), lambda k: fd.KVCache(masks.causal(), num_heads=2).attend(q, k, k)):
+        with pytest.raises(ValueError, match=r"write k.expand\(3, -1, -1, -1\), and the same of v$"):
+            call(k)
+        call(k.expand(3, -1, -1, -1))
