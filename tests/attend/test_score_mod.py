@@ -12,12 +12,9 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call import Call
-from flexdilated.engines._score_mod import in_order, in_segments, plain_values, shifted
-from flexdilated.engines.flex._flex_op import static_program
-from tests.engines.test_flex import CPU, qkv
+from flexdilated.engines._score_mod import plain_values
+from tests.engines.test_flex import qkv
 from tests.support.compilers import without_inductor
-from tests.support.drawn_calls import Modified
 
 # B batch, H query heads, N queries, M keys, D head dim
 
@@ -36,34 +33,6 @@ def alibi(slopes: Tensor):
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.05])
-
-
-PATTERNS = {
-    in_segments: masks.dilated(1024, 4),
-    in_order: masks.strided(16) & masks.causal(),
-    shifted: masks.local_window(left=40, right=3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("indices", "compiled"), [(in_segments, False), (in_order, True), (shifted, False)])
-@pytest.mark.usefixtures("traced_only")
-def test_compiled_on_cpu(indices, compiled):
-    """FlexAttention in every kind of layout, by itself or in a caller's graph, against the reference.
-
-    A kernel in C++ that changes scores is built in tests/masks/patterns/test_custom.py.
-    """
-    q, k, v = (x.expand(2, -1, -1, -1) * torch.tensor([1.0, -1.0])[:, None, None, None] for x in qkv(300))
-    key = Call(PATTERNS[indices].text, 4, 4, 300, 300, 0, 0, 0, 4, 1, (32, 32))
-    rule = Modified(20.0, torch.tensor([1.0, 0.5]), torch.linspace(-1, 1, 4 * 81).view(4, 81).roll(40, 1))
-
-    def attend(q, k, v, engine):
-        options = {"engine": engine, "score_mod": rule.score_mod(), "block_size": 32}
-        return fd.attend(q, k, v, PATTERNS[indices], **options)
-
-    found = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(q, k, v, "flex")
-    assert_close(found, attend(q, k, v, "reference"), rtol=1e-4, atol=1e-5)
-    assert {step.indices.translate for step in static_program(key, CPU).steps} == {indices}
 
 
 def test_what_flex_cannot_do_is_left_to_portable():

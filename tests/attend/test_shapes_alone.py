@@ -1,4 +1,4 @@
-"""As torch's attention: calls of meta tensors, calls with a size of 0, and outputs that are tensors like any other."""
+"""Calls as those of torch's attention: meta tensors, sizes of 0, outputs, autocast, offsets and head dims."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from tests.support.agreement import TIGHT
 
 H, D = 2, 16
 PATTERN = masks.longnet([4, 8], [1, 2]) & masks.causal()
@@ -196,3 +197,89 @@ def test_nested_tensors_are_refused(place: int, kind: torch.layout) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=f"{'qkv'[place]} must be a dense tensor; got a nested one"):
             call(*x)
+
+
+LONGNET = masks.longnet([8, 16], [1, 2])
+
+
+def tensors(B=1, H=4, G=4, N=12, M=12, D=8, **options) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, heads, tokens, D, **options) for heads, tokens in ((H, N), (G, M), (G, M)))
+    return q, k, v
+
+
+def test_more_heads_than_models_have_are_likely_to_be_tokens():
+    """It warns: some pack a batch into the heads."""
+    q, k, v = (x.transpose(1, 2) for x in tensors(N=300, M=300))
+    with pytest.warns(UserWarning, match=r"q has 300 heads of 4 tokens, .* as x\.transpose\(1, 2\)"):
+        fd.attend(q, k, v, LONGNET)
+    q, k, v = tensors(H=300, G=300, N=300, M=300, D=1)
+    fd.attend(q, k, v, LONGNET)  # as many tokens
+
+
+def test_few_causal_queries_say_where_they_are():
+    """q_offset=0 is the answer None has elsewhere; what is not causal, and more queries, need none."""
+    q, k, v = tensors(N=3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="write q_offset=9 if the queries are the last tokens, or q_offset=0"):
+        fd.attend(q, k, v, LONGNET & masks.causal())
+    first = fd.attend(q, k, v, LONGNET & masks.causal(), q_offset=0)
+    assert_close(first, fd.attend(q, k[:, :, :3], v[:, :, :3], LONGNET & masks.causal()), **TIGHT)
+    for pattern in (LONGNET, masks.prefix_lm(2), masks.local_window(left=2, right=1)):
+        assert_close(fd.attend(q, k, v, pattern), fd.attend(q, k, v, pattern, q_offset=0), rtol=0, atol=0)
+    fd.attend(k, q, q, masks.causal())
+
+
+def test_the_output_alone_or_with_its_lse():
+    given = tensors()
+    out = fd.attend(*given, LONGNET)
+    pair = fd.attend(*given, LONGNET, return_lse=True)
+    assert isinstance(pair, tuple)
+    assert torch.equal(out, pair[0])
+    assert (out.shape, pair[1].shape) == ((1, 4, 12, 8), (1, 4, 12))
+
+
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_as_sdpa_does(engine, dtype):
+    q, k, v = tensors()
+    with torch.autocast("cpu", dtype):
+        found = fd.attend(q, k.half(), v.to(dtype), LONGNET, engine=engine)
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert found.dtype == dense.dtype == dtype
+    assert torch.equal(found, fd.attend(q.to(dtype), k.half().to(dtype), v.to(dtype), LONGNET, engine=engine))
+
+
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+def test_autocast_leaves_what_sdpa_leaves(engine):
+    """Float64 stays float64, and integers stay an error."""
+    q, k, v = (x.double() for x in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fd.attend(q, k, v, LONGNET, engine=engine)
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == found.dtype == torch.float64
+        with pytest.raises(TypeError, match=r"q must be float32, .*; got torch\.int64"):
+            fd.attend(q.long(), k, v, LONGNET, engine=engine)
+    assert torch.equal(found, fd.attend(q, k, v, LONGNET, engine=engine))
+
+
+def test_autocast_sends_gradients_back_in_the_input_dtype():
+    given = tensors(requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fd.attend(*given, LONGNET)
+    found = torch.autograd.grad(out.float().square().sum(), given)
+    expected = torch.autograd.grad(fd.attend(*given, LONGNET).square().sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_a_full_int_is_a_scale():
+    given = tensors()
+    assert torch.equal(fd.attend(*given, LONGNET, scale=1), fd.attend(*given, LONGNET, scale=1.0))
+    mean = fd.attend(*given, masks.longnet([12], [1]), scale=0)
+    assert_close(mean, given[2].mean(2, keepdim=True).expand_as(mean))
+
+
+@pytest.mark.parametrize("D", [1, 3, 24, 48, 65])
+def test_any_head_dim(D):
+    given = tensors(D=D, dtype=torch.float64)
+    assert_close(fd.attend(*given, LONGNET), fd.attend(*given, LONGNET, engine="reference"), **TIGHT)

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import distributed, masks
 from tests.support.ranks import on_ranks
+from tests.support.sharded_cases import line
 
 # What torch's own rules use.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
@@ -183,37 +182,9 @@ def test_levels_that_reach_no_input_change_nothing() -> None:
     assert_close(vmap(lambda x: x + of_argument("q", fd.attend)(tensors()["q"]))(x)[1], 1 + attended)
 
 
-def module(**options: Any) -> fd.MultiheadDilatedAttention:
-    torch.manual_seed(0)
-    return fd.MultiheadDilatedAttention(8, H, [4], [1], batch_first=True, **options)
-
-
-def test_modules_pass_them_on() -> None:
-    """Gradients of a functional call are those of autograd in the reference, and an error elsewhere."""
-    x = torch.randn(2, N, 8)
-
-    def loss(parameters: dict[str, Tensor], of: torch.nn.Module) -> Tensor:
-        return functional_call(of, parameters, (x, x, x))[0].square().sum()
-
-    of = module(engine="reference")
-    parameters = dict(of.named_parameters())
-    constant = {name: value.detach() for name, value in parameters.items()}
-    truth = torch.autograd.grad(loss(parameters, of), list(parameters.values()))
-    assert_close(list(grad(loss)(constant, of).values()), list(truth))
-    with pytest.raises(ValueError, match=REMEDY):
-        grad(loss)(constant, module())
-
-
 def over_ranks(schedule: str, cases: list[tuple[str, str]]) -> list[str]:
     """On the only rank: what the error of each (way, argument) says."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if schedule == "heads":
-        attention = fd.BlockSparseAttention(PATTERN, mesh=mesh, schedule="heads")
-
-        def attend(q, k, v, pattern, *, sinks):
-            return attention(q, k, v)
-    else:
-        attend = partial(distributed.attend, mesh=mesh, schedule=schedule)
+    attend = partial(distributed.attend, mesh=line(), schedule=schedule)
 
     def said(way: str, name: str) -> str:
         try:
@@ -225,12 +196,11 @@ def over_ranks(schedule: str, cases: list[tuple[str, str]]) -> list[str]:
     return [said(way, name) for way, name in cases]
 
 
-@pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])
+@pytest.mark.parametrize("schedule", ["exchange", "ring"])
 def test_attention_over_ranks_refuses_them(schedule: str) -> None:
-    names = ("q", "v") if schedule == "heads" else ("q", "k", "sinks")
-    cases = [(way, name) for way in ("jvp", "dual", "vmap", "grad", "double backward") for name in names]
+    ways = ("jvp", "dual", "vmap", "grad", "double backward")
     # Second derivatives by sinks are there, as on one rank.
-    cases = [case for case in cases if case != ("double backward", "sinks")]
+    cases = [(way, name) for way in ways for name in ("q", "k", "sinks")[: 2 if way == "double backward" else 3]]
     (found,) = on_ranks(1, over_ranks, schedule, cases)
     for case, said in zip(cases, found, strict=True):
         assert "engine='reference'" in said, (case, said)

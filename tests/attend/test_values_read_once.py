@@ -52,24 +52,6 @@ def in_cells(scale: float, table: Tensor, other: Tensor) -> Held:
     return Held(score_mod, change)
 
 
-def in_a_module(scale: float, table: Tensor, other: Tensor) -> Held:
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = table  # no parameter, so that the drawn leaf gets the gradient
-            self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
-
-        def forward(self, score, b, h, q, k):
-            return rule(self.scale, self.table, score, h, q, k)
-
-    module = Module()
-
-    def change():
-        module.scale, module.table = torch.tensor(5.0), other
-
-    return Held(module, change)
-
-
 def by_the_number_of_calls(scale: float, table: Tensor, other: Tensor) -> Held:
     calls = count()
 
@@ -90,7 +72,7 @@ def as_a_number(scale: float, table: Tensor, other: Tensor) -> Held:
     return Held(lambda s, b, h, q, k: rule(float(held), tables[0], s, h, q, k), change)
 
 
-WAYS = (in_cells, in_a_module, by_the_number_of_calls, as_a_number)
+WAYS = (in_cells, by_the_number_of_calls, as_a_number)
 PATTERNS = (
     masks.causal(),
     masks.local_window(left=5, right=2),
@@ -216,6 +198,8 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
         return table[h, (q - k) % DISTANCES]
 
     number = torch.tensor([1.5, 0.5], dtype=torch.float64)
+    made, one = table.exp() * 2, table[0, 0]  # no leaves
+    held = {"tables": [made, (table,)]}
 
     def without_gradient(score, b, h, q, k):
         with torch.no_grad():
@@ -238,7 +222,10 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
         return both.sum() + near(h, q, k)
 
     return {
-        "a custom gradient": lambda s, b, h, q, k: Straight.apply(s * 3) + Straight.apply(near(h, q, k)),
+        "a leaf and functions of it": lambda s, b, h, q, k: s * made[h, 0] + held["tables"][1][0][h, k % 5] + one,
+        "without the score": lambda s, b, h, q, k: held["tables"][0][h, k % DISTANCES] * table[h, 0],
+        "in place on a copy": lambda s, b, h, q, k: s + near(h, q, k).clone().mul_(2) + near(h, q, k),
+        "nothing": lambda s, b, h, q, k: s.tanh(),
         "two custom gradients": lambda s, b, h, q, k: Straight.apply(3 * near(h, q, k)) + Doubled.apply(s),
         "no gradient": without_gradient,
         "detached": lambda s, b, h, q, k: s.detach() * near(h, q, k) + s,
@@ -247,10 +234,7 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
         "writing to a tensor of its own": writing_to_its_own,
         "a number out of a tensor": lambda s, b, h, q, k: s * float(number[0]) + number.tolist()[1],
         "numbers first": lambda s, b, h, q, k: 2 - s / (1 + (5 - q) % 3) - 3 // (k + 1) + 2 ** -s.sigmoid(),
-        "infinite and not a number": lambda s, b, h, q, k: torch.where(
-            q == k, s, torch.nan_to_num(s, float("nan"), -1e3)
-        ),
-        "minus infinity": lambda s, b, h, q, k: torch.where((q - k) % 3 == 1, -float("inf"), s),
+        "infinite": lambda s, b, h, q, k: torch.where((q - k) % 3 == 1, -float("inf"), torch.nan_to_num(s)),
         "by other indices": lambda s, b, h, q, k: (
             s + table.flatten()[h * DISTANCES + k % 5] + nn.functional.embedding(h, table)[1]
         ),
@@ -259,7 +243,6 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
         "on its device": lambda s, b, h, q, k: s + torch.arange(4, device=s.device)[k % 4].to(s) + s.new_ones(()),
         "types of numbers": lambda s, b, h, q, k: s * np.float64(0.5) + np.int64(2) + True,
         "keywords": lambda s, b, h, q, k: torch.add(s, near(h, q, k), alpha=2).clamp(min=-3.0, max=3.0),
-        "a choice of a constant": lambda s, b, h, q, k: torch.zeros_like(s) + table[0, k % DISTANCES],
     }
 
 
@@ -305,7 +288,7 @@ def test_in_a_graph_the_compiler_reads_them():
     def call(score_mod, *tensors):
         return fd.attend(*tensors, masks.causal(), score_mod=score_mod, engine="portable")
 
-    compiled, held = torch.compile(call, fullgraph=True, backend="aot_eager"), in_a_module(0.5, table, other)
+    compiled, held = torch.compile(call, fullgraph=True, backend="aot_eager"), in_cells(0.5, table, other)
     for scale, read in ((0.5, table), (5.0, other)):
         out, exact = compiled(held.score_mod, *tensors), call(plain(scale, read), *tensors)
         held.change()

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed.wire import _pool
-from flexdilated.distributed.wire._pool import name_of, pool_named
+from flexdilated.distributed.wire._pool import pool_named
 
 CPU = torch.device("cpu")
 KIB, MIB = 1 << 10, 1 << 20
@@ -122,16 +122,6 @@ def test_a_pool_that_is_no_more() -> None:
     del pool
     with pytest.raises(RuntimeError, match=f"a BufferPool must live as long as what was compiled with it; '{name}' no"):
         pool_named(name, CPU)
-
-
-def test_a_graph_takes_the_name_of_the_pool_it_is_given() -> None:
-    @torch.compile(fullgraph=True, backend="eager")
-    def named(x, pool):
-        return x + 1, name_of(pool)
-
-    pools = [BufferPool(), BufferPool()]
-    names = [named(torch.ones(2), pool)[1] for pool in (None, *pools, "auto")]
-    assert names == ["", *(pool.name for pool in pools), "auto"]
 
 
 DTYPES = st.sampled_from([torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex64])

@@ -35,7 +35,6 @@ SHARDINGS = {
     "ragged": Sharding(N, 3, shard_lengths=(24, 0, 23)),
     "ragged zigzag": Sharding(N, 3, "zigzag", (0, 31, 16)),
 }
-DOCUMENTS = torch.tensor([0] * 13 + [1] * 20 + [2] * 14)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -50,25 +49,15 @@ def gate(seed: int = 0) -> Gate:
 
 
 def selectors() -> dict[str, tuple[dict[str, Any], str, dict[str, Any]]]:
-    """Name -> (options of the selector, gradient, options of the call)."""
-    first, own = {"query_block": 4, "query_summary": "first"}, {"always": masks.chunked(4)}
-    few = fd.TopK(2)
+    """Name -> (options of the selector, gradient, options of the call), of what is not drawn."""
+    few, first, own = fd.TopK(2), {"query_block": 4, "query_summary": "first"}, {"always": masks.chunked(4)}
     coarse = fd.BlockSelector(block=8, query_block=8, query_summary="first", choose=few, share="group")
-    packed = {"within": masks.causal() & masks.documents("docs")}
     hidden = {"within": masks.visible_keys("shown"), "bindings": {"shown": torch.arange(N) % 5 > 0}}
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64)
     return {
-        "mean": ({"choose": few, **own}, "none", {}),
-        "minmax": ({"choose": fd.TopP(0.5, most=3), "scorer": "minmax", "share": "group", **first}, "none", {}),
-        "mass": ({"choose": fd.Threshold(0.1, most=2), "scorer": "mass", "share": "all"}, "none", {"sinks": sinks}),
-        "antidiagonal": (
-            {"choose": few, "scorer": "antidiagonal", "stride": 2, "query_block": 4, "within": masks.every()},
-            "bias",
-            {"scale": 0.7},
-        ),
+        "mass": ({"choose": few, "scorer": "mass", "share": "all"}, "none", {"sinks": sinks, "scale": 0.7}),
         "coarse": ({"choose": few, "coarse": coarse, **first, **own}, "none", {}),
         "bias": ({"choose": few, **first, **own}, "bias", {"sinks": sinks, **hidden}),
-        "documents": ({"choose": few, **packed}, "bias", {"bindings": {"docs": DOCUMENTS}}),
         "gate": ({"choose": few, "scorer": gate(), **own}, "bias", {}),
         "gate of rows": ({"choose": few, "scorer": gate(), "share": "group", **first, **own}, "bias", {}),
     }

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
-from flexdilated.engines import WholeRows
+from flexdilated.engines import Call, WholeRows
+from flexdilated.engines._rows import program_of_rows
 from flexdilated.engines.aten._aten_op import plan_aten
 from flexdilated.engines.aten._program import Program, make_program
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
@@ -131,20 +132,35 @@ def test_rows_begin_where_a_kernel_can_load(kernel):
         torch.testing.assert_close(out, truth)
 
 
+# With rows without keys, and without any pair.
+ON_META = (CASES["causal longnet"][0], masks.dilated(8, 2), masks.dilated(64, 40, 35))
+
+
 @pytest.mark.parametrize("chosen", KERNELS, ids=NAMES)
-def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
+@pytest.mark.parametrize("pattern", ON_META, ids=str)
+def test_shapes_types_and_devices_are_those_of_the_operators(monkeypatch, chosen, pattern):
     """The whole path on meta tensors, in the types that the kernel takes: the operators themselves, but for values."""
     monkeypatch.setattr(_kernel_cuda, "choose", lambda *_: chosen)
     for dtype in chosen.dtypes:
         q = torch.empty(2, 4, 90, 63, dtype=dtype, device="meta")
         k, v = (torch.empty(2, 2, 90, 63, dtype=dtype, device="meta") for _ in range(2))
-        program = program_of(CASES["causal longnet"][0], q, k)
+        program = program_of(pattern, q, k)
         out, lse = program.forward(q, k, v, 0.5)
         assert (out.shape, out.dtype, out.device) == (q.shape, torch.float32, q.device)
-        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        assert (lse.shape, lse.dtype, lse.device) == (q.shape[:3], torch.float32, q.device)
         for grad_lse in (None, torch.empty_like(lse)):
             grads = program.backward(q, k, v, WholeRows(q, lse, torch.empty_like(q), grad_lse), 0.5)
             assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.float32) for x in (q, k, v)]
+            assert {grad.device for grad in grads} == {q.device}
+
+
+@pytest.mark.parametrize("pattern", ON_META, ids=str)
+def test_results_of_few_rows_lie_on_the_device(pattern):
+    q, k = torch.empty(1, 2, 3, 8, device="meta"), torch.empty(1, 2, 32, 8, device="meta")
+    program = program_of_rows(Call(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ()), None, q.device)
+    found = program.forward(q, k, k, 1.0)
+    found += program.backward(q, k, k, WholeRows(q, q[..., 0], q, None), 1.0)
+    assert [each.device for each in found] == [q.device] * 5
 
 
 @pytest.fixture

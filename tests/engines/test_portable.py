@@ -55,57 +55,6 @@ def test_only_allowed_pairs_are_asked_about(pattern, learns):
     assert_close(found, exact, **TIGHT)
 
 
-def scores_of(**tensors):
-    """Score functions that capture their tensors in different ways, by name."""
-    table, slopes, module = tensors["table"], tensors["slopes"], tensors["module"]
-    made, saved = table * 2 + 1, table.exp()  # not leaves
-    slope = slopes[0]
-    held = {"tables": [table, (slopes,)]}
-
-    def in_containers(score, b, h, q_idx, k_idx):
-        return score * held["tables"][1][0][h] + held["tables"][0][q_idx % 7, k_idx % 5]
-
-    def by_another_function(score, b, h, q_idx, k_idx):
-        return in_containers(score, b, h, q_idx, k_idx) + module(score[None])[0]
-
-    return {
-        "a leaf and a result": lambda score, b, h, q_idx, k_idx: score + made[q_idx % 7, k_idx % 5] * slopes[h],
-        "a leaf and a function of it": lambda score, b, h, q_idx, k_idx: score * made[h, 0] + table[h, k_idx % 5],
-        "another one, which saves": lambda score, b, h, q_idx, k_idx: score + saved[q_idx % 7, k_idx % 5] * table[h, 0],
-        "in containers": in_containers,
-        "a module, by another function": by_another_function,
-        "without the score": lambda score, b, h, q_idx, k_idx: table[q_idx % 7, k_idx % 5] * slopes[h],
-        "nothing": lambda score, b, h, q_idx, k_idx: score.tanh(),
-        "nothing, a constant": lambda score, b, h, q_idx, k_idx: torch.zeros(()),
-        "a single number": lambda score, b, h, q_idx, k_idx: slope,
-        "in place, twice": lambda score, b, h, q_idx, k_idx: score + slopes[h].clone().mul_(2) + slopes[h],
-    }
-
-
-@pytest.mark.parametrize("name", scores_of(table=torch.zeros(1), slopes=torch.zeros(1), module=torch.nn.Identity()))
-def test_every_captured_tensor_has_its_gradient(name):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, table, slopes = (
-        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
-        for shape in ((2, 4, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8), (7, 5), (4,))
-    )
-    module = torch.nn.Linear(1, 1, dtype=torch.float64)
-    leaves = (q, k, v, table, slopes, *module.parameters())
-    score_mod = scores_of(table=table, slopes=slopes, module=module)[name]
-    pattern = masks.longnet([8, 16], [1, 2]) & masks.causal()
-    found = []
-    for engine in ("portable", "reference"):
-        out, lse = fd.attend(
-            q, k, v, pattern, enable_gqa=True, score_mod=score_mod, engine=engine, return_lse=True, block_size=8
-        )
-        total = out.square().sum() + lse.sin().sum()
-        grads = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
-        # Unused by one engine is 0 by the other.
-        found.append([out, lse, *(torch.zeros(1) if x is None or not x.any() else x for x in grads)])
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other, **TIGHT, check_dtype=False)
-
-
 def test_large_scores_leave_no_trace_in_padding():
     """Rows beyond the last token, up to a whole block, have a score too: the exponential of 200 is infinite."""
     q, k, v = (torch.randn(1, 1, 10, 8, requires_grad=True) for _ in range(3))

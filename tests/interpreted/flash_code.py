@@ -174,7 +174,7 @@ def compile_case(case: Case, head_dim: int, compiled: Compiled) -> dict[str, Any
     return {"found": "compiled", "kernels": kernels, "seconds": round(time.monotonic() - begin)}
 
 
-def _run(arch: str, head_dim: int, chosen: list[Case], again: bool, lower: bool) -> int:
+def _run(arch: str, head_dim: int, chosen: list[Case], again: bool) -> int:
     """One device and head dim, in a process whose variables name the device; the number of cases that failed."""
     from tests.interpreted.emulated_cuda import H200, describe, require
 
@@ -182,8 +182,6 @@ def _run(arch: str, head_dim: int, chosen: list[Case], again: bool, lower: bool)
     describe(SimpleNamespace(**{**vars(H200), "name": DEVICES[arch], "major": int(arch.removeprefix("sm_")) // 10}))
     compiled, failed = Compiled(), 0
     compiled.install()
-    if lower:
-        _lower_only()
     for case in chosen:
         key = f"{arch}, head dim {head_dim}: {case.name}"
         if not again and _recorded().get(key, {}).get("found") in ("compiled", "refused"):
@@ -191,18 +189,8 @@ def _run(arch: str, head_dim: int, chosen: list[Case], again: bool, lower: bool)
         found = compile_case(case, head_dim, compiled)
         failed += found["found"] == "failed"
         print(f"{key}: {found}", flush=True)
-        if not lower:
-            _record(key, found)
+        _record(key, found)
     return failed
-
-
-def _lower_only() -> None:
-    """Leave FlashAttention's functions out: torch's part alone, in seconds."""
-    interface: Any = importlib.import_module("flash_attn.cute.interface")
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        instead = getattr(interface, name)
-        cell = next(each for each in instead.__closure__ if each.cell_contents is instead.__wrapped__)
-        cell.cell_contents = lambda *_, **__: None
 
 
 def _recorded() -> dict[str, Any]:
@@ -228,7 +216,6 @@ def main() -> int:
     parser.add_argument("--device", action="append", choices=DEVICES, help="all where none is given")
     parser.add_argument("--head-dim", action="append", type=int, help="64 and 128 where none is given")
     parser.add_argument("--again", action="store_true", help="also what is recorded")
-    parser.add_argument("--lower", action="store_true", help="compile no kernel, record nothing: torch's part alone")
     given = parser.parse_args()
     if importlib.util.find_spec("flash_attn") is None:
         print("flash-attn-4 is not installed: nothing is compiled")
@@ -245,7 +232,7 @@ def main() -> int:
         return min(failed, 1)
     chosen = [case for case in cases() if not given.cases or case.name in given.cases]
     dims = given.head_dim or (64, 128)
-    return min(1, sum(_run(arch, dim, chosen, given.again, given.lower) for dim in dims))
+    return min(1, sum(_run(arch, dim, chosen, given.again) for dim in dims))
 
 
 if __name__ == "__main__":

@@ -117,14 +117,6 @@ def _by_own_lse(right):
     return backward
 
 
-def _heads_modulo(right):
-    def places(x, heads, together):
-        for at_q, (batch, head, folds) in right(x, heads, together):
-            yield at_q, (batch, head if isinstance(head, slice) else at_q[1] % x.k.shape[1], folds)
-
-    return places
-
-
 def _in_base_two(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """As if the lse of both were logarithms to base 2."""
     share = torch.sigmoid((part_lse - lse) * log(2.0)).masked_fill_(part_lse == -torch.inf, 0.0)
@@ -148,23 +140,9 @@ IN_ENGINES = (
         module(SPARSE, "empty rows"), "sees no key",
     ),
     Bug(
-        "log-weight of a branch that counts twice forgotten", f"{ENGINES}.aten._program:log",
-        lambda _: lambda number: 0.0,
-        module(masks.causal() + masks.causal() + masks.dilated(6, 2), "agreement"),
-        "lse is wrong",
-    ),
-    Bug(
         "backward fed each part's own lse instead of the whole's", f"{ENGINES}.aten._program:Step.backward",
         _by_own_lse,
         module(MIXTURE, "gradients"), "dq is wrong",
-    ),
-    Bug(
-        "scores scaled by 1 / D", "flexdilated._validate:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
-        module(MIXTURE, "agreement"), "lse is wrong",
-    ),
-    Bug(
-        "query head h reads key/value head h mod G", f"{ENGINES}.aten._tile_blocks:_places", _heads_modulo,
-        module(WINDOW, "agreement", groups=2), "out is wrong",
     ),
     Bug(
         "plans kept without the head offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(head_offset=0),

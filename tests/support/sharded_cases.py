@@ -29,6 +29,7 @@ from flexdilated.testing.strategies import shardings
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
+from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import longnets, written_expressions
 from tests.support.twins import Twin
 
@@ -316,6 +317,16 @@ def sharded_cases(draw: st.DrawFn, W: int) -> ShardedCase:
     }
     through_lse = draw(st.booleans())
     return ShardedCase(twin.pattern, counts, sharding, tensors, first, num_heads, through_lse, layouts, **features)
+
+
+@st.composite
+def run_time_cases(draw: st.DrawFn, W: int) -> ShardedCase:
+    """Any pattern with run-time tensors, of all batch entries or of each."""
+    packed = draw(packed_cases(max_heads=4, whole=True, closures=False))
+    H, N = packed.num_heads, packed.num_keys
+    G = draw(st.sampled_from([heads for heads in range(1, H + 1) if H % heads == 0]))
+    tensors = tensors_for(H, G, N, B=packed.batch, D=4, sinks=draw(st.booleans()), seed=draw(st.integers(0, 999)))
+    return ShardedCase(packed.pattern, packed.counts, draw(shardings(N, num_ranks=W)), tensors)
 
 
 @st.composite
