@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import ScoreMod
+from flexdilated.engines._score_mod import plain_values
 from flexdilated.engines.aten import Program
 from flexdilated.engines.flex import _flex
 from tests.support.compilers import as_it_is, without_inductor
@@ -235,3 +238,25 @@ def test_a_cache_stays_out_of_graphs(copy) -> None:
     ((reason, times),) = counters["graph_break"].items()
     assert (times, cache.num_tokens) == (1, 1)
     assert "a cache changes with every call" in reason
+
+
+@pytest.mark.slow
+def test_a_score_mod_that_could_learn_serves_without_gradients(traced_only) -> None:
+    slopes, q = torch.tensor([0.5, 0.25], requires_grad=True), draw(32)
+    how = {"score_mod": lambda score, b, h, q_idx, k_idx: score - slopes[h] * (q_idx - k_idx)}
+    with torch.no_grad():
+        found = fd.attend(q, q, q, WINDOWS[0], engine="flex", **how)
+        assert_close(found, fd.attend(q, q, q, WINDOWS[0], engine="reference", **how))
+
+
+def capturing(value: object) -> Callable[[Tensor], object]:
+    return lambda score: value
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2], [(1,), (2,)], [{"a": 1}, {"a": 2}, {"b": 1}], [{1}, {1, 2}], [{"a": [1]}, {"a": [2]}]]
+)
+def test_what_functions_captured_tells_them_apart(values) -> None:
+    """Those that are told apart are compiled each for itself; torch gives up after eight of the others."""
+    assert len({plain_values(capturing(value)) for value in values}) == len(values)
+    assert len({plain_values(capturing(deepcopy(value))) for value in (values[0], values[0])}) == 1

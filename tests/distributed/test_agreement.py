@@ -93,14 +93,6 @@ def fail(how: str, who: int = 2) -> None:
         raise SystemExit("it lives on, its connections open, and takes no part")
 
 
-def collective(how: str) -> None:
-    ranks = all_ranks()
-    set_group_timeout(2)
-    fail(how)
-    with communicating("the exchange of keys", ranks):
-        dist.all_to_all_single(torch.empty(3), torch.ones(3))
-
-
 def backward(how: str) -> None:
     """Of the second step, which needs no check any more; a loss of the first is thrown away."""
     part = shard(torch.ones(1, 1, 7, 2), line()).requires_grad_()
@@ -128,6 +120,7 @@ def second_call(how: str, who: int = 2, **options) -> None:
     module(x, x, x)
 
 
+exchange = partial(second_call, schedule="exchange")
 heads = partial(second_call, schedule="heads")
 seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait for it
 
@@ -136,8 +129,8 @@ seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait 
 @pytest.mark.parametrize(
     ("function", "how", "what", "limit"),
     [
-        (collective, "dies", "the exchange of keys failed after ", "2 s"),
-        (collective, "hangs", "the exchange of keys failed after ", "2 s"),
+        (exchange, "dies", "the exchange of keys failed after ", "2 s"),
+        (exchange, "hangs", "the exchange of keys failed after ", "2 s"),
         (backward, "dies", "sending and receiving shards failed after ", "4 s"),
         (backward, "hangs", "sending and receiving shards failed after ", "4 s"),
         (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer", "2 s"),

@@ -165,17 +165,11 @@ LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for p
 
 
 @pytest.mark.parametrize(
-    ("pattern", "order"),
-    [
-        (LADDER & masks.causal(), "zigzag"),
-        (LADDER, "contiguous"),
-        (masks.local_window(left=300_000, right=0) | masks.first_tokens(4), "zigzag"),
-    ],
-    ids=["longnet, causal", "longnet", "window and first tokens"],
+    "pattern", [LADDER & masks.causal(), masks.local_window(left=300_000, right=0) | masks.first_tokens(4)], ids=str
 )
-def test_counts_of_many_ranks(pattern, order):
+def test_counts_of_many_ranks(pattern):
     """Forty million tokens on 200 ranks, where chunks begin anywhere: pairs drawn at random, and neighbours."""
-    sharding = Sharding(40_000_007, 200, order)
+    sharding = Sharding(40_000_007, 200, "zigzag")
     counts = exchange_counts(pattern, sharding, num_heads=4, num_kv_heads=2)
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(200, (20, 2), generator=generator)

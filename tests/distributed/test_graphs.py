@@ -97,7 +97,7 @@ def there_and_back() -> None:
 
 
 def by_flex() -> None:
-    """Only transfers are ops, then; its kernels run parts in tests/engines/test_placed_call.py."""
+    """Only transfers are ops, then; tests/engines/test_placed_call.py has its parts."""
     where, qkv = line(), [x.detach().float() for x in shards(30)]
 
     def exchanged(engine: str) -> Tensor:

@@ -24,7 +24,7 @@ from tests.selection.cases import Case, cases
 from tests.selection.test_selected_attention import Gate, table_of
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import DRAWN, line
+from tests.support.sharded_cases import DRAWN, line, summed
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -35,12 +35,6 @@ SHARDINGS = {
     "ragged": Sharding(N, 3, shard_lengths=(24, 0, 23)),
     "ragged zigzag": Sharding(N, 3, "zigzag", (0, 31, 16)),
 }
-
-
-def summed(x: Tensor) -> Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total)
-    return total
 
 
 def gate(seed: int = 0) -> Gate:

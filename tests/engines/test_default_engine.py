@@ -150,38 +150,32 @@ def test_nothing_is_told_where_debug_is_off(caplog, own_cache) -> None:
     assert caplog.records == []
 
 
-def test_whoever_handles_a_line_may_use_the_cache(own_cache) -> None:
+def test_whoever_handles_a_line_may_use_the_cache(own_cache, monkeypatch) -> None:
     """No line is told under a lock: a handler that asks for statistics, or has something built, gets its answer."""
-    seen = []
+    lines: list[str] = []
 
-    class Curious(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append((record.getMessage(), own_cache.stats().entries))
-            own_cache.get("asked by the handler", lambda: 1, lambda _: 1)
+    def handle(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        own_cache.stats()
+        own_cache.get("asked by the handler", lambda: 1, lambda _: 1)
 
-    logger, handler = logging.getLogger("flexdilated"), Curious()
-    handler.lock = None  # in a deadlock it would be held forever, and the interpreter would wait for it at its end
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        worker = threading.Thread(target=lambda: _stir(own_cache), daemon=True)
-        worker.start()
-        worker.join(250)
-        assert not worker.is_alive(), "deadlock"
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-    told = " ".join(line for line, *_ in seen)
-    assert all(word in told for word in ("planned", "built", "evicted", "dropped"))
+    def stir() -> None:
+        fd.attend(*qkv(), LONGNET)
+        own_cache.budget_entries = 2
+        fd.attend(*qkv(tokens=60), masks.causal())
+        own_cache.forget(masks.causal())
+        own_cache.clear()
 
-
-def _stir(cache: Cache) -> None:
-    fd.attend(*qkv(), LONGNET)
-    cache.budget_entries = 2
-    fd.attend(*qkv(tokens=60), masks.causal())
-    cache.forget(masks.causal())
-    cache.clear()
+    logger = logging.getLogger("flexdilated")
+    monkeypatch.setattr(logger, "handle", handle)  # without the lock of a handler, which a deadlock would hold
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    logger.manager._clear_cache()
+    worker = threading.Thread(target=stir, daemon=True)
+    worker.start()
+    worker.join(250)
+    logger.manager._clear_cache()
+    assert not worker.is_alive(), "deadlock"
+    assert all(word in " ".join(lines) for word in ("planned", "built", "evicted", "dropped"))
 
 
 def test_tracing_tells_nothing_and_breaks_no_graph(told, own_cache) -> None:

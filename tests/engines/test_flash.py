@@ -21,7 +21,7 @@ from flexdilated import _engine_choice, masks
 from flexdilated._attend import planned_call
 from flexdilated._validate import Place
 from flexdilated.engines import Features, _run
-from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
+from flexdilated.engines.flex import _flash, _flex_op
 from flexdilated.engines.flex._flash import NOT_NVIDIA, capability
 from flexdilated.engines.flex._kernel_call import call_kernel, options_text
 from flexdilated.masks import Pattern
@@ -225,24 +225,6 @@ def test_flash_is_handed_no_option_of_triton():
     assert _handed(given, 256, 2)["kernel_options"] == {"IS_DIVISIBLE": True, "fwd_num_warps": 4}
     given = options_text((("num_warps", 4),))
     assert _handed(given, 256, 2)["kernel_options"] == {"IS_DIVISIBLE": True, "num_warps": 4}
-
-
-@pytest.mark.parametrize(
-    ("device", "head_dim", "simple", "more"),
-    [
-        ((9, 0), 64, {}, {"fwd_num_warps": 8}),
-        ((9, 0), 128, {}, {}),
-        ((10, 0), 64, {}, {"fwd_num_warps": 8}),
-        ((10, 3), 72, {"bwd_num_warps": 8}, {"fwd_BLOCK_N": 64}),
-        ((12, 0), 128, {"bwd_num_warps": 8}, {"fwd_BLOCK_N": 64}),
-        ((10, 0), 136, {}, {}),
-    ],
-)
-def test_kernels_have_registers_enough(monkeypatch, device, head_dim, simple, more):
-    monkeypatch.setattr(_kernel_call, "capability", lambda _: device)
-    for is_complex, options in ((False, simple), (True, simple | more)):
-        found = _handed("", 300, 2, head_dim=head_dim, is_complex=is_complex)["kernel_options"]
-        assert found == {"IS_DIVISIBLE": False, **options}
 
 
 @pytest.mark.parametrize("name", ["kv_indices", "full_kv_indices", "q_indices", "full_q_indices"])

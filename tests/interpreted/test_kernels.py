@@ -16,7 +16,6 @@ from bench._catalogue import ENTRIES
 from bench.device import cases as device_cases
 from flexdilated.distributed import Sharding
 from flexdilated.engines import PlacedCall
-from flexdilated.engines.flex import _program as flex_program
 from flexdilated.masks.orders import Placement
 from tests.interpreted.cases import KINDS, Case, blocks, in_graph, results, shares
 from tests.interpreted.emulated_cuda import CALLED, is_template, require
@@ -76,23 +75,6 @@ def test_kernels_match_the_definition(case: Case, record_property) -> None:
     figures = {"shares": {name: round(each, 3) for name, each in share.items()}, "blocks": there}
     figures |= {"dtype": case.dtype, "head_dim": case.head_dim, "cpu_s": round(process_time() - start, 1)}
     record_property(f"{NAME}: {case}", figures)
-
-
-@pytest.mark.parametrize(
-    "case", [Case("causal", "masks.causal()", 640), in_graph(Case("causal", "masks.causal()", 640))], ids=str
-)
-def test_blocks_larger_than_tiles_end_with_the_tokens(case: Case, monkeypatch) -> None:
-    """Where block lists are long attend takes larger blocks: here those of a few numbers, else of 131,200 tokens."""
-    monkeypatch.setattr(flex_program, "_MOST_NUMBERS", 40)
-    fd.masks.cache().clear()
-    try:
-        leaves = {name: leaf.to("cuda") for name, leaf in case.leaves().items()}
-        (step,) = case.program(leaves).steps
-        assert step.structure.sides == (256, 256)
-        share = shares(case, results(case.attention(), leaves, case.trains))
-    finally:
-        fd.masks.cache().clear()
-    assert not {name: each for name, each in share.items() if not each <= 1}
 
 
 @pytest.mark.parametrize("first", [0, 2**31 - 2**16, 2**31 - 400, 2**31 - 200, 2**31 - 1])

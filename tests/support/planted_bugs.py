@@ -20,7 +20,8 @@ Look = Callable[[], object]
 class Bug:
     """One mutation: `wrong` makes of what stands at `where` ("module:name") what stands there instead.
 
-    `look` passes without it, and with it fails with `says` in its message.
+    `look` passes without it, and with it fails with `says` in its message. `seen_in`: a library that has, or had, this
+    very bug.
     """
 
     what: str
@@ -28,6 +29,7 @@ class Bug:
     wrong: Callable[[Any], Any]
     look: Look
     says: str
+    seen_in: str = ""
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         path, _, name = self.where.replace(":", ".").rpartition(".")

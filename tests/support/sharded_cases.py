@@ -174,6 +174,13 @@ def line() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+def summed(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """On a rank: the sum over ranks."""
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def compiled_on_the_last(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """On a rank: the function in one graph if it is the last; the others run it as it is, and do their part in it."""
     last = dist.get_rank() == dist.get_world_size() - 1
