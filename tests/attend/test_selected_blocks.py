@@ -84,7 +84,7 @@ WAYS = {
 @settings(max_examples=9)
 @given(data=st.data(), way=st.sampled_from([*WAYS]))
 def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
-    """Output, lse and gradients; few queries, which gain nothing by being grouped, in groups as well."""
+    """Output, lse and gradients, few queries in groups as well; and the pairs that a description counts."""
     case = data.draw(packed(beside))
     drawn = data.draw(tensors(case, batch=case.batch))
     sinks = (torch.linspace(-1, 1, case.num_heads, dtype=torch.float64).requires_grad_(),)
@@ -94,6 +94,12 @@ def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
 
     with mock.patch.multiple(_table, _PARTS_BYTES=1 << 12, **WAYS[way]):
         assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
+    if case.batch == 1:
+        sizes = {"num_heads": case.num_heads, **case.offsets}
+        found = masks.describe(case.pattern, case.num_queries, case.num_keys, **sizes)
+        pairs = {head: share.pairs for share in found.heads for head in share.heads}
+        assert found.useful_pairs == case.counts.sum()
+        assert [pairs[head] for head in range(case.num_heads)] == case.counts[0].sum((1, 2)).tolist()
 
 
 @contextmanager
@@ -131,20 +137,6 @@ def test_a_plan_counts_what_its_call_computes(beside: str, way: str, gathered: i
     chosen = [each.computed_pairs for each in report.options if each.chosen]
     assert report.computed_pairs >= max(report.useful_pairs and sum(calls), chosen[0])
     masks.cache().clear()
-
-
-@pytest.mark.parametrize("beside", BESIDE)
-@settings(max_examples=8)
-@given(data=st.data())
-def test_a_description_counts_the_pairs_of_a_table(beside: str, data: st.DataObject):
-    """Of every head, and at any offsets."""
-    case = data.draw(packed(beside, batch=1))
-    sizes = {"num_heads": case.num_heads, "q_offset": case.q_offset, "k_offset": case.k_offset}
-    found = masks.describe(case.pattern, case.num_queries, case.num_keys, **sizes)
-    assert found.useful_pairs == case.counts.sum()
-    assert found.computed_pairs >= 0
-    of_heads = {head: share.pairs for share in found.heads for head in share.heads}
-    assert [of_heads[head] for head in range(case.num_heads)] == case.counts[0].sum((1, 2)).tolist()
 
 
 def test_a_plan_of_single_keys_names_its_path():

@@ -107,8 +107,6 @@ def test_modules_and_caches_take_an_empty_batch(B: int, N: int) -> None:
 
 def called(way: str, q: Tensor, p: Any, **options: Any) -> list[Tensor]:
     """All that comes out of a call, some of which autograd records."""
-    if way == "module":
-        return [fd.BlockSparseAttention(p)(q, q, q)]
     if way == "cache":
         return [fd.KVCache(PATTERN, num_heads=H).attend(q, q, q)]
     found = fd.attend(q, q, q, p, **options)
@@ -116,13 +114,11 @@ def called(way: str, q: Tensor, p: Any, **options: Any) -> list[Tensor]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "out": {},
     "out and lse": {"return_lse": True},
     "sinks": {"return_lse": True, "sinks": torch.zeros(H)},
     "reference": {"return_lse": True, "engine": "reference"},
     "layout": {"return_lse": True, "layout": masks.Layout(12, 2)},
     "blocks": {"block_size": 4},
-    "module": {},
     "cache": {},
 }
 

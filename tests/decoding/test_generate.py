@@ -169,14 +169,8 @@ def test_caches_that_do_not_fit() -> None:
         model(prompt_of(), caches=model.new_caches())
     with torch.no_grad():
         model(prompt_of(), caches=(caches := model.new_caches()))
-        for wrong in (3, [caches, caches]):
-            with pytest.raises(TypeError, match="caches must be a sequence of KVCache, as new_caches makes them"):
-                model(prompt_of(), caches=wrong)
         caches[1].crop(torch.tensor([23, 5]))
         with pytest.raises(ValueError, match=r"got 2 with \[23, \[23, 5\]\] tokens"):
-            model(prompt_of(), caches=caches)
-        caches[0].reset()
-        with pytest.raises(ValueError, match=r"got 2 with \[0, \[23, 5\]\] tokens"):
             model(prompt_of(), caches=caches)
 
 

@@ -129,23 +129,6 @@ def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Ca
         requests.check()
 
 
-@given(data=st.data())
-def test_undo_can_take_back_as_many_tokens_at_any_time(data: st.DataObject) -> None:
-    """Draft after draft over a small window, whether a full buffer evicts or the end of a chunk does."""
-    pattern = masks.local_window(left=data.draw(st.integers(0, 8)), right=0)
-    undo, chunks = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([(1,), (2,), (1, 9)]))
-    sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
-    q, k, v = draw_tensors(N=40, B=1)
-    cache, found = fd.KVCache(pattern, num_heads=4, undo=undo), []
-    with tiny_sizes(**sizes):
-        while cache.num_tokens < 40:
-            begin, taken = cache.num_tokens, data.draw(st.integers(1, undo))
-            decode(cache, *(torch.zeros_like(x[:, :, :undo]) for x in (q, k, v)), chunks)
-            cache.crop(begin)
-            found.append(decode(cache, *(x[:, :, begin : begin + taken] for x in (q, k, v)), chunks))
-    assert_close(torch.cat(found, dim=2), alone((q, k, v), pattern), **TIGHT)
-
-
 def passes() -> dict[str, tuple[Expression, int, list[tuple[int, ...]]]]:
     """Patterns for 4 heads, tokens, and sizes of chunks that come over and over."""
     mixed, named_later = (1, 40, 3, 150), [[0, 3], [0, 1], [2, 5], [1, 3], [0, 4, 5], [5]]
@@ -296,29 +279,6 @@ def test_what_the_search_for_later_keys_does_not_reach_stays_hidden(chunk: int) 
         assert cache.chunk == chunk
         cache.append(k[:, :, :3000], v[:, :, :3000])
         assert_close(decode(cache, *(x[:, :, 3000:] for x in (q, k, v)), (size,)), expected, **TIGHT)
-
-
-@given(st.data())
-def test_what_the_error_on_run_time_tensors_names_is_a_single_pass(data) -> None:
-    """Keys are kept by the caller, with tensors that cover the tokens so far."""
-    N = data.draw(st.integers(1, 9))
-    q, k, v = torch.randn(3, 2, 2, N, 8, dtype=torch.float64)
-    allowed = torch.rand(2, 1, N, N) < 0.5
-    real, ids = torch.rand(2, N) < 0.7, (torch.rand(2, N) < 0.3).cumsum(1)
-
-    def rule(n):
-        kinds = (masks.mask(allowed[..., :n, :n]), masks.visible_keys(real[:, :n]), masks.documents(ids[:, :n]))
-        return masks.causal() & kinds[kind]
-
-    kind = data.draw(st.integers(0, 2))
-    with pytest.raises(
-        ValueError, match=r"keep k and v of all tokens, and write fd.attend\(q, k, v, pattern, q_offset="
-    ):
-        fd.KVCache(rule(N), num_heads=2)
-    steps = [
-        fd.attend(q[:, :, n : n + 1], k[:, :, : n + 1], v[:, :, : n + 1], rule(n + 1), q_offset=n) for n in range(N)
-    ]
-    assert_close(torch.cat(steps, 2), fd.attend(q, k, v, rule(N)), **TIGHT)
 
 
 # --- entries at different positions ---

@@ -7,16 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.decoding import _reader
-from flexdilated.masks.attended import Ends, RowSource, _ends, regular_ends
-from tests.support import oracle, strategies
 from tests.support.agreement import TIGHT
 
 from .cases import (
@@ -25,8 +21,6 @@ from .cases import (
     WINDOW,
     alone,
     assert_goes_on,
-    chunked,
-    crosses,
     draw_tensors,
     next_tokens,
     ragged,
@@ -190,30 +184,6 @@ def test_tensors_that_a_score_mod_captures_need_no_grad() -> None:
         found = cache.attend(*tensors, score_mod=learned)
     exact = fd.attend(*tensors, masks.causal(), score_mod=fd.biases.alibi(slopes), enable_gqa=True, engine="reference")
     assert_close(found, exact, **TIGHT)
-
-
-def shortest(counts: Tensor) -> tuple[int, int] | None:
-    """(first end, chunk) of the shortest chunk below half of the tokens, found by trying each; or None."""
-    tokens = counts.shape[-1]
-    fits = [not crosses(counts, 0, end) for end in range(tokens)]
-    tried = ((first, chunk) for chunk in range(1, tokens // 2) for first in range(chunk))
-    return next((each for each in tried if all(fits[each[0] :: each[1]])), None)
-
-
-@given(st.data())
-def test_the_shortest_chunk_is_found(data: st.DataObject) -> None:
-    H = data.draw(st.integers(1, 3))
-    drawn = data.draw(st.one_of(chunked(H, 40).map(lambda each: each[0]), strategies.expressions(H)))
-    branches = [(branch.for_head(head, H), head) for branch in drawn.pattern.branches() for head in range(H)]
-    position = torch.arange(96)
-    expected = shortest(oracle.counts(drawn.rule, range(H), H, position, position))
-    with mock.patch.multiple(_ends, _LEAST_TRIED=96, _MOST_TRIED=96, _BLOCK=data.draw(st.sampled_from([4, 16, 96]))):
-        found = regular_ends([RowSource(rule, head, H) for rule, head in branches])
-    if expected is None:
-        assert isinstance(found, tuple)
-        assert found[0] < found[1]
-    else:
-        assert found == Ends(*expected)
 
 
 FAR = [[*range(30), *[30, 31] * (row == 10)] for row in range(30)]  # queries 100 to 109 see keys up to 319

@@ -56,7 +56,7 @@ def test_many_ranks_are_one(W: int, most: int, data: st.DataObject):
     """
     kinds = sharded_cases(W) | block_cases(W) | run_time_cases(W)
     cases = data.draw(st.lists(kinds, min_size=most - 2, max_size=most))
-    engine = data.draw(st.sampled_from([None, "portable"]))
+    engine = data.draw(st.sampled_from([None, "portable", "flex"]))
     for found in by_each_way([(case, ways_of(case, engine)) for case in cases]):
         assert_whole(*found)
 
@@ -65,39 +65,26 @@ def third_keys(b, h, q, k):
     return (k % 3 == h % 3) & (k <= q)
 
 
-def featured() -> list[tuple[ShardedCase, list[Way]]]:
-    """Mixtures with dropout, a score_mod or both, by engine "flex" too; what a rank reads of heads in odd groups."""
-    ids = torch.tensor([[0] * 20 + [1] * 9 + [2] * 19, [0] * 3 + [1] * 45])
-    one, other = Sharding(48, 3, shard_lengths=(30, 0, 18)), Sharding(48, 3, "zigzag")
-    tensors, few = tensors_for(6, 3, 48, B=2, D=4, E=3, sinks=True), tensors_for(4, 2, 48, B=2, D=4, sinks=True)
-    twice = masks.causal() + masks.causal() + masks.local_window(left=9, right=0)
-    zeros = masks.longnet([8, 20, 48], [1, 2, 4], padding="zeros")
-    documents = masks.longnet([8, 48], [1, 4]).per_document(masks.documents(torch.arange(48) // 19))
-    packed = masks.longnet([8, 16, 48], [1, 2, 4]).per_document(masks.documents(ids))
-    shared = tensors_for(6, 6, 48, B=3)
+def not_drawn() -> list[ShardedCase]:
+    """Zero keys with dropout, keys of batch 1, what a rank reads of heads in odd groups, and a function."""
+    ragged, zigzag = Sharding(48, 3, shard_lengths=(30, 0, 18)), Sharding(48, 3, "zigzag")
+    tensors, shared = tensors_for(6, 3, 48, B=2, D=4, E=3, sinks=True), tensors_for(6, 6, 48, B=3)
+    zeros, positions = masks.longnet([8, 20, 48], [1, 2, 4], padding="zeros"), torch.arange(48)
     shared = (shared[0], *(x[:1].clone() for x in shared[1:]))  # one key of batch 1 for all entries
-    longnet = oracle.counts(oracle.longnet([8, 16, 40], [1, 2, 4]), range(12), 12, *[torch.arange(48)] * 2)
+    longnet = oracle.counts(oracle.longnet([8, 16, 40], [1, 2, 4]), range(12), 12, positions, positions)
     custom = oracle.both(oracle.causal(), lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
-    counts = oracle.counts(custom, range(4), 4, *[torch.arange(48)] * 2)
-    groups = ShardedCase(masks.longnet([8, 16, 40], [1, 2, 4]), longnet, other, tensors_for(12, 4, 48, B=2, D=4))
-    cases = [
-        *(ShardedCase(pattern, None, one, tensors, dropout_p=0.4) for pattern in (twice, packed, zeros)),
-        ShardedCase(zeros, None, other, tensors, dropout_p=0.4),
-        *(ShardedCase(pattern, None, other, tensors, biased=True) for pattern in (twice, packed)),
-        *(ShardedCase(masks.causal(), None, sharding, shared) for sharding in (one, other)),
-        *(groups, ShardedCase(masks.custom(third_keys), counts, one, few)),
+    counts = oracle.counts(custom, range(4), 4, positions, positions)
+    return [
+        *(ShardedCase(zeros, None, sharding, tensors, dropout_p=0.4) for sharding in (ragged, zigzag)),
+        *(ShardedCase(masks.causal(), None, sharding, shared) for sharding in (ragged, zigzag)),
+        ShardedCase(masks.longnet([8, 16, 40], [1, 2, 4]), longnet, zigzag, tensors_for(12, 4, 48, B=2, D=4)),
+        ShardedCase(masks.custom(third_keys), counts, ragged, tensors_for(4, 2, 48, B=2, D=4, sinks=True)),
     ]
-    by_flex = [
-        *(ShardedCase(pattern, None, other, few, dropout_p=0.4) for pattern in (twice, documents)),
-        *(ShardedCase(pattern, None, one, few, dropout_p=0.4, biased=True) for pattern in (masks.causal(), documents)),
-    ]
-    each_once = [(case, ways_of(case, "flex")[: 1 + (case.pattern is documents)]) for case in by_flex]
-    return [*((case, ways_of(case)) for case in cases), *each_once]
 
 
-def test_features_of_mixtures():
+def test_what_is_not_drawn():
     """In a ring, the lse of each part, by which parts are merged, is that without dropout."""
-    for found in by_each_way(featured()):
+    for found in by_way(not_drawn(), None):
         assert_whole(*found)
 
 

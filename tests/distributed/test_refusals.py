@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.distributed import Sharding, attend, shard, traffic, unshard
-from tests.distributed.test_distributed_modules import BRANCHES, ROWS, N, longnet, text
+from flexdilated.distributed import Sharding, attend, traffic, unshard
+from tests.distributed.test_distributed_modules import ROWS, N, longnet, text
 from tests.support.ranks import on_ranks
 from tests.support.sharded_cases import line
 
@@ -124,26 +124,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {  # tests/project/errors.md
         lambda: fd.BlockSparseAttention(masks.causal(), mesh=line(), schedule="heads")(*tensors(1, 5, 4, 8)),
         "multiple of the number of ranks; got 5 heads and 2 ranks: 5 heads go on 1 or 5",
     ),
-    "flex in a ring": (
-        lambda: attend(*tensors(), PATTERN, mesh=line(), schedule="ring", engine="flex"),
-        "engine='aten' serves it",
-    ),
-    "a score_mod in a ring": (
-        lambda: attend(*tensors(), PATTERN, mesh=line(), schedule="ring", score_mod=lambda s, b, h, q, k: s),
-        "a ring computes parts of rows without score_mod: write schedule='exchange'",
-    ),
-    "a list": (lambda: shard([1.0], line()), "TypeError: x must be a tensor; got list"),
-    "no dims": (
-        lambda: shard(torch.tensor(1.0), line(), dim=0),
-        "ValueError: x must have a dimension of tokens; got a tensor of shape ()",
-    ),
-    "a ring by name": (
-        lambda: fd.RingDilatedAttention(*BRANCHES, mesh=line(), schedule="heads"),
-        "HeadParallelDilated",
-    ),
-    "other ranks": (lambda: longnet(mesh=line(), sharding=Sharding(N, 3)), "as many ranks as the mesh, 2; got 3"),
-    "pool": (lambda: longnet(mesh=line(), pool="big"), 'pool must be None, a BufferPool or "auto"'),
-    "caches": (lambda: longnet(mesh=line()).new_caches(), "new_caches needs a model that was made without a mesh"),
     "its layer's mesh": (lambda: assigned(line(), None), "must have the mesh and the sharding of its model"),
     "its model's mesh": (lambda: assigned(None, line()), "must have the mesh and the sharding of its model"),
     "tokens": (lambda: longnet(mesh=line(), sharding=Sharding(N, 2))(text()[0]), "21 of 41 tokens for rank 0 of 2"),

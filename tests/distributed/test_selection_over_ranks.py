@@ -1,7 +1,5 @@
 """Blocks chosen over ranks: the tables, rows and gradients of one rank that has all tokens."""
 
-import copy
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -236,19 +234,3 @@ def test_what_travels_is_all_keys_and_values() -> None:
             # A loss needs the keys alone, and of each other rank the number of its rows.
             assert counted == [others, own, own, others, others // 2 + 16, others + 16]
             assert roles <= {"shards", "set-up"}
-
-
-def copies_and_equal_shards() -> str:
-    """Copied and pickled it is the same over these ranks; without a sharding, as many tokens on every rank."""
-    q, k, v, _ = (x[:, :, :24] for x in drawn())
-    selector = fd.BlockSelector(block=4, query_block=4, query_summary="first", choose=fd.TopK(2))
-    many, held = fd.SelectedAttention(selector, mesh=line()), Sharding(24, 2).positions(dist.get_rank())
-    expected = fd.SelectedAttention(selector)(q, k, v, enable_gqa=True)[:, :, held]
-    for each in (many, copy.deepcopy(many), pickle.loads(pickle.dumps(many))):
-        assert_close(each(*(x[:, :, held] for x in (q, k, v)), enable_gqa=True), expected, **TIGHT)
-    return repr(many)
-
-
-def test_copies_and_equal_shards() -> None:
-    shown = on_ranks(2, copies_and_equal_shards)[0]
-    assert "gradient='none', engine=None, mesh=2 ranks, sharding=None" in shown

@@ -333,7 +333,8 @@ def run_time_cases(draw: st.DrawFn, W: int) -> ShardedCase:
     H, N = packed.num_heads, packed.num_keys
     G = draw(st.sampled_from([heads for heads in range(1, H + 1) if H % heads == 0]))
     tensors = tensors_for(H, G, N, B=packed.batch, D=4, sinks=draw(st.booleans()), seed=draw(st.integers(0, 999)))
-    return ShardedCase(packed.pattern, packed.counts, draw(shardings(N, num_ranks=W)), tensors)
+    features = {"dropout_p": draw(st.sampled_from([0.0, 0.4])), "biased": draw(st.booleans())}
+    return ShardedCase(packed.pattern, packed.counts, draw(shardings(N, num_ranks=W)), tensors, **features)
 
 
 @st.composite
