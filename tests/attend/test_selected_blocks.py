@@ -139,22 +139,6 @@ def test_a_plan_counts_what_its_call_computes(beside: str, way: str, gathered: i
     masks.cache().clear()
 
 
-def test_a_plan_of_single_keys_names_its_path():
-    """As many pairs as the table has entries, where blocks of keys would have hundreds of times as many."""
-    chosen = torch.randint(512, (1, 512, 4), generator=torch.Generator().manual_seed(0))
-    pattern = masks.selected_blocks(chosen, block=1, most=4)
-    with mock.patch("flexdilated.masks.planning._planner.plan", side_effect=AssertionError("planned")):
-        report, found = fd.plan(pattern, 512, num_heads=2), masks.describe(pattern, 512, num_heads=2)
-    assert report.computed_pairs == found.computed_pairs == 2 * 512 * 4
-    assert report.block_list_bytes == found.table_bytes == report.attention_memory.tables == 0
-    (term,) = report.terms
-    assert (term.layout, term.shape) == ("table, keys gathered", "table of blocks of 1 x 1")
-    assert "table, keys" in str(report)
-    assert "4,096 computed" in str(found)
-    grouped = masks.selected_blocks(torch.zeros(1, 512, 1, dtype=torch.int64), block=(1, 64), most=1)
-    assert fd.plan(grouped, 512).terms[0].layout == "table, queries grouped"
-
-
 def test_consecutive_heads_share_the_counts_of_a_table():
     chosen = torch.tensor([[[0, -1], [0, -1]], [[0, -1], [0, 1]]])
     found = masks.describe(masks.selected_blocks(chosen, block=4, most=2), 8, num_heads=4)

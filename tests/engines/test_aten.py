@@ -1,4 +1,4 @@
-"""The aten engine: programs of a million tokens, and few tokens in one kernel call under a mask."""
+"""The aten engine: a million tokens, few tokens in one call under a mask, and keys that are hidden here and there."""
 
 from dataclasses import replace
 from time import process_time
@@ -12,13 +12,17 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
+from flexdilated.engines.aten import _aten_op
 from flexdilated.engines.aten._aten_op import plan_aten, portions_on
 from flexdilated.engines.aten._program import make_program
 from flexdilated.masks import Bound, Layout
+from flexdilated.masks.patterns import KeySet
 from flexdilated.masks.planning import CountedPairs
 from flexdilated.masks.planning._planner import Plan
 from flexdilated.masks.planning.lowering._layouts import masked_term
-from tests.support.agreement import assert_agrees
+from tests.support.agreement import assert_agrees, assert_nothing_spreads
+from tests.support.drawn_calls import BAD
+from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import cases, tensors
 
 
@@ -108,3 +112,67 @@ def test_windows_of_900_lengths_hold_one_mask():
     assert stats.evictions == 0
     assert stats.bytes < 8 << 20
     masks.cache().clear()
+
+
+TOKENS = 6000
+
+
+@pytest.fixture
+def always_apart(without_masks, monkeypatch):
+    """Keys are hidden apart from the rule however few they are, and in calls of any number of queries."""
+    monkeypatch.setattr(KeySet, "are_scattered", True)
+    monkeypatch.setattr(_aten_op, "takes_rows", lambda key: False)
+    monkeypatch.setattr(_aten_op, "_packed", lambda *_: None)
+
+
+@st.composite
+def scattered(draw):
+    """(a drawn pattern & visible keys of each batch entry or of all, its counts, its tensors, offsets)."""
+    packed = draw(packed_cases())
+    positions = packed.k_offset + packed.num_keys
+    longest = max(packed.q_offset + packed.num_queries, positions)
+    entries = draw(st.sampled_from([1, packed.batch]))
+    marks = st.lists(st.booleans(), min_size=longest, max_size=longest)
+    visible = torch.tensor([draw(marks)[:positions] for _ in range(entries)])
+    counts = packed.counts * visible[:, None, None, packed.k_offset :]
+    drawn = draw(tensors(packed, batch=packed.batch))
+    return packed.pattern & masks.visible_keys(visible, name="present"), counts, drawn, packed.offsets
+
+
+def attention(pattern, offsets):
+    def attend(q, k, v):
+        options = {"enable_gqa": True, "return_lse": True, "engine": "aten"}
+        return fd.attend(q, k, v, pattern, **options, **offsets)
+
+    return attend
+
+
+@pytest.mark.usefixtures("always_apart")
+@given(scattered(), BAD)
+def test_any_pattern_is_the_oracle(case, value):
+    """And hidden slots reach nothing."""
+    pattern, counts, drawn, offsets = case
+    assert_agrees(attention(pattern, offsets), drawn, counts)
+    assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
+
+
+@pytest.mark.parametrize("rule", [masks.causal(), masks.local_window(left=300, right=300)], ids=str)
+def test_keys_that_are_hidden_have_no_gradient(rule):
+    """Whatever the queries hold."""
+    q, k, v = (torch.randn(1, 2, 1500, 16) for _ in range(3))
+    q[:, :, 700] = torch.nan
+    visible = torch.rand(1500) < 0.6
+    k, v = k.requires_grad_(), v.requires_grad_()
+    fd.attend(q, k, v, rule & masks.visible_keys(visible)).sum().backward()
+    for grad in (k.grad, v.grad):
+        assert grad is not None
+        assert grad[:, :, ~visible].eq(0).all()
+        assert grad[:, :, visible].isnan().any()
+
+
+@pytest.mark.parametrize("rate", [2, 64])
+def test_tokens_in_another_order(rate):
+    x, visible, order = torch.randn(3, 2, 1, TOKENS, 8), torch.rand(2, TOKENS) < 0.5, masks.Layout(TOKENS, rate)
+    rule = (masks.local_window(left=100, right=0) | masks.strided(64) & masks.causal()) & masks.visible_keys(visible)
+    found = order.invert(fd.attend(*order.apply(x), rule, layout=order))
+    torch.testing.assert_close(found, fd.attend(*x, rule), rtol=1e-4, atol=1e-5)

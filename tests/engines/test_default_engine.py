@@ -131,18 +131,6 @@ def test_the_second_call_tells_nothing(told, own_cache) -> None:
     assert told()[len(before) :] == [before[0].replace("the default on cpu", "as the caller names it")]
 
 
-def test_what_goes_and_why(told) -> None:
-    cache = Cache(50, 3)
-    for key in (10, 20, 30):
-        cache.get(("thing", key), lambda: None, lambda _, key=key: key)
-    assert told()[-1] == "evicted thing of any pattern: 10 B, used longest ago"
-    cache.get("large", lambda: None, lambda _: 60)
-    assert told()[-1].startswith("built large of any pattern: 60 B in ")
-    assert told()[-1].endswith(" ms; not kept, as it is over the budget or was forgotten meanwhile")
-    cache.clear()
-    assert told()[-1] == "entries dropped to clear the cache: 2"
-
-
 def test_nothing_is_told_where_debug_is_off(caplog, own_cache) -> None:
     with caplog.at_level(logging.INFO, logger="flexdilated"):
         fd.attend(*qkv(), LONGNET)

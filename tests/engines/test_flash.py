@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,24 +232,6 @@ def test_lists_of_flash_are_no_longer_than_rows(name):
     assert getattr(_handed(FLASH, 100, 2)["block_mask"], name).shape[-1] == 1
     assert getattr(_handed(FLASH, 300, 2)["block_mask"], name).shape[-1] == 2
     assert getattr(_handed("", 100, 2)["block_mask"], name).shape[-1] == 2
-
-
-def test_options_reach_the_graph_of_a_caller():
-    """As constants, in a graph without breaks."""
-    found = []
-
-    def backend(graph: Any, _: Any) -> Callable[..., Any]:
-        calls = [node for node in graph.graph.nodes if "flex_attention" in node.name and len(node.args) > 6]
-        found.extend(node.args[6] for node in calls)
-        return graph.forward
-
-    q = torch.randn(1, 1, 40, 32)
-    options = {"engine": "flex", "kernel_options": {"PRESCALE_QK": True, "num_warps": 4}}
-    compiled = torch.compile(lambda q: fd.attend(q, q, q, masks.causal(), **options), backend=backend, fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(q), fd.attend(q, q, q, masks.causal()))
-    (seen,) = found
-    assert (seen["PRESCALE_QK"], seen["num_warps"]) == (True, 4)
 
 
 GRIDS = (

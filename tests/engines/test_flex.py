@@ -1,11 +1,13 @@
-"""The flex engine: its BlockMasks compiled on CPU, how long their lists are, and what their masks capture."""
+"""The flex engine: its BlockMasks compiled on CPU, how long their lists are, and tables of selected blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -21,16 +23,20 @@ from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.engines import Dropout, Features, allowed_on
 from flexdilated.engines._call import Call
-from flexdilated.engines.flex import _program
+from flexdilated.engines.flex import _program, _selected_flex
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.flex._program import TABLES, FlexProgram
+from flexdilated.engines.flex._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from flexdilated.masks import planning
+from flexdilated.masks.core import Box, Progression
+from flexdilated.masks.patterns import table_split
 from tests.support import oracle
+from tests.support.agreement import assert_agrees
 from tests.support.dense_flex import dense_flex
-from tests.support.strategies import cases
-
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+from tests.support.run_time_strategies import Packed
+from tests.support.strategies import cases, tensors
+from tests.support.ties import NoTies, tied
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -167,3 +173,86 @@ def test_training_on_a_device(compiled):
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     for grad, true_grad in zip(grads, torch.autograd.grad(truth.sum(), host), strict=True):
         torch.testing.assert_close(grad.cpu().double(), true_grad, rtol=0, atol=1e-2)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Packed, tuple[int, int], Tensor]:
+    """A table, with causal order or alone, for blocks that a kernel of 8 x 8 tiles takes."""
+    block = draw(st.sampled_from([1, 2, 3, 4, 8, 16])), draw(st.sampled_from([1, 2, 4, 8, 16, 24]))
+    heads, batch = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
+    queries, keys, q_offset = draw(st.integers(1, 40)), draw(st.integers(1, 50)), draw(st.sampled_from([0, 0, 5, 16]))
+    k_offset = draw(st.sampled_from([0, block[1]]))
+    stop = q_offset + queries
+    columns = -(-(k_offset + keys) // block[1])
+    most, count = draw(st.integers(1, 4)), draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
+    shape = (draw(st.sampled_from([1, batch])), count, -(-stop // block[0]) - q_offset // block[0], most)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+    rows = torch.randint(-1, columns, shape, generator=generator)
+    causal = draw(st.booleans())
+    chosen = masks.selected_blocks(rows, block=block, most=most)
+    positions = torch.arange(q_offset, stop), torch.arange(k_offset, k_offset + keys)
+    rules = [oracle.selected_blocks(each, block, -(-stop // block[0])) for each in rows]
+    rules = [oracle.both(rule, oracle.causal()) for rule in rules] if causal else rules
+    counts = torch.stack([oracle.counts(rule, range(heads), heads, *positions) for rule in rules])
+    pattern = chosen & masks.causal() if causal else chosen
+    sizes = (batch, heads, queries, keys, q_offset, k_offset)
+    return Packed(pattern, counts.expand(batch, -1, -1, -1), *sizes), block, rows
+
+
+def classes_of(case: Packed, rule: masks.Pattern, block: tuple[int, int], rows: int) -> Tensor:
+    """What rows and blocks that are tiles hold: 2 where every pair of theirs is allowed."""
+    columns = -(-case.num_keys // block[1])
+    row, column = (x.flatten() for x in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    q, k = row * block[0] + case.q_offset, column * block[1] + case.k_offset
+    sides = (torch.full_like(q, side) for side in block)
+    box = Box(torch.zeros_like(q), *(Progression(at, 1, side) for at, side in zip((q, k), sides, strict=True)))
+    bounds = rule.count(box, num_heads=case.num_heads)
+    whole = (bounds.low == box.area) & (k + block[1] <= case.k_offset + case.num_keys)
+    return (1 + whole.int()).view(1, rows, columns)
+
+
+def attend_by_table(
+    case: Packed, block: tuple[int, int], rows: Tensor, *, known: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The engine around a dense kernel of 8 x 8 tiles; known: with the classes of rows and blocks that are tiles."""
+    parted = table_split(case.pattern)
+    assert parted is not None
+    rest = parted.rest
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with mock.patch.object(_selected_flex, "TILE", 8):
+            unit = unit_of(block, case.q_offset)
+            assert unit is not None
+            of = SelectedBlocksOf(block, unit, rows.shape[-1], (rows.shape[1], case.num_heads, k.shape[1]))
+            places = map(torch.tensor, (0, case.q_offset, case.k_offset))
+            where = Where(*places, case.q_offset % block[0])
+            rule = rest.mask_mod(num_heads=case.num_heads, device=CPU)
+            classes = classes_of(case, rest, block, rows.shape[2]) if known and unit == 0 else None
+            own = rows - case.k_offset // block[1]
+            return attend_selected(of, rule, where, own, classes, q, k, v, Features(0.5), dense_flex)
+
+    return attend
+
+
+@given(drawn=tables(), known=st.booleans(), is_tied=st.booleans(), data=st.data())
+def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, is_tied: bool, data: st.DataObject):
+    """Also for parts of a row that are equal; no gradient passes a tie."""
+    case, block, rows = drawn
+    qkv = data.draw(tensors(case, batch=case.batch))
+    qkv = tuple(tied(*x.shape, seed=place) for place, x in enumerate(qkv)) if is_tied else qkv
+    by_table = attend_by_table(case, block, rows, known=known)
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with NoTies() if is_tied else nullcontext():
+            return by_table(*tensors)
+
+    assert_agrees(attend, qkv, case.counts, scale=0.5)
+
+
+def test_what_the_kernels_take():
+    """Rows of whole tiles as they are, others gathered by as many as divide a tile; no blocks of keys across tiles."""
+    assert unit_of((128, 128), 0) == unit_of((256, 512), 512) == 0
+    assert unit_of((64, 64), 0) == 64
+    assert unit_of((128, 64), 0) == 128
+    assert unit_of((1, 512), 7) == unit_of((64, 64), 7) == unit_of((48, 64), 0) == 1
+    assert unit_of((128, 96), 0) is None

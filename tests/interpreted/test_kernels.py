@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import product
 from time import process_time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime import triton_heuristics
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
@@ -18,9 +22,8 @@ from flexdilated.distributed import Sharding
 from flexdilated.engines import PlacedCall
 from flexdilated.masks.orders import Placement
 from tests.interpreted.cases import KINDS, Case, blocks, in_graph, results, shares
-from tests.interpreted.emulated_cuda import CALLED, is_template, require
+from tests.interpreted.emulated_cuda import CALLED, is_template, require, triton
 from tests.interpreted.listed_cases import CATALOGUE, FEATURES
-from tests.interpreted.traffic import counted
 from tests.support import oracle
 from tests.support.agreement import gradients
 
@@ -204,3 +207,30 @@ def test_gathers_and_merge_move_little_more_than_they_must(num_tokens: int, reco
     figure = {"figure": round(sum(moved) / least, 3), "target": 1.2}
     record_property(f"flex_bytes: bytes moved over the least, {num_tokens:,} tokens", figure)
     assert 0.9 * least <= sum(moved) <= 1.2 * least
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of each load and store of kernels that run meanwhile; attention's own are made and do not run."""
+    moved: list[int] = []
+    builder = triton("runtime.interpreter").InterpreterBuilder
+
+    def counting(method: Callable[..., Any], mask_place: int) -> Callable[..., Any]:
+        def counted_call(self: Any, pointers: Any, *rest: Any) -> Any:
+            there = np.broadcast_to(rest[mask_place].data, pointers.data.shape)
+            moved.append(len(np.unique(pointers.data[there])) * pointers.get_element_ty().primitive_bitwidth // 8)
+            return method(self, pointers, *rest)
+
+        return counted_call
+
+    run = triton_heuristics.CachingAutotuner.run
+
+    def run_others(self: Any, *arguments: Any, **options: Any) -> Any:
+        return None if is_template(self) else run(self, *arguments, **options)
+
+    # What attention did not write may be anything.
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(triton_heuristics.CachingAutotuner, "run", run_others)
+        patch.setattr(builder, "create_masked_load", counting(builder.create_masked_load, 0))
+        patch.setattr(builder, "create_masked_store", counting(builder.create_masked_store, 1))
+        yield moved
