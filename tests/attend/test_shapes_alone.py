@@ -47,7 +47,7 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_torchs(B, N, M, dtype, engin
     """Any engine, forward and backward, and the lse as wide as it is anywhere."""
     q, k, v = drawn(B, N, M, dtype, "meta")
     logits = torch.zeros(H, device="meta", requires_grad=True) if sinks else None
-    out, lse = fd.attend(q, k, v, p, engine=engine, sinks=logits, return_lse=True)
+    out, lse = fd.attend(q, k, v, p, q_offset=0, engine=engine, sinks=logits, return_lse=True)
     expected = scaled_dot_product_attention(q, k, v)
     assert (out.shape, out.dtype, out.device) == (expected.shape, expected.dtype, expected.device)
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.promote_types(dtype, torch.float32))

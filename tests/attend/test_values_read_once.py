@@ -250,8 +250,7 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
 def test_what_a_function_does_is_kept(name):
     """Against the function itself, called for one pair after another by vmap."""
     *tensors, table = leaves = drawn_tensors(0, 12)
-    score_mod = operations(table)[name]
-    every = score_mod
+    every = operations(table)[name]
     for place in (4, 3, 2, 1):
         every = torch.vmap(every, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
     q, k, v = tensors
@@ -260,7 +259,7 @@ def test_what_a_function_does_is_kept(name):
     exact = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num() @ v
     true_grads = torch.autograd.grad(exact.square().sum(), leaves, materialize_grads=True, allow_unused=True)
     for engine in ("portable", "reference"):
-        out = fd.attend(q, k, v, masks.causal(), score_mod=score_mod, engine=engine)
+        out = fd.attend(q, k, v, masks.causal(), score_mod=operations(table)[name], engine=engine)
         grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True, allow_unused=True)
         for one, true in zip((out, *grads), (exact, *true_grads), strict=True):
             assert_close(one, true, **TIGHT)

@@ -38,7 +38,7 @@ from tests.support.run_time_strategies import Packed
 from tests.support.strategies import cases, tensors
 from tests.support.ties import NoTies, tied
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def attend_by(key: Call, scale: float, **features):
