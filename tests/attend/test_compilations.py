@@ -200,19 +200,6 @@ def test_a_length_marked_dynamic_is_one_graph(mark) -> None:
     assert graphs() == 1
 
 
-@pytest.mark.slow
-def test_a_length_in_flex_may_be_marked_but_not_must() -> None:
-    """The tables of a graph are those of its length."""
-    compiled = torch.compile(lambda q: fd.attend(q, q, q, WINDOWS[0], engine="flex"), backend=as_it_is, fullgraph=True)
-    q = draw(60)
-    torch._dynamo.maybe_mark_dynamic(q, 2)
-    assert_close(compiled(q), fd.attend(q, q, q, WINDOWS[0], engine="reference"))
-    torch.compiler.reset()
-    torch._dynamo.mark_dynamic(q, 2)
-    with pytest.raises(RuntimeError, match="your code specialized it to be a constant"):
-        compiled(q)
-
-
 @pytest.mark.parametrize(("engine", "dynamic"), [("aten", None), ("aten", True), ("flex", None)])
 def test_a_pattern_that_does_not_fit_is_refused_while_tracing(engine: str, dynamic: bool | None) -> None:
     """The check that is not traced is made all the same, with the same words."""

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from random import random
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -40,21 +42,11 @@ def gradient(module, x: Tensor) -> tuple[Tensor, ...]:
     return loss.detach(), *torch.autograd.grad(loss, (module.project.weight, module.sinks))
 
 
-class KeepGraphs:
-    """A backend that runs its graphs as they are, and keeps them."""
-
-    def __init__(self) -> None:
-        self.kept: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]):
-        self.kept.append(graph)
-        return graph
-
-
 @pytest.fixture
-def graphs():
+def graphs() -> Iterator[CompileCounterWithBackend]:
+    """A backend that runs its graphs as they are, and counts them."""
     torch.compiler.reset()
-    yield KeepGraphs()
+    yield CompileCounterWithBackend("eager")
     torch.compiler.reset()
 
 
@@ -72,7 +64,7 @@ def test_training_in_one_graph_at_any_length(graphs):
     """One graph for the first length and one for all others, with nothing recomputed eagerly."""
     assert_trains_as_eager((60, 97, 1, 200), backend=graphs)
     # A length of 1 is a specialisation of torch's own, beside the static and the dynamic graph.
-    assert len(graphs.kept) <= 3
+    assert graphs.frame_count <= 3
 
 
 @pytest.mark.slow
@@ -127,7 +119,7 @@ def test_patterns_are_built_in_a_graph_from_a_size_that_varies(graphs):
     for N in (8, 12):
         x = torch.randn(1, 2, N, 4)
         assert_close(compiled(x), attend(x))
-    assert len(graphs.kept) == 2
+    assert graphs.frame_count == 2
 
 
 @pytest.mark.slow

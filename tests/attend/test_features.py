@@ -39,18 +39,9 @@ def test_half_precision_rounds_scaled_queries_once(dtype: torch.dtype):
     assert fd.attend(q, k, v, PATTERN, scale=scale, enable_gqa=True).equal(wanted)
 
 
-@torch.no_grad()
-def test_caches_join_by_the_numbers_of_their_scales():
-    made = [fd.KVCache(PATTERN, num_heads=4, scale=each) for each in (SCALE, SCALE.clone(), SCALE + 1, 0.5)]
-    for each in made:
-        each.attend(*qkv())
-    made[0].join(made[1])
-    assert len(made[0].positions) == 4
-    for other in made[2:]:
-        with pytest.raises(ValueError, match="got another scale"):
-            made[0].join(other)
+def test_a_cache_takes_no_scale_that_learns():
     learned = fd.KVCache(PATTERN, num_heads=4, scale=SCALE.clone().requires_grad_())
-    with torch.enable_grad(), pytest.raises(ValueError, match="a cache computes no gradients"):
+    with pytest.raises(ValueError, match="a cache computes no gradients"):
         learned.attend(*(x.detach() for x in qkv()))
 
 

@@ -18,8 +18,6 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._rows import MOST_ROWS
 from flexdilated.masks.patterns import table_split
-from tests.attend.test_gradients import errors, outcome
-from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import cases, tensors
@@ -39,9 +37,9 @@ DECODED = {
 }
 
 
-def drawn(N: int, M: int, *, dtype: torch.dtype = torch.float32, H: int = 2, G: int = 2, D: int = 4, B: int = 1):
+def drawn(N: int, M: int, *, D: int = 4, B: int = 1) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(N + M)
-    return tuple(torch.randn(B, h, n, D, generator=generator).to(dtype) for h, n in ((H, N), (G, M), (G, M)))
+    return tuple(torch.randn(B, 2, tokens, D, generator=generator) for tokens in (N, M, M))
 
 
 @given(st.data())
@@ -93,24 +91,6 @@ def test_many_steps_leave_the_cache_as_the_first_did(name, num_queries, steps) -
     assert (stats.misses, stats.entries) == (1, 1)
     # What is kept of the first step serves the last.
     assert_close(out, fd.attend(q, k, v, DECODED[name], q_offset=steps, engine="reference"))
-
-
-@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.float32, 4), (torch.bfloat16, 1), (torch.float16, 4)], ids=str)
-def test_errors_are_those_of_the_plan(dtype, kv_heads) -> None:
-    """Output, lse and gradients in low precision, against float64: rows round no more often than planned calls."""
-    N, M = MOST_ROWS, 509
-    qkv = drawn(N, M, dtype=dtype, H=4, G=kv_heads, D=32)
-    where = {"q_offset": M - N, "enable_gqa": True, "return_lse": True}
-    rule = oracle.both(oracle.longnet([32, 64, 128, 256], [1, 2, 4, 8]), oracle.causal())
-    counts = oracle.counts(rule, range(4), 4, torch.arange(M - N, M), torch.arange(M))
-    for through_lse in (False, True):
-        truth = outcome(lambda *x: oracle.attention(*x, counts), qkv, torch.float64, through_lse)
-        found, planned = (
-            errors(outcome(lambda *x, o=o: fd.attend(*x, LONGNET_4, **where, **o), qkv, dtype, through_lse), truth)
-            for o in ({}, {"block_size": 16})
-        )
-        for name, error, limit in zip(("out", "lse", "dq", "dk", "dv"), found, planned, strict=True):
-            assert error <= 1.25 * limit + 1e-7, f"d{name} is off by {error:.2e}, planned by {limit:.2e}"
 
 
 def test_what_a_pattern_refuses_is_refused() -> None:

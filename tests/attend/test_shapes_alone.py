@@ -298,10 +298,6 @@ class Callable4:
         return score
 
 
-def branching(score, b, h, q_idx, k_idx):
-    return score if q_idx > k_idx else score + 1
-
-
 def counting(score, b, h, q_idx, k_idx):
     SLOPES[h] = score
     return score
@@ -320,11 +316,9 @@ def scripted() -> Callable[[Tensor, Tensor], Tensor]:
     [
         (Callable4(), TypeError, r"must take .*; got \(score, b, h, q_idx\)"),
         (partial(alibi(SLOPES), 1.0), TypeError, r"must take .*; got \(b, h, q_idx, k_idx\)"),
-        (branching, ValueError, "must not branch on values of tensors .*; it called Tensor.__bool__"),
         (lambda s, b, h, q, k: scripted()(s, SLOPES[h]), TypeError, "without TorchScript and torch.func"),
         (lambda s, b, h, q, k: s + scripted()(SLOPES[h], SLOPES[h]), TypeError, "without TorchScript and torch.func"),
         (counting, ValueError, "must not write to tensors that it captured; it called __setitem__"),
-        (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return a tensor; got NoneType"),
         (lambda s, b, h, q, k: torch.zeros(3), ValueError, r"it is called with one score; got shape \(3,\)"),
     ],
 )

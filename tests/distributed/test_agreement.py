@@ -1,4 +1,4 @@
-"""Ranks that disagree find out before anything is sent and are told in what; of a peer that fails all others are told."""
+"""Ranks that disagree find out before anything is sent and are told in what; of a peer that fails all are told."""
 
 from __future__ import annotations
 

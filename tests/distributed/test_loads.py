@@ -1,4 +1,4 @@
-"""What ranks receive: counted without a plan, planned, and received; and the schedule "auto" takes, by bytes and memory."""
+"""What ranks receive: counted without a plan, planned, and received; the schedule "auto" takes, by bytes and memory."""
 
 from __future__ import annotations
 

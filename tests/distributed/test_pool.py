@@ -2,8 +2,9 @@
 
 import copy
 import pickle
-import threading
+from functools import partial
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed.wire import _pool
 from flexdilated.distributed.wire._pool import pool_named
+from tests.support.threads import side_by_side
 
 CPU = torch.device("cpu")
 KIB, MIB = 1 << 10, 1 << 20
@@ -60,28 +62,20 @@ def test_a_lease_has_no_part_in_the_graph_of_an_earlier_one() -> None:
         assert not z.is_inference()
 
 
-class Stream:
-    """What a pool asks of an accelerator's stream."""
-
-    def __init__(self) -> None:
-        self.waited_for = []
-
-    def wait_stream(self, other) -> None:
-        self.waited_for.append(other)
-
-
 def test_a_buffer_stays_on_its_stream(monkeypatch) -> None:
     """No accelerator is here: the streams are stand-ins, the memory is the CPU's."""
-    pool, current = BufferPool(), [Stream()]
+    pool, first, second = BufferPool(), Mock(), Mock()
+    current = [first]
     monkeypatch.setattr(_pool, "_current_stream", lambda device: current[0])
-    first, leased = current[0], lease(pool, MIB)
-    memory, current[0] = address(leased), Stream()
+    leased = lease(pool, MIB)
+    memory, current[0] = address(leased), second
     leased.release()
-    assert first.waited_for == [current[0]], "what was enqueued on the second stream comes before the next lease"
+    # What was enqueued on the second stream comes before the next lease.
+    first.wait_stream.assert_called_once_with(second)
     assert address(lease(pool, MIB)) != memory
     current[0] = first
     assert address(lease(pool, MIB)) == memory
-    assert first.waited_for == first.waited_for[:1]
+    first.wait_stream.assert_called_once()
 
 
 def test_a_captured_graph_gets_memory_of_its_own(monkeypatch) -> None:
@@ -105,11 +99,7 @@ def test_threads_take_turns() -> None:
                 if not bool((x == number).all()):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, num_threads + 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side([partial(work, number) for number in range(1, num_threads + 1)], seconds=200)
     assert wrong == []
     statistics = pool.statistics
     assert (statistics.num_leases, statistics.leased_bytes) == (num_threads * num_steps, 0)

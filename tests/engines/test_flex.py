@@ -247,12 +247,3 @@ def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, is_tied:
             return by_table(*tensors)
 
     assert_agrees(attend, qkv, case.counts, scale=0.5)
-
-
-def test_what_the_kernels_take():
-    """Rows of whole tiles as they are, others gathered by as many as divide a tile; no blocks of keys across tiles."""
-    assert unit_of((128, 128), 0) == unit_of((256, 512), 512) == 0
-    assert unit_of((64, 64), 0) == 64
-    assert unit_of((128, 64), 0) == 128
-    assert unit_of((1, 512), 7) == unit_of((64, 64), 7) == unit_of((48, 64), 0) == 1
-    assert unit_of((128, 96), 0) is None
