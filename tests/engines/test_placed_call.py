@@ -152,6 +152,7 @@ EARLIER = (
 @pytest.mark.parametrize("learns", [False, True])
 def test_only_allowed_pairs_are_asked_about(pattern, learns):
     """Also by the call that finds what a score_mod captures, where autograd is on; no query sees its own key."""
+    torch.manual_seed(0)
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16, dtype=torch.float64))
     table = torch.randn(300, dtype=torch.float64, requires_grad=learns)
     leaves = (q, k, v, table) if learns else (q, k, v)
