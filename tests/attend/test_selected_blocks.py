@@ -1,4 +1,4 @@
-"""Tables of selected blocks: computed as they are, by rows of blocks or query by query, whatever they name."""
+"""Tables of selected blocks, computed as they are; and padding="zeros", the zero keys of torchscale."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo import testing
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.aten import _aten_op, _query_rows
-from flexdilated.masks.patterns import table_split
 from flexdilated.masks.planning.lowering import _table
+from flexdilated.testing import assert_attention_close, check_attention_module, check_pattern
 from flexdilated.testing._drawn_patterns import _selected_blocks
 from flexdilated.testing.strategies import attention_sizes
-from tests.support import oracle
-from tests.support.agreement import assert_agrees
+from tests.support import oracle, published
+from tests.support.agreement import TIGHT, assert_agrees
 from tests.support.run_time_strategies import Packed, run_time_words
 from tests.support.strategies import tensors
 
@@ -87,7 +86,7 @@ WAYS = {
 @settings(max_examples=9)
 @given(data=st.data(), way=st.sampled_from([*WAYS]))
 def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
-    """Output, lse and gradients; few queries, which gain nothing by being grouped, in groups as well."""
+    """Output, lse and gradients, few queries in groups as well; and the pairs that a description counts."""
     case = data.draw(packed(beside))
     drawn = data.draw(tensors(case, batch=case.batch))
     sinks = (torch.linspace(-1, 1, case.num_heads, dtype=torch.float64).requires_grad_(),)
@@ -97,6 +96,12 @@ def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
 
     with mock.patch.multiple(_table, _PARTS_BYTES=1 << 12, **WAYS[way]):
         assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
+    if case.batch == 1:
+        sizes = {"num_heads": case.num_heads, **case.offsets}
+        found = masks.describe(case.pattern, case.num_queries, case.num_keys, **sizes)
+        pairs = {head: share.pairs for share in found.heads for head in share.heads}
+        assert found.useful_pairs == case.counts.sum()
+        assert [pairs[head] for head in range(case.num_heads)] == case.counts[0].sum((1, 2)).tolist()
 
 
 @contextmanager
@@ -136,90 +141,11 @@ def test_a_plan_counts_what_its_call_computes(beside: str, way: str, gathered: i
     masks.cache().clear()
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@settings(max_examples=8)
-@given(data=st.data())
-def test_a_description_counts_the_pairs_of_a_table(beside: str, data: st.DataObject):
-    """Of every head, and at any offsets."""
-    case = data.draw(packed(beside, batch=1))
-    sizes = {"num_heads": case.num_heads, "q_offset": case.q_offset, "k_offset": case.k_offset}
-    found = masks.describe(case.pattern, case.num_queries, case.num_keys, **sizes)
-    assert found.useful_pairs == case.counts.sum()
-    assert found.computed_pairs >= 0
-    of_heads = {head: share.pairs for share in found.heads for head in share.heads}
-    assert [of_heads[head] for head in range(case.num_heads)] == case.counts[0].sum((1, 2)).tolist()
-
-
-def test_a_plan_of_single_keys_names_its_path():
-    """As many pairs as the table has entries, where blocks of keys would have hundreds of times as many."""
-    chosen = torch.randint(512, (1, 512, 4), generator=torch.Generator().manual_seed(0))
-    pattern = masks.selected_blocks(chosen, block=1, most=4)
-    with mock.patch("flexdilated.masks.planning._planner.plan", side_effect=AssertionError("planned")):
-        report, found = fd.plan(pattern, 512, num_heads=2), masks.describe(pattern, 512, num_heads=2)
-    assert report.computed_pairs == found.computed_pairs == 2 * 512 * 4
-    assert report.block_list_bytes == found.table_bytes == report.attention_memory.tables == 0
-    (term,) = report.terms
-    assert (term.layout, term.shape) == ("table, keys gathered", "table of blocks of 1 x 1")
-    assert "table, keys" in str(report)
-    assert "4,096 computed" in str(found)
-    grouped = masks.selected_blocks(torch.zeros(1, 512, 1, dtype=torch.int64), block=(1, 64), most=1)
-    assert fd.plan(grouped, 512).terms[0].layout == "table, queries grouped"
-
-
 def test_consecutive_heads_share_the_counts_of_a_table():
     chosen = torch.tensor([[[0, -1], [0, -1]], [[0, -1], [0, 1]]])
     found = masks.describe(masks.selected_blocks(chosen, block=4, most=2), 8, num_heads=4)
     assert [(each.heads, each.pairs) for each in found.heads] == [((0, 1), 32), ((2, 3), 48)]
     assert (found.full_blocks, found.partial_blocks) == (10, 0)
-
-
-def test_engines_without_the_table_path_plan_their_blocks():
-    chosen = torch.randint(256, (1, 256, 4), generator=torch.Generator().manual_seed(0))
-    pattern = masks.selected_blocks(chosen, block=1, most=4)
-    report = fd.plan(pattern, 256, device="cuda")
-    assert report.computed_pairs > 50 * report.useful_pairs
-    assert not any(each.shape.startswith("table") for each in report.terms)
-    twice = pattern + pattern  # no split: each table counts once more
-    assert fd.plan(twice, 256).computed_pairs > 25 * fd.plan(twice, 256).useful_pairs
-
-
-def test_tables_that_differ_by_entry_are_described_one_by_one():
-    pattern = masks.selected_blocks(torch.tensor([[[[0], [0]]], [[[1], [0]]]]), block=4, most=1)
-    with pytest.raises(ValueError, match="bounds and block counts need a single batch entry"):
-        masks.describe(pattern, 8)
-    with pytest.raises(ValueError, match="plan takes a pattern of one batch entry"):
-        fd.plan(pattern, 8)
-
-
-def test_a_table_has_no_ways_to_measure():
-    pattern = masks.selected_blocks(torch.tensor([[[0], [0]]]), block=4, most=1)
-    with pytest.raises(ValueError, match="is computed in one way: leave measure out, and time attend; got"):
-        fd.plan(pattern, 8, measure=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", [(32, 32), (1, 16)])
-def test_errors_are_those_of_dense_attention(block, dtype):
-    """Sums over parts are wide, whatever the inputs are."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 512, 32, generator=generator).to(dtype).requires_grad_() for _ in range(3))
-    rows, columns = 512 // block[0], 512 // block[1]
-    chosen = torch.rand(2, rows, columns, generator=generator).argsort(-1)[..., :5]
-    pattern = (masks.selected_blocks(chosen, block=block, most=5) | masks.chunked(32)) & CAUSAL
-    grad = torch.randn(q.shape, generator=generator).to(dtype)
-
-    def outcome(attend) -> list[Tensor]:
-        out = attend()
-        return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), grad))]
-
-    found = outcome(lambda: fd.attend(q, k, v, pattern))
-    exact = outcome(lambda: fd.attend(q.double(), k.double(), v.double(), pattern, engine="reference"))
-    dense = outcome(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    exact_dense = outcome(
-        lambda: torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-    )
-    for one, true, other, true_other in zip(found, exact, dense, exact_dense, strict=True):
-        assert (one - true).norm() / true.norm() < 3 * (other - true_other).norm() / true_other.norm()
 
 
 @pytest.mark.parametrize("block", [(16, 16), (4, 8), (1, 8)])
@@ -253,76 +179,155 @@ def test_a_forwards_choice_is_its_backwards():
         assert torch.equal(found, true)
 
 
-def test_where_a_table_may_stand():
-    chosen, own = masks.selected_blocks("chosen", block=4, most=2), masks.chunked(4)
-    parted = table_split((chosen | own) & CAUSAL)
-    assert parted is not None
-    assert (parted.leaf, parted.rest, parted.others) == (chosen, ~own & CAUSAL, own & CAUSAL)
-    parted = table_split(own + (chosen & CAUSAL) + CAUSAL)
-    assert parted is not None
-    assert (parted.rest, parted.others) == (CAUSAL, own + CAUSAL)
-    assert table_split(~chosen & CAUSAL) is None
-    assert table_split((chosen & CAUSAL) | (chosen & own)) is None
-    assert table_split(CAUSAL) is None
-
-
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        (torch.zeros(4, 2), r"shape \(tables, rows, most\) .* most=2; got \(4, 2\)"),
         (torch.zeros(1, 4, 3), r"most=2; got \(1, 4, 3\)"),
-        (torch.zeros(1, 0, 2), r"without empty dims and with most=2; got \(1, 0, 2\)"),
-        (torch.zeros(1, 5, 2), "at most one row for each block of 4 .*; got 5 rows for 16"),
         (torch.zeros(1, 3, 2), "got 3 rows, the first for position 4, and queries from 0 on"),
         (torch.zeros(3, 4, 2), "a number of tables that divides the number of heads; got 3 for 2 heads"),
-        (torch.zeros(3, 1, 4, 2), "batch entries; got 3"),
         (torch.full((1, 4, 2), 4), "below the 4 blocks of 4 keys .*; got 4 in row 0 of table 0"),
     ],
 )
-@pytest.mark.parametrize("inner", [False, True], ids=["as it is", "planned"])
-def test_bad_tables(table, says, inner):
-    q, pattern = torch.randn(2, 2, 16, 4), masks.selected_blocks("chosen", block=4, most=2)
-    pattern = ~pattern if inner else pattern
+def test_bad_tables_are_refused_where_they_are_planned(table, says):
+    """In the words for tables that are computed as they are, which tests/project/errors.md has."""
+    q, pattern = torch.randn(2, 2, 16, 4), ~masks.selected_blocks("chosen", block=4, most=2)
     with pytest.raises(ValueError, match=says):
         fd.attend(q, q, q, pattern, bindings={"chosen": table.long()})
     with pytest.raises(TypeError, match=r"must be integers; got a tensor of torch.float32"):
         fd.attend(q, q, q, pattern, bindings={"chosen": torch.zeros(1, 4, 2)})
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
-        ({"block": 0}, ValueError, "block must be at least 1; got block=0"),
-        ({"block": (4, 0)}, ValueError, "block must be at least 1"),
-        ({"block": (4, 4, 4)}, ValueError, r"block must be one number or \(tokens of a query block, "),
-        ({"block": 2.5}, TypeError, "block must be an integer"),
-        ({"most": 0}, ValueError, "most must be at least 1"),
-        ({"name": "a b"}, ValueError, "must be an identifier"),
-    ],
-)
-def test_bad_parameters(options, error, says):
-    with pytest.raises(error, match=says):
-        masks.selected_blocks(torch.zeros(1, 1, 1).long(), **{"block": 4, "most": 1} | options)
+LADDER = ((8, 20, 50), (1, 3, 4))
+PADDED = masks.longnet(*LADDER, offsets="contiguous", padding="zeros")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
-def test_one_graph_for_all_choices(block):
-    """Compiled equals eager, with gradients, and another choice needs no other graph."""
-    pattern = (masks.selected_blocks("chosen", block=block, most=2) | masks.chunked(16)) & CAUSAL
-    compilations = testing.CompileCounterWithBackend("aot_eager")
+def drawn(H: int, N: int, *, dtype=torch.float64, seed: int = 0, requires_grad: bool = False):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, H, N, 4, generator=generator, dtype=dtype, requires_grad=requires_grad) for _ in "qkv")
 
-    def step(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
-        return fd.attend(q * 2, k, v, pattern, bindings={"chosen": chosen}).sin()
 
-    torch.compiler.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=compilations)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        leaves = [torch.randn(2, 2, 64, 8, generator=generator, requires_grad=True) for _ in range(3)]
-        chosen = torch.randint(-1, 4, (2, 2, 64 // block[0], 2), generator=generator)
-        found, true = compiled(*leaves, chosen), step(*leaves, chosen)
-        assert_close(found, true)
-        for one, other in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (found, true)), strict=True):
-            assert_close(one, other)
-    assert compilations.frame_count == 1
+@st.composite
+def ladders(draw: st.DrawFn, longest: int = 60) -> tuple[list[int], list[int]]:
+    branches = draw(st.lists(st.tuples(st.integers(1, longest), st.integers(1, 7)), min_size=1, max_size=4))
+    segments, rates = zip(*branches, strict=True)
+    return [*segments], [*rates]
+
+
+@given(ladders(), st.integers(1, 6), st.integers(1, 120), st.sampled_from(["contiguous", "interleaved"]))
+def test_rows_are_the_published_ones(ladder, H, N, offsets) -> None:
+    """Output, lse and gradients through both; each segment's rows stand where its tokens do."""
+    q, k, v = drawn(H, N, requires_grad=True)
+    pattern = masks.longnet(*ladder, offsets=offsets, padding="zeros")
+    found = fd.attend(q, k, v, pattern, return_lse=True)
+    truth = published.dilated_attention(q, k, v, *ladder, offsets=offsets, shifted=False)
+    seen = truth[1].isfinite()
+    grads = [torch.autograd.grad(out.sin().sum() + lse[seen].sum(), (q, k, v)) for out, lse in (found, truth)]
+    for one, other in zip((*found, *grads[0]), (*truth, *grads[1]), strict=True):
+        assert_close(one, other, **TIGHT)
+
+
+def test_causal_order_hides_them() -> None:
+    """Also written the other way round, and all at once; what is left has no padding."""
+    exact = masks.longnet(*LADDER, offsets="contiguous") & masks.causal()
+    assert PADDED & masks.causal() == masks.causal() & PADDED == exact
+    assert not masks.parse(f"{PADDED!r} & strided(2) & causal()").pads
+    q, k, v = drawn(3, 57)
+    rows = [x[:, :, :23] for x in (q, k, v)]
+    assert_close(fd.attend(q, k, v, PADDED & masks.causal())[:, :, :23], fd.attend(*rows, exact), **TIGHT)
+
+
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+def test_options_of_a_call(engine) -> None:
+    """Layouts, sinks, grouped heads, some of the heads, and some of the queries."""
+    q, k, v = drawn(6, 57)
+    out, lse = fd.attend(q, k, v, PADDED, engine=engine, return_lse=True)
+    truth = published.dilated_attention(q, k, v, *LADDER, shifted=False)
+    assert_close((out, lse), truth, **TIGHT)
+
+    layout = masks.layout(PADDED, 57)
+    assert layout.rate > 1
+    permuted = fd.attend(*(layout.apply(x) for x in (q, k, v)), PADDED, layout=layout, engine=engine)
+    assert_close(layout.invert(permuted), out, **TIGHT)
+
+    some = fd.attend(q[:, 2:5], k[:, 2:5], v[:, 2:5], PADDED, head_offset=2, num_heads_global=6, engine=engine)
+    assert_close(some, out[:, 2:5], **TIGHT)
+    assert_close(fd.attend(q[:, :, 30:41], k, v, PADDED, q_offset=30, engine=engine), out[:, :, 30:41], **TIGHT)
+
+    groups = fd.attend(q, k[:, :2], v[:, :2], PADDED, enable_gqa=True, engine=engine)
+    keys, values = (x[:, :2].repeat_interleave(3, dim=1) for x in (k, v))
+    assert_close(groups, published.dilated_attention(q, keys, values, *LADDER, shifted=False)[0], **TIGHT)
+
+    scale = torch.linspace(-1, 2, 6, dtype=torch.float64)  # of each head; that of zero keys is still 0
+    scaled = fd.attend(q, k, v, PADDED, scale=scale, engine=engine)
+    by_hand = q * scale[:, None, None] * q.shape[-1] ** 0.5
+    assert_close(scaled, published.dilated_attention(by_hand, k, v, *LADDER, shifted=False)[0], **TIGHT)
+
+    sinks = torch.randn(6, dtype=torch.float64)
+    with_sinks, sunk = fd.attend(q, k, v, PADDED, sinks=sinks, engine=engine, return_lse=True)
+    assert_close(sunk, torch.logaddexp(lse, sinks[:, None].expand_as(lse)), **TIGHT)
+    assert_close(with_sinks, out * (lse - sunk).exp()[..., None], **TIGHT)
+
+
+def test_a_sum_keeps_them() -> None:
+    q, k, v = drawn(3, 31)
+    out, lse = fd.attend(q, k, v, PADDED + masks.causal(), return_lse=True)
+    parts = [fd.attend(q, k, v, part, return_lse=True) for part in (PADDED, masks.causal())]
+    assert_close(lse, torch.logaddexp(parts[0][1], parts[1][1]), **TIGHT)
+    assert_close(out, sum(each * (own - lse).exp()[..., None] for each, own in parts), **TIGHT)
+
+
+def test_half_precision_and_meta() -> None:
+    q, k, v = drawn(3, 57, dtype=torch.bfloat16, requires_grad=True)
+    out, lse = fd.attend(q, k, v, PADDED, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    assert_attention_close(out, q, k, v, PADDED, lse=lse, gradients=True)
+    assert fd.attend(*(x.to("meta") for x in (q, k, v)), PADDED).shape == q.shape
+    assert fd.attend(*(x[:, :, :0] for x in (q, k, v)), PADDED).shape == (2, 3, 0, 4)
+
+
+def test_the_definition_has_them_too() -> None:
+    """The checks for users know the zero keys, and miss them where they are forgotten."""
+    q, k, v = drawn(3, 57, dtype=torch.float32)
+    check_pattern(PADDED, num_heads=3, max_tokens=60, examples=6)
+    compiled = ("compile", "recompilation")  # as in test_it_compiles
+    check_attention_module(lambda: fd.BlockSparseAttention(PADDED), PADDED, max_tokens=40, examples=2, skip=compiled)
+    assert_attention_close(fd.attend(q, k, v, PADDED), q, k, v, PADDED)
+    for computed, claimed in ((PADDED.unpadded, PADDED), (PADDED, PADDED.unpadded)):
+        with pytest.raises(AssertionError, match="out is wrong"):
+            assert_attention_close(fd.attend(q, k, v, computed), q, k, v, claimed)
+
+
+def test_rows_that_zero_keys_fill() -> None:
+    """Scores far below 0: what is left of a row is as exact as any."""
+    q, k, v = drawn(1, 9, dtype=torch.float32)
+    k, q = -20 * q, q.requires_grad_()
+    k, v, pattern = k.requires_grad_(), v.requires_grad_(), masks.longnet((8,), (1,), padding="zeros")
+    out, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    assert 0 < out[:, :, 8].abs().max() < 1e-3
+    assert_attention_close(out, q, k, v, pattern, lse=lse, gradients=True)
+
+
+def test_received_attention_leaves_out_what_zero_keys_take() -> None:
+    q, k, v = drawn(3, 57)
+    lse = fd.attend(q, k, v, PADDED, return_lse=True)[1]
+    exact = fd.attend(q, k, v, PADDED.unpadded, return_lse=True)[1]
+    for engine in ("aten", "reference"):
+        received = fd.attention_received(q, k, lse, PADDED, engine=engine)
+        assert_close(received.sum(-1), (exact - lse).exp().sum(-1), **TIGHT)
+
+
+def test_texts() -> None:
+    one = masks.longnet((8,), (3,), padding="zeros")
+    both = PADDED + masks.longnet((8,), (3,), offsets="contiguous")
+    for pattern in (PADDED, one, both, PADDED + one):
+        assert masks.parse(repr(pattern)) == masks.from_json(masks.to_json(pattern)) == pattern
+    assert repr(one) == "longnet((8,), (3,), padding='zeros')"
+    assert one != masks.longnet((8,), (3,))
+    assert "has 7 zero keys" in str(masks.explain(PADDED, query=56, key=56, num_heads=3, num_tokens=57))
+    unknown = str(masks.explain(PADDED, query=48, key=48, num_heads=3))
+    assert "an unknown number of zero keys besides: give num_tokens to count them" in unknown
+    described = masks.describe(PADDED, 57, num_heads=3)
+    assert "zero keys" in str(described)
+    counts = PADDED.zero_keys(torch.arange(3)[:, None], torch.arange(57), num_heads=3, num_tokens=57)
+    assert described.zero_keys == counts.sum()
+    assert "zero keys" not in str(masks.describe(PADDED.unpadded, 57, num_heads=3))

@@ -1,8 +1,10 @@
-"""As torch's attention: calls of meta tensors, calls with a size of 0, and outputs that are tensors like any other."""
+"""Calls as those of torch's attention: meta tensors, sizes of 0, outputs, autocast, offsets, and what is refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import masks
+from flexdilated import _engine_choice, masks
+from tests.support.agreement import TIGHT
 
 H, D = 2, 16
 PATTERN = masks.longnet([4, 8], [1, 2]) & masks.causal()
@@ -43,7 +47,7 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_torchs(B, N, M, dtype, engin
     """Any engine, forward and backward, and the lse as wide as it is anywhere."""
     q, k, v = drawn(B, N, M, dtype, "meta")
     logits = torch.zeros(H, device="meta", requires_grad=True) if sinks else None
-    out, lse = fd.attend(q, k, v, p, engine=engine, sinks=logits, return_lse=True)
+    out, lse = fd.attend(q, k, v, p, q_offset=0, engine=engine, sinks=logits, return_lse=True)
     expected = scaled_dot_product_attention(q, k, v)
     assert (out.shape, out.dtype, out.device) == (expected.shape, expected.dtype, expected.device)
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.promote_types(dtype, torch.float32))
@@ -106,8 +110,6 @@ def test_modules_and_caches_take_an_empty_batch(B: int, N: int) -> None:
 
 def called(way: str, q: Tensor, p: Any, **options: Any) -> list[Tensor]:
     """All that comes out of a call, some of which autograd records."""
-    if way == "module":
-        return [fd.BlockSparseAttention(p)(q, q, q)]
     if way == "cache":
         return [fd.KVCache(PATTERN, num_heads=H).attend(q, q, q)]
     found = fd.attend(q, q, q, p, **options)
@@ -115,13 +117,11 @@ def called(way: str, q: Tensor, p: Any, **options: Any) -> list[Tensor]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "out": {},
     "out and lse": {"return_lse": True},
     "sinks": {"return_lse": True, "sinks": torch.zeros(H)},
     "reference": {"return_lse": True, "engine": "reference"},
     "layout": {"return_lse": True, "layout": masks.Layout(12, 2)},
     "blocks": {"block_size": 4},
-    "module": {},
     "cache": {},
 }
 
@@ -153,25 +153,6 @@ def test_what_comes_out_can_be_written_into(way, dtype, recorded, heads_last, p)
             assert_close(grad, (plain + 1).masked_fill(plain.isinf(), 0.0).sum().to(dtype), rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.slow
-def test_a_compiled_graph_writes_in_place() -> None:
-    """What no backward needs; the gradients go to what it was written with."""
-    torch.compiler.reset()
-
-    def in_place(q: Tensor, factor: Tensor) -> Tensor:
-        out, lse = fd.attend(q, q, q, PATTERN, return_lse=True)
-        out += 1
-        out.mul_(factor)
-        lse.mul_(factor)
-        return out.square().sum() + lse.sum()
-
-    q, factor = torch.randn(1, H, 8, D), torch.full((), 3.0, requires_grad=True)
-    compiled: Callable[..., Tensor] = torch.compile(in_place, fullgraph=True, backend="aot_eager")
-    out, lse = fd.attend(q, q, q, PATTERN, return_lse=True)
-    expected = 2 * factor * (out + 1).square().sum() + lse.sum()
-    assert_close(torch.autograd.grad(compiled(q, factor), factor)[0], expected.detach())
-
-
 def test_an_output_that_a_backward_needs_says_so() -> None:
     """As torch's own attention does: no gradient is computed from what was written over."""
     for attend in (lambda q: fd.attend(q, q, q, PATTERN), lambda q: scaled_dot_product_attention(q, q, q)):
@@ -196,3 +177,181 @@ def test_nested_tensors_are_refused(place: int, kind: torch.layout) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=f"{'qkv'[place]} must be a dense tensor; got a nested one"):
             call(*x)
+
+
+LONGNET = masks.longnet([8, 16], [1, 2])
+
+
+def tensors(B=1, H=4, G=4, N=12, M=12, D=8, **options) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, heads, tokens, D, **options) for heads, tokens in ((H, N), (G, M), (G, M)))
+    return q, k, v
+
+
+def test_more_heads_than_models_have_are_likely_to_be_tokens():
+    """It warns: some pack a batch into the heads."""
+    q, k, v = (x.transpose(1, 2) for x in tensors(N=300, M=300))
+    with pytest.warns(UserWarning, match=r"q has 300 heads of 4 tokens, .* as x\.transpose\(1, 2\)"):
+        fd.attend(q, k, v, LONGNET)
+    q, k, v = tensors(H=300, G=300, N=300, M=300, D=1)
+    fd.attend(q, k, v, LONGNET)  # as many tokens
+
+
+def test_few_causal_queries_say_where_they_are():
+    """q_offset=0 is the answer None has elsewhere; what is not causal, and more queries, need none."""
+    q, k, v = tensors(N=3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="write q_offset=9 if the queries are the last tokens, or q_offset=0"):
+        fd.attend(q, k, v, LONGNET & masks.causal())
+    first = fd.attend(q, k, v, LONGNET & masks.causal(), q_offset=0)
+    assert_close(first, fd.attend(q, k[:, :, :3], v[:, :, :3], LONGNET & masks.causal()), **TIGHT)
+    for pattern in (LONGNET, masks.prefix_lm(2), masks.local_window(left=2, right=1)):
+        assert_close(fd.attend(q, k, v, pattern), fd.attend(q, k, v, pattern, q_offset=0), rtol=0, atol=0)
+    fd.attend(k, q, q, masks.causal())
+
+
+def test_the_output_alone_or_with_its_lse():
+    given = tensors()
+    out = fd.attend(*given, LONGNET)
+    pair = fd.attend(*given, LONGNET, return_lse=True)
+    assert isinstance(pair, tuple)
+    assert torch.equal(out, pair[0])
+    assert (out.shape, pair[1].shape) == ((1, 4, 12, 8), (1, 4, 12))
+
+
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_as_sdpa_does(engine, dtype):
+    q, k, v = tensors()
+    with torch.autocast("cpu", dtype):
+        found = fd.attend(q, k.half(), v.to(dtype), LONGNET, engine=engine)
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert found.dtype == dense.dtype == dtype
+    assert torch.equal(found, fd.attend(q.to(dtype), k.half().to(dtype), v.to(dtype), LONGNET, engine=engine))
+
+
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
+def test_autocast_leaves_what_sdpa_leaves(engine):
+    """Float64 stays float64, and integers stay an error."""
+    q, k, v = (x.double() for x in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fd.attend(q, k, v, LONGNET, engine=engine)
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == found.dtype == torch.float64
+        with pytest.raises(TypeError, match=r"q must be float32, .*; got torch\.int64"):
+            fd.attend(q.long(), k, v, LONGNET, engine=engine)
+    assert torch.equal(found, fd.attend(q, k, v, LONGNET, engine=engine))
+
+
+def test_autocast_sends_gradients_back_in_the_input_dtype():
+    given = tensors(requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fd.attend(*given, LONGNET)
+    found = torch.autograd.grad(out.float().square().sum(), given)
+    expected = torch.autograd.grad(fd.attend(*given, LONGNET).square().sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_a_full_int_is_a_scale():
+    given = tensors()
+    assert torch.equal(fd.attend(*given, LONGNET, scale=1), fd.attend(*given, LONGNET, scale=1.0))
+    mean = fd.attend(*given, masks.longnet([12], [1]), scale=0)
+    assert_close(mean, given[2].mean(2, keepdim=True).expand_as(mean))
+
+
+@pytest.mark.parametrize("D", [1, 3, 24, 48, 65])
+def test_any_head_dim(D):
+    given = tensors(D=D, dtype=torch.float64)
+    assert_close(fd.attend(*given, LONGNET), fd.attend(*given, LONGNET, engine="reference"), **TIGHT)
+
+
+CAUSAL, MIXTURE = masks.causal(), masks.longnet([8, 16], [1, 2])
+Q, K, V = torch.randn(3, 1, 4, 12, 8)
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.05])
+
+
+def fresh(D: int = 8, **how: Any) -> dict[str, Tensor]:
+    return {name: torch.randn(1, 4, 12, D, **how) for name in "qkv"}
+
+
+def refused(error: type[Exception], says: str, call: dict[str, Any]) -> None:
+    """The call raises, and leaves the cache and the inputs as they were."""
+    call = {"q": Q, "k": K, "v": V, "pattern": MIXTURE} | call
+    inputs = [x for x in call.values() if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_sparse]
+    before, copies = masks.cache().stats(), [x.clone() for x in inputs]
+    given = [call.pop(name) for name in ("q", "k", "v", "pattern")]
+    with pytest.raises(error, match=says):
+        fd.attend(*given, **call)
+    assert masks.cache().stats() == before
+    assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
+
+
+def alibi(slopes: Tensor):
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score - slopes[h] * (q_idx - k_idx).abs()
+
+    return score_mod
+
+
+class Callable4:
+    def __call__(self, score, b, h, q_idx):
+        return score
+
+
+def counting(score, b, h, q_idx, k_idx):
+    SLOPES[h] = score
+    return score
+
+
+@cache
+def scripted() -> Callable[[Tensor, Tensor], Tensor]:
+    """It computes where nothing sees it; its result would be taken for a table."""
+    code = "def add(score, bias):\n    # type: (Tensor, Tensor) -> Tensor\n    return score + bias\n"
+    return torch.jit.CompilationUnit(code).add
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("score_mod", "error", "says"),
+    [
+        (Callable4(), TypeError, r"must take .*; got \(score, b, h, q_idx\)"),
+        (partial(alibi(SLOPES), 1.0), TypeError, r"must take .*; got \(b, h, q_idx, k_idx\)"),
+        (lambda s, b, h, q, k: scripted()(s, SLOPES[h]), TypeError, "without TorchScript and torch.func"),
+        (lambda s, b, h, q, k: s + scripted()(SLOPES[h], SLOPES[h]), TypeError, "without TorchScript and torch.func"),
+        (counting, ValueError, "must not write to tensors that it captured; it called __setitem__"),
+        (lambda s, b, h, q, k: torch.zeros(3), ValueError, r"it is called with one score; got shape \(3,\)"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["flex", "reference", "portable"])
+def test_score_mods(engine, score_mod, error, says) -> None:
+    refused(error, says, {"engine": engine, "pattern": CAUSAL, "score_mod": score_mod})
+
+
+def test_flex_says_that_it_needs_a_compiler(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    flex = {"engine": "flex", "pattern": CAUSAL}
+    refused(ValueError, "no-such-compiler.*engine='aten' serves it", flex)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    refused(ValueError, "no C.. compiler.*engine='aten' serves it", flex)
+    assert fd.attend(Q, K, V, CAUSAL).isfinite().all()
+
+
+def test_a_refused_call_draws_no_seed() -> None:
+    before = torch.get_rng_state()
+    refused(ValueError, "without attention dropout", {"engine": "aten", "dropout_p": 0.1})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_on_other_devices(monkeypatch) -> None:
+    unit = 64 if torch.__version__ >= "2.15" else 128  # newer torch has smaller tiles
+    with FakeTensorMode():  # stands in for devices that are not there
+        says = "on CPU and CUDA; got tensors on xpu:0. engine='portable'"
+        refused(ValueError, says, {"engine": "aten", **fresh(device="xpu")})
+        says = "no float64 kernels on cuda; engine='portable'"
+        refused(ValueError, says, {"engine": "aten", **fresh(device="cuda", dtype=torch.float64)})
+        monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
+        for sides in ((128, 96), (96, 128), (32, 32)):
+            rule = f"flex on xpu takes blocks whose sides are multiples of {unit} "
+            says = rf"{rule}.*got block_size={re.escape(str(sides))}"
+            refused(ValueError, says, {"block_size": sides, **fresh(D=16, device="xpu", dtype=torch.bfloat16)})

@@ -172,7 +172,7 @@ class Requests:
         *,
         sinks: Tensor | None = None,
         function: str | None = None,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
         **options: Any,
     ) -> None:
         where = {"head_offset": case.head_offset, "num_heads_global": case.num_heads_global, "scale": scale}
@@ -189,7 +189,8 @@ class Requests:
         )
         rule = self.score_mod(range(3)) or (lambda score, *_: score)
         modify = {"modify": lambda scores: rule(scores, b, h, at[:, None], at).expand(scores.shape)}
-        self.expected = oracle.attention(*tensors, self.counts, scale, sinks, **modify)[0]
+        factor = scale.reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale
+        self.expected = oracle.attention(*tensors, self.counts, factor, sinks, **modify)[0]
         self.samples: list[Sample] = []
 
     def score_mod(self, sequences: Sequence[int]) -> ScoreMod | None:

@@ -92,15 +92,6 @@ def test_a_longnet_of_segments_takes_whole_segments() -> None:
     assert [cache.num_tokens for cache in caches] == [32, 32]
 
 
-def test_memory_of_a_long_generation_is_bounded() -> None:
-    model = model_of(replace(TINY, depth=1))
-    caches = model.new_caches(capacity=256)
-    with torch.no_grad():
-        for part in prompt_of(B=1, N=600).split(60, dim=1):
-            model(part, caches=caches)
-    assert all(cache.num_kept <= 256 for cache in caches)
-
-
 def test_equal_generators_equal_tokens() -> None:
     model = model_of(TINY)
     drawn = [
@@ -165,32 +156,11 @@ def test_draws_follow_the_probabilities(options, expected) -> None:
     assert ((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / 20000).sqrt() + 1e-9).all()
 
 
-BAD = {
-    "no number": ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
-    "top_p": ({"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1; got top_p=0.0"),
-    "chunk": ({"prefill_chunk": 0}, ValueError, "prefill_chunk must be at least 1; got prefill_chunk=0"),
-    "stop": ({"stop": "."}, TypeError, "stop must be an integer"),
-}
-
-
-@pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
-def test_bad_options(options, error, message) -> None:
-    with pytest.raises(error, match=message):
-        model_of(TINY).generate(prompt_of(), **{"max_new_tokens": 2, **options})
-
-
 @pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1e-300}, {"top_p": 1e-300}, {"top_k": 1}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_most_likely_token_always_stays(options, dtype) -> None:
     logits = 50 * torch.randn(4, V, dtype=dtype, generator=torch.Generator().manual_seed(1))
     assert torch.equal(Sampling(**options).draw(logits), logits.argmax(-1))
-
-
-def test_models_that_cannot() -> None:
-    with pytest.raises(ValueError, match="got vocab_size=None, causal=True"):
-        model_of(replace(TINY, vocab_size=None)).generate(prompt_of(), max_new_tokens=1)
-    with pytest.raises(TypeError, match=r"tokens must be int64; got torch\.float32"):
-        model_of(TINY).generate(torch.zeros(1, 3), max_new_tokens=1)
 
 
 def test_caches_that_do_not_fit() -> None:
@@ -199,14 +169,8 @@ def test_caches_that_do_not_fit() -> None:
         model(prompt_of(), caches=model.new_caches())
     with torch.no_grad():
         model(prompt_of(), caches=(caches := model.new_caches()))
-        for wrong in (3, [caches, caches]):
-            with pytest.raises(TypeError, match="caches must be a sequence of KVCache, as new_caches makes them"):
-                model(prompt_of(), caches=wrong)
         caches[1].crop(torch.tensor([23, 5]))
         with pytest.raises(ValueError, match=r"got 2 with \[23, \[23, 5\]\] tokens"):
-            model(prompt_of(), caches=caches)
-        caches[0].reset()
-        with pytest.raises(ValueError, match=r"got 2 with \[0, \[23, 5\]\] tokens"):
             model(prompt_of(), caches=caches)
 
 

@@ -1,4 +1,4 @@
-"""What caches refuse, in tables, and calls that are interrupted: they change nothing. errors.md has more."""
+"""Where chunks of a cache end, what caches refuse, and calls that are interrupted: they change nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from flexdilated import masks
 from flexdilated.decoding import _reader
 from tests.support.agreement import TIGHT
 
-from .cases import FRAMES, LONGNET, WINDOW, alone, assert_goes_on, draw_tensors, next_tokens, ragged
+from .cases import (
+    FRAMES,
+    LONGNET,
+    WINDOW,
+    alone,
+    assert_goes_on,
+    draw_tensors,
+    next_tokens,
+    ragged,
+    tree,
+)
 
 Q, K, _ = draw_tensors(N=30, B=3)
 WIDE = torch.zeros(3, 2, 30, 9, dtype=torch.float64)
@@ -37,20 +47,14 @@ ENTRIES = r"entries must be a tensor of integers of shape \(C,\); got "
 REFUSED: list[tuple[Callable[[fd.KVCache], object], str]] = [
     (lambda cache: cache.attend(Q, K, K, lengths=torch.ones(3)), LENGTHS),
     (lambda cache: cache.attend(Q, K, K, lengths=torch.tensor([30, -1, 3])), r"lengths\[1\] must be at least 0"),
-    (lambda cache: cache.attend(Q[1:], K[1:], K[1:]), "in the cache, batch 3, .*got batch 2"),
-    (lambda cache: cache.attend(Q[..., :4], K[..., :4], K[..., :4]), "got .*head dim 4"),
     (lambda cache: cache.attend(Q.float(), K.float(), K.float()), "float64 on cpu; got .*float32"),
-    (lambda cache: cache.attend(Q[:, :2], Q[:, :2], Q[:, :2]), "q must hold num_heads=4 heads"),
     (lambda cache: cache.attend(Q, K, K, sinks=torch.zeros(3)), "sinks must have one logit for each"),
-    (lambda cache: cache.append([1], K), "k must be a tensor; got list"),
     (lambda cache: cache.append(Q[:, :3], Q[:, :3]), "must be a multiple of the key/value"),
     (
         lambda cache: cache.attend(*long(Q, K, K), lengths=torch.tensor([3, 210, 200])),
         r"batch entry 2: the cache holds at most capacity=256 keys; 130 that later queries may see and 200 new ones",
     ),
     (lambda cache: cache.crop(8), "num_tokens must be at most 7; got num_tokens=8"),
-    (lambda cache: cache.crop(-1), "num_tokens must be at least 0"),
-    (lambda cache: cache.crop(1.0), "num_tokens must be an integer"),
     (lambda cache: cache.crop(torch.zeros(3)), "num_tokens must be a tensor of int32 or int64"),
     (lambda cache: cache.held(3), "entry must be at most 2; got entry=3"),
     (lambda cache: cache.select([0]), ENTRIES + r"\[0\]"),
@@ -81,38 +85,6 @@ def test_a_refused_call_changes_nothing(call, message) -> None:
         call(cache)
     assert (cache.positions.tolist(), cache.num_kept, cache.nbytes) == before
     assert_goes_on(cache, tensors)
-
-
-MADE = [
-    ({"pattern": "causal"}, TypeError, "pattern must be a pattern or mixture"),
-    ({"engine": "fast"}, ValueError, "engine must be None or one of"),
-    ({"scale": float("inf")}, ValueError, "scale must be finite"),
-    ({"undo": -1}, ValueError, "undo must be at least 0; got undo=-1"),
-    ({"head_offset": 1, "num_heads_global": 4}, ValueError, "heads 1 to 4 must lie within num_heads_global"),
-    (
-        {"pattern": masks.per_head([WINDOW, WINDOW])},
-        ValueError,
-        "per_head needs one pattern for each head; got 2 for 4",
-    ),
-    (
-        {"pattern": masks.local_window(left=0, right=1) & ~masks.first_tokens(4)},
-        ValueError,
-        r"query 3 sees key 4, .* write pattern & masks.causal\(\)",
-    ),
-    ({"pattern": LONGNET + masks.every()}, ValueError, "query 0 sees key 1"),
-    ({"pattern": masks.per_head([masks.causal()] * 3 + [masks.every()])}, ValueError, "query 0 sees key 1"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), MADE)
-def test_what_no_cache_is_made_of(options, error, message) -> None:
-    with pytest.raises(error, match=message):
-        fd.KVCache(**{"pattern": WINDOW, "num_heads": 4} | options)
-
-
-def test_rules_that_are_causal_by_their_numbers_are_served() -> None:
-    for pattern in (WINDOW, masks.dilated(1, 1), masks.local_window(left=5, right=0) | masks.dilated(1, 1)):
-        assert fd.KVCache(pattern, num_heads=1).chunk == 1
 
 
 def test_before_the_first_tokens() -> None:
@@ -212,3 +184,53 @@ def test_tensors_that_a_score_mod_captures_need_no_grad() -> None:
         found = cache.attend(*tensors, score_mod=learned)
     exact = fd.attend(*tensors, masks.causal(), score_mod=fd.biases.alibi(slopes), enable_gqa=True, engine="reference")
     assert_close(found, exact, **TIGHT)
+
+
+FAR = [[*range(30), *[30, 31] * (row == 10)] for row in range(30)]  # queries 100 to 109 see keys up to 319
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chunk", "proven"),
+    [
+        (FRAMES, 8, True),
+        (FRAMES & masks.every(), 8, True),
+        (FRAMES | masks.chunked(6), 24, True),
+        (masks.chunked(8), 8, True),
+        (masks.chunked(8) | masks.causal(), 8, True),
+        (masks.chunked(8).after(3) | masks.first_tokens(3), 8, False),
+        (masks.local_window(left=9, right=2) & masks.blockwise(masks.causal(), 6), 6, True),
+        (masks.custom(tree), 4, False),
+        (masks.prefix_lm(37), 37, False),
+        (masks.per_head([masks.causal(), masks.chunked(6), masks.blockwise(masks.causal(), 4)]), 12, False),
+        (masks.chunked(10) + masks.blockwise(masks.causal(), 15), 30, True),
+        (masks.blockwise(masks.local_window(left=2, right=0), 4680), 4680, True),
+        (masks.neighborhood((6, 10), kernel_size=(2, 5), causal=(True, False)), 10, False),
+        (masks.longnet((8, 64), (1, 4)), 64, True),
+        (masks.causal() | masks.block_list(FAR, block=10), 320, False),
+        (masks.causal(), 1, True),
+        (masks.local_window(left=5, right=0) | masks.dilated(1, 1), 1, True),
+    ],
+)
+def test_chunks(pattern: masks.Pattern | masks.Mixture, chunk: int, proven: bool) -> None:
+    """Where the form of a pattern does not prove its chunks, the cache has them as a rule beside it."""
+    cache = fd.KVCache(pattern, num_heads=3)
+    assert cache.chunk == chunk
+    assert (cache.pattern == pattern) == proven
+
+
+def test_ends_that_are_not_regular() -> None:
+    """Single tokens, then a tree of five draft tokens in one call, then single tokens."""
+    rule = masks.causal() | (masks.local_window(left=4, right=4) & masks.block_list([[]] * 20 + [[20]], block=5))
+    q, k, v = draw_tensors(N=120)
+    cache, outs = fd.KVCache(rule, num_heads=4), []
+    for size in [1] * 100 + [5] + [1] * 15:
+        begin = cache.num_tokens
+        outs.append(cache.attend(*(x[:, :, begin : begin + size] for x in (q, k, v))))
+    assert_close(torch.cat(outs, 2), fd.attend(q, k, v, rule, enable_gqa=True), **TIGHT)
+    cache.crop(105)
+    with pytest.raises(ValueError, match="here query 100 sees key 104; got 103 tokens to keep"):
+        cache.crop(103)
+    cache.crop(100)
+    with pytest.raises(ValueError, match=r"bring 5 or 6 tokens, .* got 3 tokens from position 100 on"):
+        cache.attend(*(x[:, :, 100:103] for x in (q, k, v)))
+    assert_close(cache.attend(*(x[:, :, 100:105] for x in (q, k, v))), torch.cat(outs, 2)[:, :, 100:105], **TIGHT)

@@ -18,6 +18,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
+from tests.support.sharded_cases import summed
 
 N, VOCABULARY = 41, 17
 BRANCHES = ((8, 40), (1, 4))
@@ -64,12 +65,6 @@ def line(size: int | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", (size or dist.get_world_size(),), mesh_dim_names=("sp",))
 
 
-def summed(x: Tensor, group=None) -> Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
 def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding, dim: int, **call) -> None:
     """Output and gradients of the inputs are this rank's of one without a mesh, those of parameters add up to its own.
 
@@ -104,11 +99,8 @@ def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding,
 
 TRAINED = {
     ("auto", "zigzag"): {"padded": True},
-    ("exchange", "zigzag"): {},
     ("exchange", "ragged zigzag"): {"padded": True, "checkpoint": True},
     ("ring", "ragged zigzag"): {"pool": "auto"},
-    ("ring", "ragged"): {"padded": True, "checkpoint": True},
-    ("heads", "zigzag"): {},
     ("heads", "ragged"): {"padded": True, "checkpoint": True},
     ("exchange", "ragged"): {"attention_dropout": 0.3, "checkpoint": True},
     ("ring", "zigzag"): {"selection": EACH},

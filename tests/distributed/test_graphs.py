@@ -97,7 +97,7 @@ def there_and_back() -> None:
 
 
 def by_flex() -> None:
-    """Only transfers are ops, then; its kernels run parts in tests/engines/test_placed_call.py."""
+    """Only transfers are ops, then; tests/engines/test_placed_call.py has its parts."""
     where, qkv = line(), [x.detach().float() for x in shards(30)]
 
     def exchanged(engine: str) -> Tensor:
@@ -154,21 +154,3 @@ def compiled_sizes(schedule: str, dynamic: bool | None, sizes: list[tuple[int, i
 def test_other_sizes_are_other_graphs(schedule: str, dynamic: bool | None, sizes: list[tuple[int, int]]) -> None:
     """What is sent is planned for one size: sizes become constants, where torch.compile would leave them open."""
     assert on_ranks(2, compiled_sizes, schedule, dynamic, sizes) == [0, len(sizes)]
-
-
-def with_bindings_and_a_score_mod() -> list[str]:
-    """Return the errors of a graph that must be whole, and of one that may break."""
-    options = {"mesh": line(), "score_mod": lambda score, b, h, q, k: score / 2}
-    bindings, errors = {"ids": torch.arange(40)[None] // 23}, []
-    call = partial(attend, pattern=masks.documents("ids") & masks.causal(), bindings=bindings, **options)
-    for fullgraph in (True, False):
-        torch.compiler.reset()
-        with pytest.raises(Exception, match="run-time tensors over ranks need engine") as error:
-            torch.compile(call, fullgraph=fullgraph, backend="eager")(*shards())
-        errors.append(str(error.value))
-    return errors
-
-
-def test_run_time_tensors_with_a_score_mod_are_refused_in_a_graph() -> None:
-    for errors in on_ranks(2, with_bindings_and_a_score_mod):
-        assert all("give the pattern its values, or take the call out of the graph" in error for error in errors)

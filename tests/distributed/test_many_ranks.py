@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -36,6 +35,7 @@ from tests.support.sharded_cases import (
     call,
     leaves_of,
     line,
+    run_time_cases,
     sharded_cases,
     shares_of,
     tensors_for,
@@ -46,16 +46,17 @@ from tests.support.sharded_cases import (
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
 
 
-@pytest.mark.parametrize(("W", "most"), [(1, 3), (2, 7), (3, 7), (4, 5), (5, 3)])
+@pytest.mark.parametrize(("W", "most"), [(1, 3), (2, 7), (3, 7), (4, 5), (5, 3), (8, 3)])
 @DRAWN
 @given(data=st.data())
 def test_many_ranks_are_one(W: int, most: int, data: st.DataObject):
     """Output, lse and all gradients equal those of one rank, by every schedule that serves the call.
 
-    For drawn patterns and blocks, heads, shardings, engines, sinks, dropout and score_mods.
+    For drawn patterns, blocks and run-time tensors, heads, shardings, engines, sinks, scales, dropout and score_mods.
     """
-    cases = data.draw(st.lists(sharded_cases(W) | block_cases(W), min_size=most - 2, max_size=most))
-    engine = data.draw(st.sampled_from([None, "portable"]))
+    kinds = sharded_cases(W) | block_cases(W) | run_time_cases(W)
+    cases = data.draw(st.lists(kinds, min_size=most - 2, max_size=most))
+    engine = data.draw(st.sampled_from([None, "portable", "flex"]))
     for found in by_each_way([(case, ways_of(case, engine)) for case in cases]):
         assert_whole(*found)
 
@@ -64,111 +65,26 @@ def third_keys(b, h, q, k):
     return (k % 3 == h % 3) & (k <= q)
 
 
-def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, Tensor]]:
-    """Patterns for 4 heads over 48 tokens that are not drawn, and how often they allow each pair."""
-    causal, window = oracle.causal(), oracle.local_window(5, 2)
-    longnet = oracle.longnet([8, 16, 48], [1, 2, 4])
-    ids = torch.tensor([[0] * 20 + [1] * 9 + [2] * 15 + [-1] * 4, [0] * 3 + [1] * 45])
-    seen = torch.arange(48) % 5 != 0
-    chosen = torch.tensor([[[0, 3], [1, -1], [2, 0]], [[2, 2], [-1, -1], [5, 1]]])
-    beside = masks.selected_blocks(chosen, block=(16, 8), most=2) | masks.local_window(left=5, right=2)
-    third = oracle.both(causal, lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
-    ladder = masks.longnet([8, 16, 48], [1, 2, 4])
-    return {
-        "causal longnet": (ladder & masks.causal(), _counts(oracle.both(longnet, causal))),
-        # In zigzag order, of some shards the second run alone is needed.
-        "causal window": (masks.local_window(left=5, right=0), _counts(oracle.local_window(5, 0))),
-        "custom": (masks.custom(third_keys), _counts(third)),
-        "documents": (masks.causal() & masks.documents(ids), _counts(causal, ids)),
-        "packed longnet": (
-            ladder.per_document(masks.documents(ids)),
-            torch.stack([_counts(oracle.per_document(longnet, row)) for row in ids]),
-        ),
-        "padding": (masks.visible_keys(seen), _counts(oracle.visible_keys(seen))),
-        "selected": (beside, _counts(oracle.either(oracle.selected_blocks(chosen, (16, 8), 3), window))),
-        "mixture": (masks.causal() + masks.strided(5), _counts(oracle.total(causal, oracle.strided(5)))),
-    }
-
-
-def _counts(rule: oracle.Rule, ids: Tensor | None = None) -> Tensor:
-    """(H, N, N), or (B, H, N, N) where documents are kept apart."""
-    positions = torch.arange(48)
-    if ids is None:
-        return oracle.counts(rule, range(4), 4, positions, positions)
-    return torch.stack([_counts(oracle.both(rule, oracle.documents(row))) for row in ids])
-
-
-SHARDINGS = {
-    1: [Sharding(48, 1), Sharding(48, 1, "zigzag")],
-    2: [Sharding(48, 2, "zigzag"), Sharding(48, 2, shard_lengths=(48, 0))],
-    3: [Sharding(48, 3), Sharding(48, 3, "zigzag", (30, 0, 18))],
-    4: [Sharding(48, 4, "zigzag"), Sharding(48, 4, shard_lengths=(1, 40, 0, 7))],
-    8: [Sharding(48, 8, shard_lengths=(9, 9, 5, 5, 5, 5, 9, 1))],
-}
-KINDS = {1: slice(0, 2), 2: slice(1, None, 2), 3: slice(0, None, 2), 4: slice(1, None, 2), 8: slice(1, 2)}
-
-
-@pytest.mark.parametrize("W", [1, 2, 3, 4, 8])
-def test_every_family_on_every_number_of_ranks(W: int):
-    """With grouped heads, sinks, and a gradient through lse; in both orders, ragged, a rank with nothing."""
-    tensors = tensors_for(4, 2, 48, B=2, D=4, sinks=True)
-    kinds = list(families().values())[KINDS[W]]
-    cases = [ShardedCase(*kind, sharding, tensors) for kind, sharding in zip(kinds, cycle(SHARDINGS[W]))]
-    for found in by_way(cases):
-        assert_whole(*found)
-
-
-def featured() -> list[tuple[ShardedCase, list[Way]]]:
-    """Mixtures with dropout, a score_mod or both, by engine "flex" too; what a rank reads of heads in odd groups."""
-    ids = torch.tensor([[0] * 20 + [1] * 9 + [2] * 19, [0] * 3 + [1] * 45])
-    one, other = Sharding(48, 3, shard_lengths=(30, 0, 18)), Sharding(48, 3, "zigzag")
-    tensors, few = tensors_for(6, 3, 48, B=2, D=4, E=3, sinks=True), tensors_for(4, 2, 48, B=2, D=4, sinks=True)
-    twice = masks.causal() + masks.causal() + masks.local_window(left=9, right=0)
-    zeros = masks.longnet([8, 20, 48], [1, 2, 4], padding="zeros")
-    documents = masks.longnet([8, 48], [1, 4]).per_document(masks.documents(torch.arange(48) // 19))
-    packed = masks.longnet([8, 16, 48], [1, 2, 4]).per_document(masks.documents(ids))
-    shared = tensors_for(6, 6, 48, B=3)
+def not_drawn() -> list[ShardedCase]:
+    """Zero keys with dropout, keys of batch 1, what a rank reads of heads in odd groups, and a function."""
+    ragged, zigzag = Sharding(48, 3, shard_lengths=(30, 0, 18)), Sharding(48, 3, "zigzag")
+    tensors, shared = tensors_for(6, 3, 48, B=2, D=4, E=3, sinks=True), tensors_for(6, 6, 48, B=3)
+    zeros, positions = masks.longnet([8, 20, 48], [1, 2, 4], padding="zeros"), torch.arange(48)
     shared = (shared[0], *(x[:1].clone() for x in shared[1:]))  # one key of batch 1 for all entries
-    longnet = oracle.counts(oracle.longnet([8, 16, 40], [1, 2, 4]), range(12), 12, *[torch.arange(48)] * 2)
-    groups = ShardedCase(masks.longnet([8, 16, 40], [1, 2, 4]), longnet, other, tensors_for(12, 4, 48, B=2, D=4))
-    cases = [
-        *(ShardedCase(pattern, None, one, tensors, dropout_p=0.4) for pattern in (twice, packed, zeros)),
-        ShardedCase(zeros, None, other, tensors, dropout_p=0.4),
-        *(ShardedCase(pattern, None, other, tensors, biased=True) for pattern in (twice, packed)),
-        *(ShardedCase(masks.causal(), None, sharding, shared) for sharding in (one, other)),
-        groups,
+    longnet = oracle.counts(oracle.longnet([8, 16, 40], [1, 2, 4]), range(12), 12, positions, positions)
+    custom = oracle.both(oracle.causal(), lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
+    counts = oracle.counts(custom, range(4), 4, positions, positions)
+    return [
+        *(ShardedCase(zeros, None, sharding, tensors, dropout_p=0.4) for sharding in (ragged, zigzag)),
+        *(ShardedCase(masks.causal(), None, sharding, shared) for sharding in (ragged, zigzag)),
+        ShardedCase(masks.longnet([8, 16, 40], [1, 2, 4]), longnet, zigzag, tensors_for(12, 4, 48, B=2, D=4)),
+        ShardedCase(masks.custom(third_keys), counts, ragged, tensors_for(4, 2, 48, B=2, D=4, sinks=True)),
     ]
-    by_flex = [
-        *(ShardedCase(pattern, None, other, few, dropout_p=0.4) for pattern in (twice, documents)),
-        *(ShardedCase(pattern, None, one, few, dropout_p=0.4, biased=True) for pattern in (masks.causal(), documents)),
-    ]
-    each_once = [(case, ways_of(case, "flex")[: 1 + (case.pattern is documents)]) for case in by_flex]
-    return [*((case, ways_of(case)) for case in cases), *each_once]
 
 
-def test_features_of_mixtures():
+def test_what_is_not_drawn():
     """In a ring, the lse of each part, by which parts are merged, is that without dropout."""
-    for found in by_each_way(featured()):
-        assert_whole(*found)
-
-
-LISTS = {
-    "own keys alone": [[0], [1], [2], [3]],
-    "others' keys alone": [[3], [0], [1], [2]],
-    "the first sees none and serves": [[], [0, 1], [2], [0, 3]],
-    "none sees any": [[], [], [], []],
-}
-
-
-def test_ranks_without_some_keys():
-    """And without tokens: rows without keys have output 0 and lse -inf, or their sink."""
-    cases = []
-    for place, rows in enumerate(LISTS.values()):
-        counts = oracle.counts(oracle.block_list([rows], 12), range(4), 4, torch.arange(48), torch.arange(48))
-        for lengths, sinks in (((12, 12, 12, 12), place % 2 == 0), ((24, 0, 0, 24), place % 2 == 1)):
-            sharding, tensors = Sharding(48, 4, shard_lengths=lengths), tensors_for(4, 2, 48, sinks=sinks)
-            cases.append(ShardedCase(masks.block_list(rows, block=12), counts, sharding, tensors))
-    for found in by_way(cases):
+    for found in by_way(not_drawn(), None):
         assert_whole(*found)
 
 

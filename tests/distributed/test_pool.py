@@ -2,10 +2,9 @@
 
 import copy
 import pickle
-import sys
-import threading
-import time
+from functools import partial
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from flexdilated import distributed
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed.wire import _pool
-from flexdilated.distributed.wire._pool import name_of, pool_named
+from flexdilated.distributed.wire._pool import pool_named
+from tests.support.threads import side_by_side
 
 CPU = torch.device("cpu")
 KIB, MIB = 1 << 10, 1 << 20
@@ -63,28 +62,20 @@ def test_a_lease_has_no_part_in_the_graph_of_an_earlier_one() -> None:
         assert not z.is_inference()
 
 
-class Stream:
-    """What a pool asks of an accelerator's stream."""
-
-    def __init__(self) -> None:
-        self.waited_for = []
-
-    def wait_stream(self, other) -> None:
-        self.waited_for.append(other)
-
-
 def test_a_buffer_stays_on_its_stream(monkeypatch) -> None:
     """No accelerator is here: the streams are stand-ins, the memory is the CPU's."""
-    pool, current = BufferPool(), [Stream()]
+    pool, first, second = BufferPool(), Mock(), Mock()
+    current = [first]
     monkeypatch.setattr(_pool, "_current_stream", lambda device: current[0])
-    first, leased = current[0], lease(pool, MIB)
-    memory, current[0] = address(leased), Stream()
+    leased = lease(pool, MIB)
+    memory, current[0] = address(leased), second
     leased.release()
-    assert first.waited_for == [current[0]], "what was enqueued on the second stream comes before the next lease"
+    # What was enqueued on the second stream comes before the next lease.
+    first.wait_stream.assert_called_once_with(second)
     assert address(lease(pool, MIB)) != memory
     current[0] = first
     assert address(lease(pool, MIB)) == memory
-    assert first.waited_for == first.waited_for[:1]
+    first.wait_stream.assert_called_once()
 
 
 def test_a_captured_graph_gets_memory_of_its_own(monkeypatch) -> None:
@@ -108,47 +99,11 @@ def test_threads_take_turns() -> None:
                 if not bool((x == number).all()):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, num_threads + 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side([partial(work, number) for number in range(1, num_threads + 1)], seconds=200)
     assert wrong == []
     statistics = pool.statistics
     assert (statistics.num_leases, statistics.leased_bytes) == (num_threads * num_steps, 0)
     assert statistics.idle_bytes == statistics.allocated_bytes <= 64 * KIB
-
-
-def test_what_the_argument_stands_for() -> None:
-    pool = BufferPool()
-    assert pool.threshold_bytes == MIB
-    assert pool_named(name_of(None), CPU) is None
-    assert pool_named(name_of(pool), CPU) is pool
-    assert pool_named(name_of("auto"), CPU) is distributed.pool("cpu") is distributed.pool(torch.device("cpu", 0))
-    assert distributed.pool("cpu") is not distributed.pool("meta")
-    assert (distributed.pool("cpu").threshold_bytes, distributed.pool("meta").threshold_bytes) == (
-        16 * MIB,
-        sys.maxsize,
-    )
-    assert distributed.pool("cpu").device == CPU
-
-
-def test_threads_that_ask_at_once_get_one_pool(monkeypatch) -> None:
-    monkeypatch.setattr(_pool, "_of_devices", {})
-    monkeypatch.setattr(_pool, "BufferPool", lambda *args, **kwargs: time.sleep(0.05) or BufferPool(*args, **kwargs))
-    found, start = [], threading.Barrier(4)
-
-    def ask() -> None:
-        start.wait()
-        found.append(distributed.pool("cpu"))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len({id(pool) for pool in found}) == 1
 
 
 def test_a_pool_that_is_no_more() -> None:
@@ -157,16 +112,6 @@ def test_a_pool_that_is_no_more() -> None:
     del pool
     with pytest.raises(RuntimeError, match=f"a BufferPool must live as long as what was compiled with it; '{name}' no"):
         pool_named(name, CPU)
-
-
-def test_a_graph_takes_the_name_of_the_pool_it_is_given() -> None:
-    @torch.compile(fullgraph=True, backend="eager")
-    def named(x, pool):
-        return x + 1, name_of(pool)
-
-    pools = [BufferPool(), BufferPool()]
-    names = [named(torch.ones(2), pool)[1] for pool in (None, *pools, "auto")]
-    assert names == ["", *(pool.name for pool in pools), "auto"]
 
 
 DTYPES = st.sampled_from([torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex64])

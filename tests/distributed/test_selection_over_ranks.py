@@ -1,7 +1,5 @@
 """Blocks chosen over ranks: the tables, rows and gradients of one rank that has all tokens."""
 
-import copy
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +22,7 @@ from tests.selection.cases import Case, cases
 from tests.selection.test_selected_attention import Gate, table_of
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import DRAWN, line
+from tests.support.sharded_cases import DRAWN, line, summed
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -35,13 +33,6 @@ SHARDINGS = {
     "ragged": Sharding(N, 3, shard_lengths=(24, 0, 23)),
     "ragged zigzag": Sharding(N, 3, "zigzag", (0, 31, 16)),
 }
-DOCUMENTS = torch.tensor([0] * 13 + [1] * 20 + [2] * 14)
-
-
-def summed(x: Tensor) -> Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total)
-    return total
 
 
 def gate(seed: int = 0) -> Gate:
@@ -50,25 +41,15 @@ def gate(seed: int = 0) -> Gate:
 
 
 def selectors() -> dict[str, tuple[dict[str, Any], str, dict[str, Any]]]:
-    """Name -> (options of the selector, gradient, options of the call)."""
-    first, own = {"query_block": 4, "query_summary": "first"}, {"always": masks.chunked(4)}
-    few = fd.TopK(2)
+    """Name -> (options of the selector, gradient, options of the call), of what is not drawn."""
+    few, first, own = fd.TopK(2), {"query_block": 4, "query_summary": "first"}, {"always": masks.chunked(4)}
     coarse = fd.BlockSelector(block=8, query_block=8, query_summary="first", choose=few, share="group")
-    packed = {"within": masks.causal() & masks.documents("docs")}
     hidden = {"within": masks.visible_keys("shown"), "bindings": {"shown": torch.arange(N) % 5 > 0}}
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64)
     return {
-        "mean": ({"choose": few, **own}, "none", {}),
-        "minmax": ({"choose": fd.TopP(0.5, most=3), "scorer": "minmax", "share": "group", **first}, "none", {}),
-        "mass": ({"choose": fd.Threshold(0.1, most=2), "scorer": "mass", "share": "all"}, "none", {"sinks": sinks}),
-        "antidiagonal": (
-            {"choose": few, "scorer": "antidiagonal", "stride": 2, "query_block": 4, "within": masks.every()},
-            "bias",
-            {"scale": 0.7},
-        ),
+        "mass": ({"choose": few, "scorer": "mass", "share": "all"}, "none", {"sinks": sinks, "scale": 0.7}),
         "coarse": ({"choose": few, "coarse": coarse, **first, **own}, "none", {}),
         "bias": ({"choose": few, **first, **own}, "bias", {"sinks": sinks, **hidden}),
-        "documents": ({"choose": few, **packed}, "bias", {"bindings": {"docs": DOCUMENTS}}),
         "gate": ({"choose": few, "scorer": gate(), **own}, "bias", {}),
         "gate of rows": ({"choose": few, "scorer": gate(), "share": "group", **first, **own}, "bias", {}),
     }
@@ -253,19 +234,3 @@ def test_what_travels_is_all_keys_and_values() -> None:
             # A loss needs the keys alone, and of each other rank the number of its rows.
             assert counted == [others, own, own, others, others // 2 + 16, others + 16]
             assert roles <= {"shards", "set-up"}
-
-
-def copies_and_equal_shards() -> str:
-    """Copied and pickled it is the same over these ranks; without a sharding, as many tokens on every rank."""
-    q, k, v, _ = (x[:, :, :24] for x in drawn())
-    selector = fd.BlockSelector(block=4, query_block=4, query_summary="first", choose=fd.TopK(2))
-    many, held = fd.SelectedAttention(selector, mesh=line()), Sharding(24, 2).positions(dist.get_rank())
-    expected = fd.SelectedAttention(selector)(q, k, v, enable_gqa=True)[:, :, held]
-    for each in (many, copy.deepcopy(many), pickle.loads(pickle.dumps(many))):
-        assert_close(each(*(x[:, :, held] for x in (q, k, v)), enable_gqa=True), expected, **TIGHT)
-    return repr(many)
-
-
-def test_copies_and_equal_shards() -> None:
-    shown = on_ranks(2, copies_and_equal_shards)[0]
-    assert "gradient='none', engine=None, mesh=2 ranks, sharding=None" in shown

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -47,65 +50,40 @@ def a_case(W: int, N: int = 40, order: Any = "contiguous", pattern: Any = None, 
     return ShardedCase(pattern, torch.ones(4, N, N), Sharding(N, W, order), tensors_for(4, 2, N, B=2, **kind))
 
 
-def is_own(call: PlacedCall) -> bool:
-    """Whether these are a rank's own keys."""
-    return call.placement.keys == (call.placement.queries,)
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What happens on this rank, in order: transfers that begin and end, and computing with own keys and others'."""
+    events: list[str] = []
+    transfer = dist.all_to_all_single
+
+    def begun(*args: Any, **options: Any) -> Any:
+        work = transfer(*args, **options)
+        events.append("go")
+        return SimpleNamespace(wait=lambda: events.append("wait") or work.wait())
+
+    def computed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(call: PlacedCall, *args: Any, **options: Any) -> Any:
+            events.append("own" if call.placement.keys == (call.placement.queries,) else "others")
+            return function(call, *args, **options)
+
+        return run
+
+    computing = {name: computed(getattr(PlacedCall, name)) for name in ("forward", "backward")}
+    with patch.object(dist, "all_to_all_single", begun), patch.multiple(PlacedCall, **computing):
+        yield events
 
 
-class Logged:
-    """What happens on this rank, in order: transfers that begin and end, computing, and leases that end."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.originals = dist.all_to_all_single, PlacedCall.forward, PlacedCall.backward, Lease.release, _ring.post
-
-    def __enter__(self) -> list[str]:
-        transfer, forward, backward, release, post = self.originals
-        self.patches = [
-            patch.object(dist, "all_to_all_single", lambda *args, **options: self.begun(transfer(*args, **options))),
-            patch.object(_ring, "post", lambda role, *args, **of: self.logged(f"post {role}", post, role, *args, **of)),
-            patch.object(PlacedCall, "forward", lambda *args, **options: self.computed(forward, *args, **options)),
-            patch.object(PlacedCall, "backward", lambda *args, **options: self.computed(backward, *args, **options)),
-            patch.object(Lease, "release", lambda lease: self.logged("release", release, lease)),
-        ]
-        for each in self.patches:
-            each.start()
-        return self.events
-
-    def __exit__(self, *_: object) -> None:
-        for each in self.patches:
-            each.stop()
-
-    def logged(self, event: str, function: Any, *args: Any, **options: Any) -> Any:
-        self.events.append(event)
-        return function(*args, **options)
-
-    def begun(self, work: dist.Work) -> Any:
-        self.events.append("go")
-        return type("Work", (), {"wait": lambda _: self.logged("wait", work.wait)})()
-
-    def computed(self, function: Any, call: PlacedCall, *args: Any, **options: Any) -> Any:
-        return self.logged("own" if is_own(call) else "others", function, call, *args, **options)
-
-
-def events_of(case: ShardedCase) -> list[list[str]]:
-    """On a rank: what happens in a step, each way."""
-    found = []
-    for way in WAYS:
-        with Logged() as events:
-            shares_of(case, **way)
-        found.append(events)
-    return found
+def events_of(case: ShardedCase) -> list[str]:
+    """On a rank: what happens in a step of an exchange."""
+    with logged() as events:
+        shares_of(case, **EXCHANGE)
+    return events
 
 
 def test_what_comes_is_on_its_way_while_a_rank_computes():
     """In an exchange own keys' gradients come last, so that the others' are on their way meanwhile."""
-    forward = ["go", "own", "wait", "release", "release", "others"]
-    backward = ["others", "go", "own", "wait", "release", "release"]
-    turns = ["post keys", "own", "post keys", "others", "post keys", "others", "others", "post keys"]
-    for exchange, ring in on_ranks(4, events_of, a_case(4)):
-        assert exchange == [*forward, *backward]
-        assert [event for event in ring if event != "release"][:8] == turns
+    for events in on_ranks(4, events_of, a_case(4)):
+        assert events == ["go", "own", "wait", "others", "others", "go", "own", "wait"]
 
 
 def held_by(case: ShardedCase) -> dict[str, float]:
@@ -145,17 +123,6 @@ def test_two_shards_of_others_are_held_and_two_of_gradients(W: int):
     """However many ranks there are: the one in use and the next, and those that go back and come back."""
     for peak in on_ranks(W, held_by, a_case(W, 20 * W)):
         assert peak == {"keys": 2.0, "gradients": 2.0, "own": 1.0}
-
-
-def test_parts_of_a_shard_are_sent_from_where_they_lie():
-    """In zigzag order a causal rule needs one run of some shards, whole shards of others."""
-    case = a_case(4, 80, "zigzag", masks.causal())
-    ((_, _, shares),) = by_way([case], [RING])
-    assert len({share.received["keys"] for share in shares}) > 1
-    for peak in on_ranks(4, held_by, case):
-        assert peak["own"] == 1.0
-        assert peak["keys"] <= 2.0
-        assert peak["gradients"] <= 2.0
 
 
 class Poisoned(BufferPool):
@@ -292,7 +259,7 @@ def failing(case: ShardedCase, schedule: str, how: str, where: str) -> Any:
 
     shares_of(case, schedule=schedule)  # plans, so that none is made while others wait
     set_group_timeout(4)
-    with patch.object(holder, name, fails if dist.get_rank() == 1 else work), Logged() as events:
+    with patch.object(holder, name, fails if dist.get_rank() == 1 else work), logged() as events:
         try:
             shares_of(case, schedule=schedule, pool=pool)
         except (DistError, MemoryError) as error:
@@ -315,7 +282,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(schedule
         assert (name, text) == ("MemoryError", "no more")
         assert statistics.num_leases > statistics.leased_bytes == 0
         if schedule == "exchange":
-            assert events[-5:] == ["go", "own", "wait", "release", "release"]
+            assert events[-3:] == ["go", "own", "wait"]
     for outcome in (outcomes[0], outcomes[2]):
         if (schedule, how, where) == ("exchange", "raises", "backward"):
             assert outcome.result is None  # what rank 1 sends was on its way

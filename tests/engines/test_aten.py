@@ -1,23 +1,29 @@
-"""The aten engine: ladders of real sizes, scales, strides and dtypes of results, programs of a million tokens."""
+"""The aten engine: a million tokens, few tokens in one call under a mask, and keys that are hidden here and there."""
 
-from functools import partial
+from dataclasses import replace
 from time import process_time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
+from flexdilated.engines.aten import _aten_op
 from flexdilated.engines.aten._aten_op import plan_aten, portions_on
 from flexdilated.engines.aten._program import make_program
-from flexdilated.masks import Layout
-from flexdilated.masks.orders import Compact
-from flexdilated.masks.planning._planner import Plan, plan
-from tests.support import oracle
-from tests.support.agreement import assert_agrees
-from tests.support.ladders import GIGAPATH_5, LONGNET_5, PAPER_5, scaled
+from flexdilated.masks import Bound, Layout
+from flexdilated.masks.patterns import KeySet
+from flexdilated.masks.planning import CountedPairs
+from flexdilated.masks.planning._planner import Plan
+from flexdilated.masks.planning.lowering._layouts import masked_term
+from tests.support.agreement import assert_agrees, assert_nothing_spreads
+from tests.support.drawn_calls import BAD
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import cases, tensors
 
 
 class RunPlan(torch.autograd.Function):
@@ -42,68 +48,6 @@ def assert_plan_agrees(chosen: Plan, given_order: Layout, data: tuple[Tensor, ..
     assert_agrees(lambda q, k, v: RunPlan.apply(program, q, k, v), data, counts, scale=0.5)
 
 
-LADDERS = {
-    "longnet-5": scaled(LONGNET_5, 128),
-    "paper-5": scaled(PAPER_5, 128),
-    "paper-5, full size": PAPER_5,
-    "gigapath-5": scaled(GIGAPATH_5, 180),
-    "gigapath-5, full size": GIGAPATH_5,
-}
-
-
-@pytest.mark.parametrize(("causal", "rate"), [(False, 8), (True, 1)], ids=["full, residue", "causal, natural"])
-@pytest.mark.parametrize("name", LADDERS)
-def test_ladders(name, causal, rate):
-    """Grouped heads of different offsets; N a multiple of nothing; in the natural order and in another."""
-    segments, rates = LADDERS[name]
-    N, H, G = 351, 4, 2
-    pattern, rule = masks.longnet(segments, rates), oracle.longnet(segments, rates)
-    if causal:
-        pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())
-    layout = Layout(N, rate)
-    counts = oracle.counts(rule, range(H), H, layout.positions(), layout.positions())
-    torch.manual_seed(0)
-    drawn = tuple(torch.randn(1, heads, N, 8, dtype=torch.float64, requires_grad=True) for heads in (H, G, G))
-
-    def attend(q, k, v):
-        return fd.attend(q, k, v, pattern, enable_gqa=True, layout=layout, return_lse=True)
-
-    assert_agrees(attend, drawn, counts)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-300, -1e-300])
-def test_a_causal_scale_need_not_be_positive(scale):
-    """ATen's causal kernel alone would give NaN here."""
-    torch.manual_seed(0)
-    drawn = tuple(torch.randn(1, 2, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    counts = oracle.counts(oracle.causal(), range(2), 2, torch.arange(9), torch.arange(9))
-    attend = partial(fd.attend, pattern=masks.causal(), scale=scale, return_lse=True)
-    assert_agrees(attend, drawn, counts, scale=scale)
-
-
-def test_the_output_is_laid_out_like_the_queries():
-    """The custom op promises its compiler the strides of q."""
-    x = torch.randn(2, 30, 3, 4)
-    for q in (
-        x.transpose(1, 2),
-        x.transpose(1, 2).contiguous(),
-        x.permute(2, 0, 1, 3)[:2].expand(2, 2, 30, 4),
-    ):
-        out = fd.attend(q, q, q, masks.longnet([8], [2]))
-        assert out.stride() == torch.empty_like(q).stride()
-        q = q.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(fd.attend(q, q, q, masks.longnet([8], [2])).sum(), q)
-        assert grad.stride() == torch.empty_like(q).stride()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
-    q, k, v = torch.randn(3, 1, 2, 40, 8).to(dtype)
-    for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
-        out, lse = fd.attend(q, k, v, pattern, engine="aten", return_lse=True)
-        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-
-
 def test_a_program_over_a_million_tokens_is_made_in_seconds():
     """Hundreds of portions: what each adds must not be looked for among all rows."""
     tokens = Layout(1 << 20)
@@ -117,19 +61,118 @@ def test_a_program_over_a_million_tokens_is_made_in_seconds():
     assert program.complete
 
 
-@pytest.mark.parametrize("num_heads", [1, 3])
-@pytest.mark.parametrize("most", [1 << 20, 300, 64])
-def test_portions_hold_so_many_slots_and_together_all(most, num_heads) -> None:
-    """Heads and folds are parted, as far as one fold of one head allows."""
-    pattern = masks.longnet([64, 100], [1, 4]) & masks.causal()
-    bound = pattern.bind(num_heads=num_heads, num_queries=530, num_keys=530)
-    for term in (term for option in plan(bound).options for each in option for term in each.terms):
-        parts = term.portions(most)
-        tokens = [part.q.tokens().expand(len(part.heads), -1, -1) for part in parts]
-        found = [(head, rows.tolist()) for part, each in zip(parts, tokens, strict=True)
-                 for head, folds in zip(part.heads, each, strict=True) for rows in folds]  # fmt: skip
-        whole = term.q.tokens().expand(len(term.heads), -1, -1)
-        wanted = [(head, rows.tolist()) for head, folds in zip(term.heads, whole, strict=True) for rows in folds]
-        assert sorted(found) == sorted(wanted)
-        if isinstance(term.q, Compact):
-            assert all(part.q.num_slots * part.folds * len(part.heads) <= max(most, part.q.num_slots) for part in parts)
+def under_mask(bound: Bound, *_: object, **__: object) -> Plan:
+    """The plan of one masked term, whatever other ways would cost."""
+    return Plan(bound, Layout(bound.num_queries), (masked_term(bound.pattern, 1, bound),), ())
+
+
+@pytest.mark.parametrize(
+    "pattern", [masks.longnet([8, 16], [2, 4]) & masks.causal(), masks.local_window(left=31, right=0)], ids=str
+)
+def test_later_keys_may_have_infinite_scores(pattern):
+    """As with xPos, whose queries shrink and keys grow: what a rule hides is never asked for by a causal one."""
+    generator = torch.Generator().manual_seed(0)
+    grown = 10 ** torch.linspace(-30, 30, 60)[:, None]
+    q, k, v = torch.randn(3, 1, 4, 60, 16, generator=generator).unbind()
+    leaves = [(q.abs() / grown).requires_grad_(), (k.abs() * grown).requires_grad_(), v.requires_grad_()]
+    assert (leaves[0].detach() @ leaves[1].detach().mT).isinf().any()
+    bound = pattern.bind(num_heads=4, num_queries=60, num_keys=60)
+    program = make_program(under_mask(bound), Layout(60), num_kv_heads=4)
+    out = RunPlan.apply(program, *leaves)[0]
+    exact = fd.attend(*leaves, pattern, scale=0.5, engine="reference")
+    torch.testing.assert_close(out, exact)
+    grads = (torch.autograd.grad(each.square().sum(), leaves[2])[0] for each in (out, exact))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@given(cases(), st.data(), st.integers(1, 30), st.booleans())
+def test_calls_of_other_lengths_share_the_mask(case, data, more, longer_first):
+    """A call after, or before, one with more queries and as many more keys is the oracle, with gradients."""
+    drawn, bound = data.draw(tensors(case, one_width=True)), case.bind()
+    longer = replace(bound, num_queries=bound.num_queries + more, num_keys=bound.num_keys + more)
+    masks.cache().clear()
+    if longer_first:
+        masked_term(longer.pattern, 1, longer).bias(torch.float64)
+    assert_plan_agrees(under_mask(bound), Layout(case.num_queries), drawn, case.counts(), 8)
+    whole = masked_term(longer.pattern, 1, longer).weights.counts()
+    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._counted())
+    assert torch.equal(whole, CountedPairs(longer)._counted())
+    masks.cache().clear()
+
+
+def test_windows_of_900_lengths_hold_one_mask():
+    """The longest, which serves all shorter ones; the rest are plans of each length."""
+    pattern = masks.local_window(left=15, right=0)
+    masks.cache().clear()
+    for tokens in range(17, 917, 10):
+        q, k, v = torch.randn(3, 1, 1, tokens, 8)
+        found, exact = (fd.attend(q, k, v, pattern, engine=engine) for engine in ("aten", "reference"))
+        torch.testing.assert_close(found, exact)
+    stats = masks.cache().stats()
+    assert stats.evictions == 0
+    assert stats.bytes < 8 << 20
+    masks.cache().clear()
+
+
+TOKENS = 6000
+
+
+@pytest.fixture
+def always_apart(without_masks, monkeypatch):
+    """Keys are hidden apart from the rule however few they are, and in calls of any number of queries."""
+    monkeypatch.setattr(KeySet, "are_scattered", True)
+    monkeypatch.setattr(_aten_op, "takes_rows", lambda key: False)
+    monkeypatch.setattr(_aten_op, "_packed", lambda *_: None)
+
+
+@st.composite
+def scattered(draw):
+    """(a drawn pattern & visible keys of each batch entry or of all, its counts, its tensors, offsets)."""
+    packed = draw(packed_cases())
+    positions = packed.k_offset + packed.num_keys
+    longest = max(packed.q_offset + packed.num_queries, positions)
+    entries = draw(st.sampled_from([1, packed.batch]))
+    marks = st.lists(st.booleans(), min_size=longest, max_size=longest)
+    visible = torch.tensor([draw(marks)[:positions] for _ in range(entries)])
+    counts = packed.counts * visible[:, None, None, packed.k_offset :]
+    drawn = draw(tensors(packed, batch=packed.batch))
+    return packed.pattern & masks.visible_keys(visible, name="present"), counts, drawn, packed.offsets
+
+
+def attention(pattern, offsets):
+    def attend(q, k, v):
+        options = {"enable_gqa": True, "return_lse": True, "engine": "aten"}
+        return fd.attend(q, k, v, pattern, **options, **offsets)
+
+    return attend
+
+
+@pytest.mark.usefixtures("always_apart")
+@given(scattered(), BAD)
+def test_any_pattern_is_the_oracle(case, value):
+    """And hidden slots reach nothing."""
+    pattern, counts, drawn, offsets = case
+    assert_agrees(attention(pattern, offsets), drawn, counts)
+    assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
+
+
+@pytest.mark.parametrize("rule", [masks.causal(), masks.local_window(left=300, right=300)], ids=str)
+def test_keys_that_are_hidden_have_no_gradient(rule):
+    """Whatever the queries hold."""
+    q, k, v = (torch.randn(1, 2, 1500, 16) for _ in range(3))
+    q[:, :, 700] = torch.nan
+    visible = torch.rand(1500) < 0.6
+    k, v = k.requires_grad_(), v.requires_grad_()
+    fd.attend(q, k, v, rule & masks.visible_keys(visible)).sum().backward()
+    for grad in (k.grad, v.grad):
+        assert grad is not None
+        assert grad[:, :, ~visible].eq(0).all()
+        assert grad[:, :, visible].isnan().any()
+
+
+@pytest.mark.parametrize("rate", [2, 64])
+def test_tokens_in_another_order(rate):
+    x, visible, order = torch.randn(3, 2, 1, TOKENS, 8), torch.rand(2, TOKENS) < 0.5, masks.Layout(TOKENS, rate)
+    rule = (masks.local_window(left=100, right=0) | masks.strided(64) & masks.causal()) & masks.visible_keys(visible)
+    found = order.invert(fd.attend(*order.apply(x), rule, layout=order))
+    torch.testing.assert_close(found, fd.attend(*x, rule), rtol=1e-4, atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,8 @@ from flexdilated import _engine_choice, masks
 from flexdilated._attend import planned_call
 from flexdilated._validate import Place
 from flexdilated.engines import Features, _run
-from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
+from flexdilated.engines.flex import _flash, _flex_op
 from flexdilated.engines.flex._flash import NOT_NVIDIA, capability
-from flexdilated.engines.flex._flex import kind_of
 from flexdilated.engines.flex._kernel_call import call_kernel, options_text
 from flexdilated.masks import Pattern
 
@@ -53,45 +51,44 @@ def test_capability_is_that_of_nvidia_alone(monkeypatch):
     assert capability(CUDA) == NOT_NVIDIA
 
 
-def test_devices_and_packages(device, monkeypatch):
-    assert cannot() is None
-    device.capability = (12, 0)
-    assert cannot() == (
-        "flash has kernels with block lists for compute capability 9.x, 10.x, 11.x; got 12.0. engine='flex' serves it"
-    )
-    device.package = "4.0.0b16"
-    how = "pip install --pre \"flash-attn-4>=4.0.0b17\". engine='flex' serves it"
-    assert cannot() == f"flash needs the package flash-attn-4, 4.0.0b17 or later; got 4.0.0b16: {how}"
-    device.package = None
-    assert cannot() == f"flash needs the package flash-attn-4, 4.0.0b17 or later; it is not installed: {how}"
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.1"))
-    assert cannot() == "flash needs torch 2.14 or later; got 2.13.1. engine='flex' serves it"
-    device.capability = NOT_NVIDIA
-    assert (
-        cannot() == "flash runs on NVIDIA devices; got tensors on cuda. engine=None chooses an engine for that device"
-    )
+NEEDS = "flash needs the package flash-attn-4, 4.0.0b17 or later;"
+INSTALL = "pip install --pre \"flash-attn-4>=4.0.0b17\". engine='flex' serves it"
+HALF = "flash has kernels for float16 and bfloat16; got"
+DIMS = "flash takes head dims that are multiples of 8, 16 to"
+PAD = "pad q, k and v with zeros and keep the scale, or engine='flex'"
+# (what the device has, what the call asks for, why it cannot).
+REASONS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    *(({"package": package}, {}, None) for package in ("4.0.0b17", "4.0.0", "4.1")),
+    ({}, {"dtype": torch.float16}, None),
+    ({"package": "4.0.0b16"}, {}, f"{NEEDS} got 4.0.0b16: {INSTALL}"),
+    ({"package": None}, {}, f"{NEEDS} it is not installed: {INSTALL}"),
+    (
+        {"capability": (12, 0)},
+        {},
+        "flash has kernels with block lists for compute capability 9.x, 10.x, 11.x; got 12.0. engine='flex' serves it",
+    ),
+    (
+        {"capability": NOT_NVIDIA, "torch": "2.13.1"},
+        {},
+        "flash runs on NVIDIA devices; got tensors on cuda. engine=None chooses an engine for that device",
+    ),
+    ({"torch": "2.13.1"}, {}, "flash needs torch 2.14 or later; got 2.13.1. engine='flex' serves it"),
+    ({}, {"dtype": torch.float32}, f"{HALF} torch.float32. engine='flex' serves it"),
+    ({}, {"dtype": torch.float64}, f"{HALF} torch.float64. engine='portable' serves it"),
+    *(({"capability": (major, 0)}, {"head_dim": most}, None) for major, most in ((9, 256), (10, 128), (11, 128))),
+    ({}, {"head_dim": 8}, f"{DIMS} 256 on capability 9.x; got 8: {PAD}"),
+    ({}, {"head_dim": 20}, f"{DIMS} 256 on capability 9.x; got 20: {PAD}"),
+    ({}, {"head_dim": 264}, f"{DIMS} 256 on capability 9.x; got 264: {PAD}"),
+    ({"capability": (10, 0)}, {"head_dim": 136}, f"{DIMS} 128 on capability 10.x; got 136: {PAD}"),
+]
 
 
-@pytest.mark.parametrize("package", ["4.0.0b17", "4.0.0", "4.1"])
-def test_packages_that_serve(device, package):
-    device.package = package
-    assert cannot() is None
-
-
-@pytest.mark.parametrize(("dtype", "instead"), [(torch.float32, "flex"), (torch.float64, "portable")])
-def test_dtypes(device, dtype, instead):
-    assert cannot(torch.float16) is None
-    came = f"flash has kernels for float16 and bfloat16; got {dtype}. engine={instead!r} serves it"
-    assert cannot(dtype) == came
-
-
-@pytest.mark.parametrize(("major", "most"), [(9, 256), (10, 128), (11, 128)])
-def test_head_dims(device, major, most):
-    device.capability = (major, 0)
-    assert cannot(head_dim=most) is None
-    for head_dim in (most + 8, 20, 8):
-        rule = f"flash takes head dims that are multiples of 8, 16 to {most} on capability {major}.x; got {head_dim}"
-        assert cannot(head_dim=head_dim) == f"{rule}: pad q, k and v with zeros and keep the scale, or engine='flex'"
+@pytest.mark.parametrize(("has", "asked", "why"), REASONS)
+def test_what_it_needs(device, monkeypatch, has, asked, why):
+    if "torch" in has:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(has["torch"]))
+    vars(device).update(has)
+    assert cannot(**asked) == why
 
 
 @pytest.mark.parametrize(
@@ -229,55 +226,12 @@ def test_flash_is_handed_no_option_of_triton():
     assert _handed(given, 256, 2)["kernel_options"] == {"IS_DIVISIBLE": True, "num_warps": 4}
 
 
-@pytest.mark.parametrize(
-    ("device", "head_dim", "simple", "more"),
-    [
-        ((9, 0), 64, {}, {"fwd_num_warps": 8}),
-        ((9, 0), 128, {}, {}),
-        ((10, 0), 64, {}, {"fwd_num_warps": 8}),
-        ((10, 3), 72, {"bwd_num_warps": 8}, {"fwd_BLOCK_N": 64}),
-        ((12, 0), 128, {"bwd_num_warps": 8}, {"fwd_BLOCK_N": 64}),
-        ((10, 0), 136, {}, {}),
-    ],
-)
-def test_kernels_have_registers_enough(monkeypatch, device, head_dim, simple, more):
-    monkeypatch.setattr(_kernel_call, "capability", lambda _: device)
-    for is_complex, options in ((False, simple), (True, simple | more)):
-        found = _handed("", 300, 2, head_dim=head_dim, is_complex=is_complex)["kernel_options"]
-        assert found == {"IS_DIVISIBLE": False, **options}
-
-
 @pytest.mark.parametrize("name", ["kv_indices", "full_kv_indices", "q_indices", "full_q_indices"])
 def test_lists_of_flash_are_no_longer_than_rows(name):
     """FlashAttention raises for others."""
     assert getattr(_handed(FLASH, 100, 2)["block_mask"], name).shape[-1] == 1
     assert getattr(_handed(FLASH, 300, 2)["block_mask"], name).shape[-1] == 2
     assert getattr(_handed("", 100, 2)["block_mask"], name).shape[-1] == 2
-
-
-def test_options_make_another_compiled_function():
-    q = torch.empty(1, 1, 4, 64)
-    options = ("", FLASH, '{"BLOCK_M": 64}')
-    kinds = {kind_of(q, q, q, Features(1.0, kernel_options=text), [(128, 128)]) for text in options}
-    assert len(kinds) == 3
-
-
-def test_options_reach_the_graph_of_a_caller():
-    """As constants, in a graph without breaks."""
-    found = []
-
-    def backend(graph: Any, _: Any) -> Callable[..., Any]:
-        calls = [node for node in graph.graph.nodes if "flex_attention" in node.name and len(node.args) > 6]
-        found.extend(node.args[6] for node in calls)
-        return graph.forward
-
-    q = torch.randn(1, 1, 40, 32)
-    options = {"engine": "flex", "kernel_options": {"PRESCALE_QK": True, "num_warps": 4}}
-    compiled = torch.compile(lambda q: fd.attend(q, q, q, masks.causal(), **options), backend=backend, fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(q), fd.attend(q, q, q, masks.causal()))
-    (seen,) = found
-    assert (seen["PRESCALE_QK"], seen["num_warps"]) == (True, 4)
 
 
 GRIDS = (

@@ -1,10 +1,13 @@
-"""The flex engine: its BlockMasks compiled on CPU, how long their lists are, and what their masks capture."""
+"""The flex engine: its BlockMasks compiled on CPU, how long their lists are, and tables of selected blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -13,31 +16,29 @@ import torch._inductor.config as inductor_config
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.engines import Dropout, Features, allowed_on
 from flexdilated.engines._call import Call
-from flexdilated.engines.flex import _program
+from flexdilated.engines.flex import _program, _selected_flex
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.engines.flex._program import TABLES, FlexProgram, sides_that_fit
+from flexdilated.engines.flex._program import TABLES, FlexProgram
+from flexdilated.engines.flex._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from flexdilated.masks import planning
+from flexdilated.masks.core import Box, Progression
+from flexdilated.masks.patterns import table_split
 from tests.support import oracle
+from tests.support.agreement import assert_agrees
 from tests.support.dense_flex import dense_flex
-from tests.support.strategies import Case, cases
+from tests.support.run_time_strategies import Packed
+from tests.support.strategies import cases, tensors
+from tests.support.ties import NoTies, tied
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> Call:
-    sizes = (case.num_heads, kv_heads, case.num_queries, case.num_keys)
-    where = (case.q_offset, case.k_offset, case.head_offset, case.num_heads_global)
-    return Call(case.twin.pattern.text, *sizes, *where, rate, (side, side))
+CPU = torch.device("cpu")
 
 
 def attend_by(key: Call, scale: float, **features):
@@ -64,21 +65,15 @@ def around_dense(
 @given(cases(), st.sampled_from([1, 2, 4]), st.integers(16, 400))
 def test_lists_are_short_in_blocks_that_fit(case, smallest, most):
     """The engine's own block sides grow with what its lists would hold."""
-    key = call_key(case, case.num_heads, 1)
+    sizes = (case.num_heads, case.num_heads, case.num_queries, case.num_keys, *case.sizes.values())
+    key = Call(case.twin.pattern.text, *sizes, 1, ())
     with patch.object(_program, "TILE", smallest), patch.object(_program, "_MOST_NUMBERS", most):
-        program = static_program(key._replace(block_size=()), CPU)
+        program = static_program(key, CPU)
         for step in program.steps:
             assert step.structure.sides[0] >= smallest
             counts = [getattr(step.mask, name) for name in TABLES if name.endswith("num_blocks")]
             assert sum(int(count.max()) * count.numel() for count in counts) <= most
         fd.masks.cache().clear()  # programs of such sides are nobody else's
-
-
-def test_many_segments_keep_small_blocks():
-    """Each padded segment is blocks of its own: larger ones would make no list shorter."""
-    pattern, N = masks.dilated(256, 2) & masks.causal(), 300_001
-    plan = Call(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()).plan(device=CUDA, allowed=allowed_on(CUDA))
-    assert [sides_that_fit(term) for term in plan.terms] == [(128, 128)] * len(plan.terms)
 
 
 def test_a_million_causal_tokens_have_short_lists():
@@ -92,27 +87,6 @@ def test_a_million_causal_tokens_have_short_lists():
         sides.append({step.structure.sides for step in program.steps})
         fd.masks.cache().clear()
     assert sides == [{(1024, 1024)}, {(128, 128)}, {(512, 512)}, {(128, 128)}]
-
-
-def qkv(N: int, *, heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    torch.manual_seed(N)
-    return tuple(torch.randn(1, count, N, 16, dtype=dtype) for count in (heads, kv_heads, kv_heads))
-
-
-def assert_near(found: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: oracle.Rule) -> None:
-    """Within twice the error that dense attention of q's dtype makes on the same values (or a few roundings)."""
-    H, N = q.shape[1], q.shape[2]
-    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
-    truth, _ = oracle.attention(q.double(), k.double(), v.double(), counts, None)
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    full = torch.ones_like(counts)
-    dense_truth, _ = oracle.attention(q.double(), k.double(), v.double(), full, None)
-    budget = 2 * (dense.double() - dense_truth).norm() / dense_truth.norm()
-    assert (found.double() - truth).norm() / truth.norm() <= budget
-
-
-UNION = (masks.dilated(64, 1) | masks.dilated(256, 4, 2)) & masks.causal()
-UNION_RULE = oracle.both(oracle.either(oracle.dilated(64, 1, 0), oracle.dilated(256, 4, 2)), oracle.causal())
 
 
 @pytest.mark.slow
@@ -168,27 +142,14 @@ def test_narrow_heads_read_no_keys_of_the_next_head():
 
 def test_block_mask_of_a_user():
     """In residue order: as FlexAttention traces it, and by its lists; 300 tokens are no multiple of the blocks."""
-    layout = masks.Layout(300, 4)
-    mask = masks.block_mask(UNION, 300, num_heads=4, layout=layout)
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
-    for dtype, kernel in ((torch.bfloat16, compiled), (torch.float32, listed_blocks)):
-        q, k, v = qkv(300, dtype=dtype)
+    layout, pattern = masks.Layout(300, 4), (masks.dilated(64, 1) | masks.dilated(256, 4, 2)) & masks.causal()
+    mask = masks.block_mask(pattern, 300, num_heads=4, layout=layout)
+    traced = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
+    q, k, v = torch.randn(3, 1, 4, 300, 16)
+    exact = fd.attend(q, k, v, pattern, engine="reference")
+    for kernel in (traced, partial(dense_flex, scale=0.25, enable_gqa=False)):
         found = layout.invert(kernel(*(layout.apply(x) for x in (q, k, v)), block_mask=mask))
-        assert_near(found, q, k, v, UNION_RULE)
-
-
-def listed_blocks(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> Tensor:
-    return dense_flex(q, k, v, block_mask=block_mask, scale=0.25, enable_gqa=False)
-
-
-def test_planned_while_tracing_at_two_lengths_and_back():
-    pattern, rule = masks.dilated(64, 2, 1) & masks.causal(), oracle.both(oracle.dilated(64, 2, 1), oracle.causal())
-    torch.compiler.reset()
-    attend = torch.compile(
-        lambda *x: fd.attend(*x, pattern, engine="flex"), fullgraph=True, dynamic=False, backend="eager"
-    )
-    for N in (256, 130, 256):
-        assert_near(attend(*qkv(N)), *qkv(N), rule)
+        torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.device
@@ -198,7 +159,7 @@ def test_training_on_a_device(compiled):
     """The mixture with gradients, eagerly and in one graph, against the oracle on the host."""
     pattern = masks.longnet([64, 256], [1, 2]) & masks.causal()
     rule = oracle.both(oracle.longnet([64, 256], [1, 2]), oracle.causal())
-    q, k, v = (x.cuda().requires_grad_() for x in qkv(500))
+    q, k, v = (x.cuda().requires_grad_() for x in torch.randn(3, 1, 4, 500, 16))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return fd.attend(q, k, v, pattern)
@@ -212,3 +173,77 @@ def test_training_on_a_device(compiled):
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     for grad, true_grad in zip(grads, torch.autograd.grad(truth.sum(), host), strict=True):
         torch.testing.assert_close(grad.cpu().double(), true_grad, rtol=0, atol=1e-2)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Packed, tuple[int, int], Tensor]:
+    """A table, with causal order or alone, for blocks that a kernel of 8 x 8 tiles takes."""
+    block = draw(st.sampled_from([1, 2, 3, 4, 8, 16])), draw(st.sampled_from([1, 2, 4, 8, 16, 24]))
+    heads, batch = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
+    queries, keys, q_offset = draw(st.integers(1, 40)), draw(st.integers(1, 50)), draw(st.sampled_from([0, 0, 5, 16]))
+    k_offset = draw(st.sampled_from([0, block[1]]))
+    stop = q_offset + queries
+    columns = -(-(k_offset + keys) // block[1])
+    most, count = draw(st.integers(1, 4)), draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
+    shape = (draw(st.sampled_from([1, batch])), count, -(-stop // block[0]) - q_offset // block[0], most)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+    rows = torch.randint(-1, columns, shape, generator=generator)
+    causal = draw(st.booleans())
+    chosen = masks.selected_blocks(rows, block=block, most=most)
+    positions = torch.arange(q_offset, stop), torch.arange(k_offset, k_offset + keys)
+    rules = [oracle.selected_blocks(each, block, -(-stop // block[0])) for each in rows]
+    rules = [oracle.both(rule, oracle.causal()) for rule in rules] if causal else rules
+    counts = torch.stack([oracle.counts(rule, range(heads), heads, *positions) for rule in rules])
+    pattern = chosen & masks.causal() if causal else chosen
+    sizes = (batch, heads, queries, keys, q_offset, k_offset)
+    return Packed(pattern, counts.expand(batch, -1, -1, -1), *sizes), block, rows
+
+
+def classes_of(case: Packed, rule: masks.Pattern, block: tuple[int, int], rows: int) -> Tensor:
+    """What rows and blocks that are tiles hold: 2 where every pair of theirs is allowed."""
+    columns = -(-case.num_keys // block[1])
+    row, column = (x.flatten() for x in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    q, k = row * block[0] + case.q_offset, column * block[1] + case.k_offset
+    sides = (torch.full_like(q, side) for side in block)
+    box = Box(torch.zeros_like(q), *(Progression(at, 1, side) for at, side in zip((q, k), sides, strict=True)))
+    bounds = rule.count(box, num_heads=case.num_heads)
+    whole = (bounds.low == box.area) & (k + block[1] <= case.k_offset + case.num_keys)
+    return (1 + whole.int()).view(1, rows, columns)
+
+
+def attend_by_table(
+    case: Packed, block: tuple[int, int], rows: Tensor, *, known: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The engine around a dense kernel of 8 x 8 tiles; known: with the classes of rows and blocks that are tiles."""
+    parted = table_split(case.pattern)
+    assert parted is not None
+    rest = parted.rest
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with mock.patch.object(_selected_flex, "TILE", 8):
+            unit = unit_of(block, case.q_offset)
+            assert unit is not None
+            of = SelectedBlocksOf(block, unit, rows.shape[-1], (rows.shape[1], case.num_heads, k.shape[1]))
+            places = map(torch.tensor, (0, case.q_offset, case.k_offset))
+            where = Where(*places, case.q_offset % block[0])
+            rule = rest.mask_mod(num_heads=case.num_heads, device=CPU)
+            classes = classes_of(case, rest, block, rows.shape[2]) if known and unit == 0 else None
+            own = rows - case.k_offset // block[1]
+            return attend_selected(of, rule, where, own, classes, q, k, v, Features(0.5), dense_flex)
+
+    return attend
+
+
+@given(drawn=tables(), known=st.booleans(), is_tied=st.booleans(), data=st.data())
+def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, is_tied: bool, data: st.DataObject):
+    """Also for parts of a row that are equal; no gradient passes a tie."""
+    case, block, rows = drawn
+    qkv = data.draw(tensors(case, batch=case.batch))
+    qkv = tuple(tied(*x.shape, seed=place) for place, x in enumerate(qkv)) if is_tied else qkv
+    by_table = attend_by_table(case, block, rows, known=known)
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with NoTies() if is_tied else nullcontext():
+            return by_table(*tensors)
+
+    assert_agrees(attend, qkv, case.counts, scale=0.5)

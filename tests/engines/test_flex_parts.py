@@ -1,4 +1,4 @@
-"""More elements than a kernel can count, in parts of the heads; and how little a call moves and holds."""
+"""Flex: more elements than a kernel can count, how little a call holds, tables of run-time tensors."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
+from torch._dynamo import testing
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Dropout, Features, _operands
+from flexdilated._validate import run_time_tensors
+from flexdilated.engines import Features, _operands
 from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
-from flexdilated.engines.flex import _flex, _flex_op
+from flexdilated.engines.flex import _flex_op
 from flexdilated.engines.flex._flex import run_flex
-from flexdilated.engines.flex._flex_op import allowed_on, heads_of_part, key_of_part, kv_head_parts
-from flexdilated.engines.flex._program import make_flex_program
-from flexdilated.engines.flex._slots import SlotIndex, _by_index
+from flexdilated.engines.flex._flex_op import allowed_on, blank_program, heads_of_part, kv_head_parts, run_time_program
+from flexdilated.engines.flex._program import list_width, make_flex_program
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan
-from tests.engines.test_flex import around_dense
-from tests.support.dense_flex import dense_flex
+from tests.engines.test_flex import CPU
+from tests.support.dense_flex import dense_flex, flex_on_cpu
 from tests.support.ladders import LONGNET_5
+from tests.support.run_time_strategies import Packed, packed_cases
+from tests.support.strategies import block_sides
 
 PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()
 
@@ -80,45 +84,9 @@ def reach(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
-    checked: list[Tensor] = []
-    monkeypatch.setattr(_flex, "within_reach", lambda x, **_: (checked.append(x), x)[1])
-    key = Call(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
-    program = _flex_op.static_program(key, torch.device("cpu"))
-    handed: list[Tensor] = []
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        handed.extend((q, k, v))
-        return dense_flex(q, k, v, **options)
-
-    around_dense(program, 0.5, kernel=kernel)(*torch.randn(3, 1, 2, 50, 4))
-    assert len(handed) == 3 * len(program.steps)
-    assert [id(x) for x in handed] == [id(x) for x in checked]
-
-
 def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
     """Every index moves the score, so that one taken for another shows."""
     return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
-
-
-def test_dropout_beside_sinks(monkeypatch):
-    """The kept pairs are shares of a row with its sink: two calls of the kernel, the sink in one of them."""
-    q, k, v = torch.randn(3, 2, 4, 50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
-
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, features: Features) -> Any:
-        return run_flex(_flex_op.static_program(key, q.device), q, k, v, features, dense_flex)
-
-    monkeypatch.setattr(_flex_op, "_flex", stand_in)
-    torch.manual_seed(3)
-    features = Features(0.5, slanted, sinks).with_dropout(Dropout.drawn(0.3, q.device))
-    key = Call(PATTERN.text, 4, 4, 50, 50, 0, 0, 0, 4, 1, (16, 16))
-    found = _flex_op.flex(q, k, v, [], key, features)
-    torch.manual_seed(3)
-    options = {"scale": 0.5, "score_mod": slanted, "sinks": sinks, "dropout_p": 0.3, "return_lse": True}
-    exact = fd.attend(q, k, v, PATTERN, engine="reference", **options)
-    for one, true in zip(found, exact, strict=True):
-        assert_close(one, true, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -147,18 +115,6 @@ def test_parts_are_the_whole(monkeypatch, limit):
     assert_close((out, lse), exact)
 
 
-def test_the_key_of_a_part():
-    key = Call("", 12, 4, 5, 5, 0, 0, 6, 30, 1, ())
-    assert key_of_part(key, range(1, 3)) == key._replace(num_heads=6, num_kv_heads=2, head_offset=9)
-
-
-def test_what_is_in_order_is_not_moved():
-    x = torch.randn(1, 4, 6, 3)
-    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, torch.device("cpu")).slots.take(x, SlotIndex(), 0, 6) is x
-    grouped = _by_index(torch.arange(6).expand(4, -1), None, 4, 2, 6, torch.device("cpu"))
-    assert grouped.slots.take(x[:, :2], grouped.rows, 0, 6).shape == (1, 2, 6, 3)
-
-
 @pytest.mark.parametrize("pattern", [masks.longnet(*LONGNET_5), masks.longnet(*LONGNET_5) & masks.causal()])
 def test_a_million_tokens_hold_little(pattern):
     """All that a call keeps on an accelerator, tables included, is small beside q: 2 GiB in bfloat16."""
@@ -169,3 +125,84 @@ def test_a_million_tokens_hold_little(pattern):
     program = make_flex_program(chosen, Layout(N), **options)
     assert program.nbytes < (2 << 30) / 256
     assert sum(step.nbytes for step in program.steps) < 1 << 12
+
+
+ACCELERATOR = torch.device("meta")  # any device but the CPU: there tables are as narrow as may be
+
+
+def key_of(packed: Packed, kv_heads: int, side: int) -> Call:
+    sizes = (packed.num_heads, kv_heads, packed.num_queries, packed.num_keys)
+    return Call(packed.pattern.text, *sizes, packed.q_offset, packed.k_offset, 0, packed.num_heads, 1, (side, side))
+
+
+@given(packed_cases(), block_sides)
+def test_no_list_is_longer_than_a_compiled_table(packed: Packed, side):
+    """The table's width is known before the values: by the shapes of the tensors, and what the pattern declares."""
+    key, bindings = key_of(packed, packed.num_heads, side), run_time_tensors(packed.pattern, None)
+    program = run_time_program(key, CPU, bindings, packed.batch)
+    blank = blank_program(key, CPU, bindings, packed.batch)
+    for step, planned in zip(program.steps, blank.steps, strict=True):
+        by_row, by_column = list_width(planned.term, key.block_size, ACCELERATOR)
+        assert list_width(step.term, key.block_size, ACCELERATOR) == (by_row, by_column)
+        mask = step.mask
+        assert mask.full_kv_num_blocks is not None
+        assert mask.q_num_blocks is not None
+        assert mask.full_q_num_blocks is not None
+        assert max(int(count.max()) for count in (mask.kv_num_blocks, mask.full_kv_num_blocks)) <= by_row
+        assert max(int(count.max()) for count in (mask.q_num_blocks, mask.full_q_num_blocks)) <= by_column
+
+
+def widths(pattern: masks.Pattern, num_tokens: int, side: int) -> list[tuple[int, int]]:
+    key = Call(pattern.text, 2, 2, num_tokens, num_tokens, 0, 0, 0, 2, 1, (side, side))
+    program = blank_program(key, CPU, [torch.zeros(num_tokens, dtype=torch.int64)], 1)
+    return [list_width(step.term, key.block_size, ACCELERATOR) for step in program.steps]
+
+
+def test_a_declared_bound_narrows_tables():
+    """A document of at most 16 tokens touches two blocks of 16; so does a window that reaches 16 back."""
+    causal = masks.causal()
+    assert widths(causal & masks.documents("ids"), 512, 16) == [(32, 32)]
+    assert widths(causal & masks.documents("ids", longest=16), 512, 16) == [(2, 2)]
+    assert widths(causal.per_document(masks.documents("ids", longest=17)), 512, 16) == [(2, 2)]
+    assert widths(masks.local_window(left=16, right=0).per_document("ids"), 512, 16) == [(2, 2)]
+    assert widths(masks.dilated(4, 2).per_document(masks.documents("ids", longest=8)), 64, 8) == [(3, 3)]
+
+
+def test_branches_that_name_one_tensor_stay_apart():
+    """Two paddings of one name are two rules, before the values are known too."""
+    causal, q = masks.causal(), torch.randn(2, 1, 8, 4, dtype=torch.float64)
+    pattern = (causal & masks.lengths("n")) + (causal & masks.lengths("n", padding="left"))
+    how = {"bindings": {"n": torch.tensor([3, 7])}, "return_lse": True}
+    exact = fd.attend(q, q, q, pattern, engine="reference", **how)
+    with flex_on_cpu():
+        assert_close(fd.attend(q, q, q, pattern, engine="flex", **how), exact)
+
+
+CUT = masks.local_window(left=60, right=0) & masks.documents("ids")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pattern", [CUT, masks.dilated(64, 2).per_document(masks.documents("ids", longest=290))], ids=["cut", "restarted"]
+)
+def test_new_values_do_not_recompile(pattern):
+    """One graph for all values, rows that differ by batch entry included; in it, too, a longer document raises."""
+    compilations = testing.CompileCounterWithBackend("eager")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return fd.attend(q, k, v, pattern, engine="flex", bindings={"ids": ids})
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend=compilations)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for last in (1, 4, 8):
+            q, k, v = torch.randn(3, 2, 2, 300, 24, generator=generator)
+            ids = torch.randint(-1, last + 1, (2, 300), generator=generator).sort(1).values
+            ids[:, :20] = -1
+            exact = fd.attend(q, k, v, pattern, engine="reference", bindings={"ids": ids})
+            assert_close(compiled(q, k, v, ids), exact, rtol=1e-4, atol=1e-5)
+        if pattern.text != CUT.text:
+            with pytest.raises(ValueError, match="at most longest=290 tokens; got one of 300"):
+                compiled(q, k, v, torch.zeros_like(ids))
+    assert compilations.frame_count == 1

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
-from flexdilated.engines import WholeRows
+from flexdilated.engines import Call, WholeRows
+from flexdilated.engines._rows import program_of_rows
 from flexdilated.engines.aten._aten_op import plan_aten
 from flexdilated.engines.aten._program import Program, make_program
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
@@ -131,31 +132,35 @@ def test_rows_begin_where_a_kernel_can_load(kernel):
         torch.testing.assert_close(out, truth)
 
 
-def test_rows_that_a_device_can_load_are_not_copied() -> None:
-    """It loads 16 bytes at once: rows of 8 numbers that begin at multiples of that, and no others."""
-    x = torch.randn(100)
-    assert _kernel_cuda._loadable(rows := x[:96].view(4, 3, 8)) is rows
-    for begin, loaded in ((1, False), (2, False), (4, True)):
-        rows = x[begin : begin + 96].view(4, 3, 8)
-        found = _kernel_cuda._loadable(rows)
-        assert (found is rows) == loaded
-        assert torch.equal(found, rows)
+# With rows without keys, and without any pair.
+ON_META = (CASES["causal longnet"][0], masks.dilated(8, 2), masks.dilated(64, 40, 35))
 
 
 @pytest.mark.parametrize("chosen", KERNELS, ids=NAMES)
-def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
+@pytest.mark.parametrize("pattern", ON_META, ids=str)
+def test_shapes_types_and_devices_are_those_of_the_operators(monkeypatch, chosen, pattern):
     """The whole path on meta tensors, in the types that the kernel takes: the operators themselves, but for values."""
     monkeypatch.setattr(_kernel_cuda, "choose", lambda *_: chosen)
     for dtype in chosen.dtypes:
         q = torch.empty(2, 4, 90, 63, dtype=dtype, device="meta")
         k, v = (torch.empty(2, 2, 90, 63, dtype=dtype, device="meta") for _ in range(2))
-        program = program_of(CASES["causal longnet"][0], q, k)
+        program = program_of(pattern, q, k)
         out, lse = program.forward(q, k, v, 0.5)
         assert (out.shape, out.dtype, out.device) == (q.shape, torch.float32, q.device)
-        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        assert (lse.shape, lse.dtype, lse.device) == (q.shape[:3], torch.float32, q.device)
         for grad_lse in (None, torch.empty_like(lse)):
             grads = program.backward(q, k, v, WholeRows(q, lse, torch.empty_like(q), grad_lse), 0.5)
             assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.float32) for x in (q, k, v)]
+            assert {grad.device for grad in grads} == {q.device}
+
+
+@pytest.mark.parametrize("pattern", ON_META, ids=str)
+def test_results_of_few_rows_lie_on_the_device(pattern):
+    q, k = torch.empty(1, 2, 3, 8, device="meta"), torch.empty(1, 2, 32, 8, device="meta")
+    program = program_of_rows(Call(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ()), None, q.device)
+    found = program.forward(q, k, k, 1.0)
+    found += program.backward(q, k, k, WholeRows(q, q[..., 0], q, None), 1.0)
+    assert [each.device for each in found] == [q.device] * 5
 
 
 @pytest.fixture
@@ -225,15 +230,6 @@ def test_cudnn_stays_out_where_algorithms_must_be_deterministic(name):
         assert name(half, 64, on=(9, 0)) == "cuDNN"
 
 
-def test_a_kernel_serves_all_that_it_can_be_padded_to() -> None:
-    options = {"dtypes": (torch.float16,), "least_keys": 2, "most_dim": lambda capability: 128, "switch": lambda: True}
-    kernel = CudaKernel("none", forward=print, backward=print, **options)
-    served = [dim for dim in range(1, 140) if kernel.serves(torch.float16, dim, 2, (9, 0))]
-    assert served == list(range(1, 129))
-    assert not kernel.serves(torch.float16, 64, 1, (9, 0))
-    assert not kernel.serves(torch.float32, 64, 2, (9, 0))
-
-
 def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):
     """A causal problem of few queries sees as few keys."""
     asked: list[int] = []
@@ -260,17 +256,6 @@ def test_lists_of_blocks_are_refused(pattern):
     bound = pattern.bind(num_heads=2, num_queries=600, num_keys=600)
     with pytest.raises(ValueError, match=r"aten on cuda.* needs lists of blocks\. engine='flex' serves it"):
         plan_aten(bound, Layout(600), "cuda")
-
-
-def test_dense_ways_are_taken_though_others_are_cheaper_or_come_first():
-    """Segments in natural order are lists of blocks, and cost as much as the same segments folded."""
-    bound = masks.longnet([64, 256], [1, 2]).bind(num_heads=2, num_queries=600, num_keys=600)
-    plan = plan_aten(bound, Layout(600, 2), "cuda")
-    assert plan.layout == Layout(600)
-    assert {term.shape for term in plan.terms} == {"dense"}
-    assert [options[0].terms for options in plan.options] == [
-        tuple(term for term in plan.terms if term.q.step == rate) for rate in (1, 2)
-    ]
 
 
 @pytest.mark.device

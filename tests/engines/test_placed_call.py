@@ -1,103 +1,35 @@
-"""Tokens at stated positions: what a device computes that holds parts of a sequence is the oracle's."""
+"""Parts of a softmax: tokens at stated positions, merges by lse, and engine portable, which computes in chunks."""
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
+import flexdilated as fd
 from flexdilated import attend, masks
-from flexdilated.engines import Features, WholeRows, run
+from flexdilated.engines._gather import merge_
+from flexdilated.engines._merge import merge, with_sinks
 from flexdilated.engines._placed_call import PlacedCall, placed_engine
 from flexdilated.engines.flex._flex_op import static_program
+from flexdilated.engines.kernels import _portable
 from flexdilated.masks.orders._placement import Placement
-from flexdilated.masks.planning._planner import plan_at
+from flexdilated.memory import LiveBytes
 from tests.engines.test_flex import around_dense
-from tests.support import oracle
 from tests.support.agreement import TIGHT, assert_agrees
-from tests.support.compilers import without_inductor
 from tests.support.padded import everything_padded
 from tests.support.placed import Part, parts
 from tests.support.strategies import block_sides
-
-# B batch, H query heads, G key/value heads, D head dim
-
-
-ENGINES = st.sampled_from(["aten", "portable"])
-
-
-@settings(max_examples=16)
-@given(part=parts(complete=True), engine=ENGINES)
-def test_the_needed_keys_are_held(part: Part, engine: str):
-    """Own keys or none of them, then others in any order, with room to spare where a head has fewer."""
-    call = part.call(engine)
-    assert_agrees(lambda q, k, v: call.forward(q, k, v, []), part.tensors(), part.counts, scale=0.5)
-    assert Placement.read(part.placement.text) == part.placement
-
-
-@settings(max_examples=16)
-@given(part=parts(complete=False), engine=ENGINES)
-def test_runs_of_keys_are_held(part: Part, engine: str):
-    """Keys that are not there are left out, also where the rule allows them.
-
-    What an engine without a backward of its own sends into a part, by public means, makes the same gradients.
-    """
-    call = part.call(engine)
-    assert_agrees(lambda q, k, v: call.forward(q, k, v, []), part.tensors(), part.counts, scale=0.5)
-    q, k, v = part.tensors()
-    out, lse = call.forward(q, k, v, [])
-    assert lse is not None
-    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
-    whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
-    sent = whole.gradients_of(out.detach(), lse.detach())
-    by_parts = torch.autograd.grad((out, lse), (q, k, v), sent)
-    for found, truth in zip(by_parts, call.backward(q.detach(), k.detach(), v.detach(), [], whole), strict=True):
-        assert_close(found, truth, **TIGHT)
-
-
-@settings(max_examples=16)
-@given(part=parts(complete=True), cut=st.integers(0, 48), engine=ENGINES)
-def test_gradients_of_parts_add_up(part: Part, cut: int, engine: str):
-    """Each part of the keys, fed the rows' whole outcome, gives its share of dq, and its own dk and dv."""
-    q, k, v = part.tensors()
-    N = part.placement.num_tokens
-    whole_keys = torch.randn(2, 2, 2, N, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    heads, pattern = part.num_heads, part.twin.pattern
-    k, v = (x[:, :1].expand(-1, part.num_kv_heads, -1, -1).clone().requires_grad_() for x in whole_keys)
-    rows = part.queries
-    counts = oracle.counts(part.twin.rule, range(heads), heads, rows, torch.arange(N))
-    out, lse = oracle.attention(q, k, v, counts, 0.5)
-    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
-    sent = (out * grad_out).sum() + (lse.masked_fill(lse == -torch.inf, 0) * grad_lse).sum()
-    truth = torch.autograd.grad(sent, (q, k, v))
-    whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
-    total = torch.zeros_like(q)
-    for keys in (range(min(cut, N)), range(min(cut, N), N)):
-        if not keys:
-            continue
-        placement = Placement(part.placement.queries, ((keys,),), complete=False, num_tokens=N)
-        call = PlacedCall(pattern.text, placement, 0.5, 0, heads, engine)
-        some = [x[:, :, keys.start : keys.stop].detach() for x in (k, v)]
-        dq, *grads = call.backward(q.detach(), *some, [], whole)
-        total += dq
-        for found, true in zip(grads, truth[1:], strict=True):
-            assert_close(found, true[:, :, keys.start : keys.stop], **TIGHT)
-    assert_close(total, truth[0], **TIGHT)
-
-
-@pytest.mark.parametrize("engine", ["aten", "portable"])
-def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed(engine: str) -> None:
-    """In float32 for tokens in bfloat16: those of the other parts are to be added."""
-    q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
-    call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, engine)
-    out, lse = call.forward(q, k, v, [])
-    assert lse is not None
-    assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}
 
 
 def test_partly_overlapping_terms_start_from_nothing():
@@ -115,55 +47,23 @@ def test_partly_overlapping_terms_start_from_nothing():
     assert_close(found, torch.cat(whole, dim=2), **TIGHT)
 
 
-@given(part=st.booleans().flatmap(lambda complete: parts(complete=complete)), padded=st.booleans(), side=block_sides)
-def test_flex_around_a_dense_kernel(part: Part, padded: bool, side: int):
-    """Rows and keys by index, some of them held, others left out; dilated segments over their active tokens."""
-    q, k, _ = part.tensors()
-    key = replace(part.call("flex"), sides=(side, side)).call(q, k)
-    with everything_padded() if padded else nullcontext():
-        program = static_program(key, torch.device("cpu"))
-    assert_agrees(around_dense(program, 0.5), part.tensors(), part.counts, scale=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("complete", [False, True])
-def test_flex_runs_parts(complete: bool):
-    """FlexAttention, traced, over picked keys, for a set pattern, where it has a forward: on CPU without lse."""
-    pattern = masks.causal() & masks.local_window(left=200, right=0)
-    queries = (range(150, 200), range(300, 400))
-    needed = (*queries, range(0, 150), range(200, 300))
-    placement = Placement(queries, (needed,) * 2 if complete else ((range(100, 300),),), complete, num_tokens=400)
-    q = torch.randn(1, 4, 150, 16)
-    k, v = torch.randn(2, 1, 2, placement.num_keys, 16)
-    call, features = (
-        PlacedCall(pattern.text, placement, 0.25, 0, 4, "flex").call(q, k),
-        Features(0.25, return_lse=False),
-    )
-    with without_inductor():
-        found, truth = (run(engine, q, k, v, [], call, features)[0] for engine in ("flex", "aten"))
-    assert_close(found, truth, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "complete", "told"),
-    [
-        ((range(0, 8, 2),), ((range(8),),), True, "queries must be in runs of step 1"),
-        ((range(2),), ((range(3), range(4, 9, 2)),), False, "keys must be in runs of step 1"),
-        ((range(8),), ((range(0, 8, 2),),), False, "keys must be in runs of step 1, equal for all heads"),
-        ((range(8),), ((range(8),), (range(8),)), False, "keys must be in runs of step 1, equal for all heads"),
-        ((range(8),), ((range(0),),), True, "keys must be ascending ranges of positions, none of them empty"),
-        ((range(0),), ((range(8),),), True, "queries must be ascending ranges of positions, none of them empty"),
-    ],
+@given(
+    part=st.booleans().flatmap(lambda complete: parts(complete=complete)),
+    engine=st.sampled_from(["aten", "portable", "flex"]),
+    padded=st.booleans(),
+    side=block_sides,
 )
-def test_bad_placements(queries, keys, complete, told):
-    with pytest.raises(ValueError, match=told):
-        Placement(queries, keys, complete=complete)
-
-
-def test_keys_at_one_position_twice():
-    placement = Placement((range(4),), ((range(4), range(2, 6)),), complete=True)
-    with pytest.raises(ValueError, match="tokens must be at different positions"):
-        placement.key_slots(0)
+def test_parts_are_the_oracle(part: Part, engine: str, padded: bool, side: int):
+    """Rows and keys by index, some of them held, others left out; flex around a dense kernel."""
+    (q, k, _), call = part.tensors(), part.call(engine)
+    if engine == "flex":
+        key = replace(call, sides=(side, side)).call(q, k)
+        with everything_padded() if padded else nullcontext():
+            run = around_dense(static_program(key, torch.device("cpu")), 0.5)
+    else:
+        run = lambda q, k, v: call.forward(q, k, v, [])  # noqa: E731
+    assert_agrees(run, part.tensors(), part.counts, scale=0.5)
+    assert Placement.read(part.placement.text) == part.placement
 
 
 def test_engines_that_run_no_parts():
@@ -173,21 +73,199 @@ def test_engines_that_run_no_parts():
         placed_engine("aten", torch.device("cuda"))
 
 
-def test_run_time_tensors_reach_to_the_last_token_here() -> None:
-    assert Placement((range(3),), ((range(5),),), complete=False).end == 5
-    assert Placement((range(8, 11),), ((range(5),),), complete=False, num_tokens=20).end == 20
+def in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = out.clone(), lse.clone()
+    merge_(out, lse, part, part_lse)
+    return out, lse
 
 
-def test_a_position_past_all_that_are_held_has_some_slot() -> None:
-    slots = Placement((range(2),), ((range(3, 9, 2),),), complete=True).key_slots(0)
-    assert slots.of(torch.tensor([3, 5, 7])).tolist() == [0, 1, 2]
-    assert 0 <= int(slots.of(torch.tensor([100]))) <= 2
+def traced(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    return merge([(out, lse), (part, part_lse)])
 
 
-def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
-    """The first queries are computed in one term, those far on in several over the same rows."""
-    rule = masks.strided(8) | masks.local_window(left=64, right=0)
-    heads = {"num_heads": 1, "head_offset": 0, "num_heads_global": 1}
-    for queries in ((range(8), range(1024, 2048)), (range(1024), range(2040, 2048))):
-        placement = Placement(queries, ((range(2048),),), complete=False)
-        assert plan_at(rule, placement, **heads).shares_rows
+both_merges = pytest.mark.parametrize("join", [traced, in_place], ids=["traced", "in place"])
+
+
+@both_merges
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("lse", "part_lse", "joined", "share"),
+    [
+        (0.0, 0.0, 0.6931471805599453, 0.5),
+        (1000.0, -1000.0, 1000.0, 0.0),
+        (-1000.0, 1000.0, 1000.0, 1.0),
+        (3e4, 3e4, 3e4 + 0.6931471805599453, 0.5),
+        (-torch.inf, 5.0, 5.0, 1.0),
+        (5.0, -torch.inf, 5.0, 0.0),
+        (-torch.inf, -3e4, -3e4, 1.0),
+        (-torch.inf, -torch.inf, -torch.inf, 0.0),
+    ],
+)
+def test_extremes(join, dtype, lse, part_lse, joined, share):
+    """Neither overflow nor NaN, whichever side weighs all or nothing."""
+    out, part = (torch.tensor([[0.0, x]], dtype=dtype) for x in (2.0 if lse > -torch.inf else 0.0, 4.0))
+    found, found_lse = join(out, torch.tensor([lse], dtype=dtype), part, torch.tensor([part_lse], dtype=dtype))
+    assert_close(found, torch.lerp(out, part, share))
+    assert_close(found_lse, torch.tensor([joined], dtype=dtype))
+
+
+def test_a_score_keeps_no_wider_copy_of_the_output():
+    """In half precision: of the output's size, the backward of sinks holds the output alone."""
+    out = torch.randn(1, 2, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+    lse, sinks = torch.randn(1, 2, 512, requires_grad=True), torch.randn(2, requires_grad=True)
+    held: dict[int, int] = {}
+
+    def hold(x: Tensor) -> Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda x: x):
+        found, _ = with_sinks(out, lse, sinks)
+    assert found.dtype == torch.bfloat16
+    assert sum(held.values()) < 1.3 * out.nbytes
+
+
+@pytest.mark.parametrize("logit", [torch.inf, 3e38])
+def test_a_sink_that_takes_all(logit):
+    out, lse = with_sinks(torch.ones(1, 1, 2, 3), torch.tensor([[[0.0, -torch.inf]]]), torch.tensor([logit]))
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, logit))
+
+
+def test_sums_over_terms_are_kept_wide():
+    """Many small parts beside a large one: bfloat16 would lose them."""
+    parts = [torch.full((1, 1, 4, 2), value, dtype=torch.bfloat16) for value in (256.0, *[1.0] * 64)]
+    out, _ = merge([(part, torch.zeros(1, 1, 4)) for part in parts])
+    assert torch.equal(out, torch.full_like(out, 320 / 65))
+
+
+_EARLIER = masks.causal() & ~masks.local_window(left=0, right=0)
+EARLIER = (
+    _EARLIER,
+    _EARLIER & masks.longnet((32, 128), (1, 4)),
+    _EARLIER & masks.dilated(128, 4, offset=1),
+    _EARLIER & masks.documents(torch.arange(300) // 70),
+)
+
+
+@pytest.mark.parametrize("pattern", EARLIER, ids=str)
+@pytest.mark.parametrize("learns", [False, True])
+def test_only_allowed_pairs_are_asked_about(pattern, learns):
+    """Also by the call that finds what a score_mod captures, where autograd is on; no query sees its own key."""
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16, dtype=torch.float64))
+    table = torch.randn(300, dtype=torch.float64, requires_grad=learns)
+    leaves = (q, k, v, table) if learns else (q, k, v)
+
+    def earlier(score, b, h, q_idx, k_idx):
+        """Beyond earlier keys the table has no number, and the root none either."""
+        ahead = q_idx - k_idx
+        return score + table[torch.where(ahead > 0, ahead, 1000)] * ahead.double().sqrt()
+
+    def clamped(score, b, h, q_idx, k_idx):
+        ahead = (q_idx - k_idx).clamp(min=0)
+        return score + table[ahead] * ahead.double().sqrt()
+
+    found, exact = (
+        (out, *torch.autograd.grad(out.square().sum(), leaves))
+        for out in (
+            fd.attend(q, k, v, pattern, score_mod=earlier, engine="portable"),
+            fd.attend(q, k, v, pattern, score_mod=clamped, engine="reference"),
+        )
+    )
+    assert_close(found, exact, **TIGHT)
+
+
+def test_large_scores_leave_no_trace_in_padding():
+    """Rows beyond the last token, up to a whole block, have a score too: the exponential of 200 is infinite."""
+    q, k, v = (torch.randn(1, 1, 10, 8, requires_grad=True) for _ in range(3))
+    options = {"score_mod": lambda score, b, h, q_idx, k_idx: score + 200.0, "block_size": 8}
+    found, exact = (
+        torch.autograd.grad(fd.attend(q, k, v, masks.causal(), engine=engine, **options).square().sum(), (q, k, v))
+        for engine in ("portable", "reference")
+    )
+    assert_close(found, exact, rtol=1e-3, atol=1e-4)  # float32 has 200 to 1.5e-5
+
+
+def test_memory_is_linear():
+    """Twice the tokens under a window: twice the peak of a step; all scores would be sixteen times the bound."""
+
+    def peak(tokens: int) -> int:
+        slopes = torch.rand(2, requires_grad=True)
+        q, k, v = (torch.randn(1, 2, tokens, 32, requires_grad=True) for _ in range(3))
+        gc.collect()
+        with LiveBytes(q, k, v) as counted:
+            window = masks.local_window(left=255, right=0)
+            out = fd.attend(q, k, v, window, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+            out.sum().backward()
+        return counted.peak
+
+    with patch.object(_portable, "_SCORES_AT_ONCE", 1 << 17):
+        small, large = peak(2048), peak(4096)
+    assert large < 2.2 * small
+    assert large < 4 * 2 * 4096 * 4096 / 4
+
+
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q_idx, k_idx: score.tanh()])
+def test_a_third_derivative_is_refused(score_mod):
+    x = torch.randn(1, 1, 8, 4, requires_grad=True)
+    out = fd.attend(x, x, x, masks.causal(), engine="portable", score_mod=score_mod)
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"portable engine has no third derivative.*engine='reference'"):
+        torch.autograd.grad(second.sum(), x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpoint_and_autocast_around_a_score_mod(compiled):
+    """In a checkpoint the captured tensor is made twice; a graph too sums in float32 under autocast."""
+    torch.compiler.reset()
+    table = torch.randn(2, 40, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v, engine="portable"):
+        bias = table.sigmoid()
+        return fd.attend(q, k, v, masks.causal(), score_mod=lambda s, b, h, i, j: s + bias[h, i - j], engine=engine)
+
+    def again(q, k, v):
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    run = torch.compile(again, fullgraph=True, backend="aot_eager") if compiled else again
+    found, exact = (
+        (x, *torch.autograd.grad(x.sin().sum(), (q, k, v, table))) for x in (run(q, k, v), attend(q, k, v, "reference"))
+    )
+    assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_close(run(q, k, v), attend(q, k, v, "reference"), rtol=0.01, atol=0.01)
+
+
+def test_an_export_takes_no_score_mod():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return fd.attend(x, x, x, masks.causal(), score_mod=lambda s, b, h, i, j: s.tanh())
+
+    with pytest.raises(ValueError, match=r"portable with a score_mod is not exported; engine='flex' is"):
+        torch.export.export(Model(), (torch.randn(1, 2, 32, 16),), strict=False)
+
+
+@pytest.mark.slow
+def test_a_graph_saves_no_scores_for_the_backward():
+    """The scores of all allowed blocks would be 2 MiB or more; their tables are saved."""
+    torch.compiler.reset()
+    slopes = torch.rand(2, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, 1024, 16, requires_grad=True) for _ in range(3))
+
+    @partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        window = masks.local_window(left=127, right=0)
+        return fd.attend(q, k, v, window, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+
+    saved: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attend(q, k, v).sum().backward()
+    assert 4 * q.nbytes < sum(saved.values()) < 6 * q.nbytes

@@ -85,12 +85,12 @@ class Case:
         dtype = getattr(torch, self.dtype)
         return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
-    def attention(self) -> Attention:
+    def attention(self, *, engine: str | None = None) -> Attention:
         """(out, lse) of leaves on the emulated device."""
         pattern, bindings = self.pattern(), self.bindings("cuda")
         order = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
         fixed: dict[str, Any] = {"enable_gqa": self.kv_heads is not None, "q_offset": self.q_offset, "layout": order}
-        fixed["block_size"] = self.block
+        fixed |= {"block_size": self.block, "engine": engine}
 
         def attend(leaves: Results) -> tuple[Tensor, Tensor]:
             options = fixed | ({"bindings": bindings} if bindings else {})

@@ -77,138 +77,86 @@ CATALOGUE = (
 
 # What a call may bring beside its pattern: every two of them meet in some case.
 _ALL: dict[str, Any] = {"has_sinks": True, "has_score_mod": True}
+_GROUPED: dict[str, Any] = {"heads": 2, "kv_heads": 1}
+_LATER: dict[str, Any] = {"keys": 556, "q_offset": 256}
+_WIDE: dict[str, Any] = {"head_dim": 96, "value_dim": 32}
+_TWO_DOCUMENTS: dict[str, Any] = {"batch": 2, "run_time": ("documents_of_two",)}
+_WINDOW, _LONGNETS = "masks.local_window(left=300, right=0)", f"{_LONGNET} & masks.causal()"
+_PADDED = "masks.longnet([350, 700], [1, 2]).per_document(masks.lengths('lengths_of_two', padding='left'))"
+_CAUSAL_QUERIES = f"{_QUERIES} & masks.causal()"
+_ROWS_OR_OWN = "(masks.selected_blocks('chosen_rows', block=(64, 128), most=2) | masks.chunked(64))"
+_PACKED = f"{_ROWS_OR_OWN} & masks.causal() & {_DOCUMENTS}"
+_TWO = f"masks.documents('documents_of_two') & {_WINDOW}"
+_MASK = "masks.mask('mask_of_two') & masks.local_window(left=300, right=300)"
+_MOVED = f"{_WINDOW}.queries_from('starts')"
+_LARGE = "masks.selected_blocks(chosen(num_tokens, (128, 256), 2), block=(128, 256), most=2)"
+_SAMPLES = "masks.per_sample([masks.causal(), masks.local_window(left=200, right=100)], 'which')"
+_GRID = "masks.neighborhood((2, 300), kernel_size=(2, 298), stride=(1, 45), causal=(True, False))"
+_LINE = "masks.neighborhood((600,), kernel_size=280, rate=2, stride=31, causal=True)"
+
+
+def _bound(*names: str, batch: int = 1) -> dict[str, Any]:
+    return {"run_time": names, "batch": batch}
+
+
 FEATURES = (
-    Case("blocks of each query, grouped", f"{_QUERIES} & masks.causal()", 400, heads=2, kv_heads=1, lacks=("full",)),
-    Case(
-        "blocks of each query, score_mod",
-        f"{_QUERIES} & masks.causal()",
-        400,
-        dtype="float32",
-        has_score_mod=True,
-        lacks=("full",),
-    ),
+    Case("blocks of each query, grouped", _CAUSAL_QUERIES, 400, **_GROUPED, lacks=("full",)),
+    Case("blocks of each query, score_mod", _CAUSAL_QUERIES, 400, dtype="float32", has_score_mod=True, lacks=("full",)),
     Case(
         "blocks of 64 queries, in documents, sinks",
-        "(masks.selected_blocks('chosen_rows', block=(64, 128), most=2) | masks.chunked(64)) & masks.causal()"
-        f" & {_DOCUMENTS}",
+        _PACKED,
         450,
-        heads=2,
-        run_time=("chosen_rows", "documents"),
+        2,
+        **_bound("chosen_rows", "documents"),
         has_sinks=True,
     ),
-    Case("grouped heads, sinks and score_mod", "masks.causal()", 400, heads=2, kv_heads=1, **_ALL),
-    Case("score_mod and sinks, float32", "masks.local_window(left=300, right=0)", 500, dtype="float32", **_ALL),
-    Case("later queries", "masks.local_window(left=300, right=0)", 300, keys=556, q_offset=256, head_dim=128),
-    Case(
-        "later queries, grouped, score_mod and sinks",
-        "masks.causal()",
-        300,
-        heads=2,
-        kv_heads=1,
-        keys=556,
-        q_offset=256,
-        head_dim=96,
-        value_dim=32,
-        **_ALL,
-    ),
+    Case("grouped heads, sinks and score_mod", "masks.causal()", 400, **_GROUPED, **_ALL),
+    Case("score_mod and sinks, float32", _WINDOW, 500, dtype="float32", **_ALL),
+    Case("later queries", _WINDOW, 300, **_LATER, head_dim=128),
+    Case("later queries, grouped, score_mod and sinks", "masks.causal()", 300, **_GROUPED, **_LATER, **_ALL, **_WIDE),
     Case("rows without keys", "masks.dilated(1200, 4, 1) & masks.causal()", 1200),
-    Case("rows without keys, sinks", "masks.local_window(left=300, right=0) & masks.first_tokens(150)", 600, **_ALL),
+    Case("rows without keys, sinks", f"{_WINDOW} & masks.first_tokens(150)", 600, **_ALL),
     Case("residue order, score_mod and sinks", "masks.dilated(1200, 2) & masks.causal()", 900, rate=2, **_ALL),
+    Case("mixture, grouped, score_mod and sinks", _LONGNETS, 700, **_GROUPED, **_ALL, head_dim=48, value_dim=80),
+    Case("mixture, float32", _LONGNETS, 700, heads=2, dtype="float32", head_dim=64),
+    Case("documents of a call", f"{_DOCUMENTS} & masks.causal()", 600, **_bound("documents"), head_dim=64),
     Case(
-        "mixture, grouped, score_mod and sinks",
-        f"{_LONGNET} & masks.causal()",
-        700,
-        heads=2,
-        kv_heads=1,
-        head_dim=48,
-        value_dim=80,
-        **_ALL,
+        "documents of each batch entry, grouped, score_mod and sinks", _TWO, 600, **_GROUPED, **_ALL, **_TWO_DOCUMENTS
     ),
-    Case("mixture, float32", f"{_LONGNET} & masks.causal()", 700, heads=2, dtype="float32", head_dim=64),
-    Case("documents of a call", f"{_DOCUMENTS} & masks.causal()", 600, run_time=("documents",), head_dim=64),
+    Case("lengths of each batch entry, mixture", _PADDED, 700, 2, **_bound("lengths_of_two", batch=2), head_dim=128),
     Case(
-        "documents of each batch entry, grouped, score_mod and sinks",
-        "masks.documents('documents_of_two') & masks.local_window(left=300, right=0)",
-        600,
-        heads=2,
-        kv_heads=1,
-        batch=2,
-        run_time=("documents_of_two",),
-        **_ALL,
-    ),
-    Case(
-        "lengths of each batch entry, mixture",
-        "masks.longnet([350, 700], [1, 2]).per_document(masks.lengths('lengths_of_two', padding='left'))",
-        700,
-        heads=2,
-        batch=2,
-        run_time=("lengths_of_two",),
-        head_dim=128,
-    ),
-    Case(
-        "a mask of each batch entry and head",
-        "masks.mask('mask_of_two') & masks.local_window(left=300, right=300)",
-        450,
-        heads=2,
-        batch=2,
-        run_time=("mask_of_two",),
-        lacks=("full", "empty"),
+        "a mask of each batch entry and head", _MASK, 450, 2, **_bound("mask_of_two", batch=2), lacks=("full", "empty")
     ),
     Case(
         "packed cross-attention",
         "masks.same_document('pairs')",
         500,
-        heads=2,
-        run_time=("pairs",),
+        2,
+        **_bound("pairs"),
         has_sinks=True,
         lacks=("full",),
     ),
     Case(
         "a pattern of each batch entry, score_mod",
-        "masks.per_sample([masks.causal(), masks.local_window(left=200, right=100)], 'which')",
+        _SAMPLES,
         450,
-        heads=2,
-        kv_heads=1,
-        batch=2,
-        run_time=("which",),
+        **_GROUPED,
+        **_bound("which", batch=2),
         has_score_mod=True,
     ),
-    Case(
-        "queries from another position in each batch entry",
-        "masks.local_window(left=300, right=0).queries_from('starts')",
-        300,
-        keys=556,
-        batch=2,
-        run_time=("starts",),
-    ),
+    Case("queries from another position in each batch entry", _MOVED, 300, keys=556, **_bound("starts", batch=2)),
     Case(
         "one query", "masks.causal()", 1, keys=500, q_offset=499, trains=False, lacks=("full", "empty", "three a side")
     ),
-    Case(
-        "a grid in groups of queries, of which one axis is causal",
-        "masks.neighborhood((2, 300), kernel_size=(2, 298), stride=(1, 45), causal=(True, False))",
-        600,
-    ),
-    Case(
-        "a grid with rates, in groups of queries, causal",
-        "masks.neighborhood((600,), kernel_size=280, rate=2, stride=31, causal=True)",
-        600,
-        rate=2,
-    ),
+    Case("a grid in groups of queries, of which one axis is causal", _GRID, 600),
+    Case("a grid with rates, in groups of queries, causal", _LINE, 600, rate=2),
     Case("heads of 128, float32", "masks.causal()", 400, head_dim=128, dtype="float32"),
     Case("heads of 128", "masks.causal()", 400, head_dim=128),
     # Lengths of whole tiles that are no whole blocks: the last tile of the last block lies beyond the tokens.
     Case("blocks of 256", "masks.causal()", 640, block=256),
     Case("blocks of 256, all pairs", "masks.every()", 640, block=256, dtype="float32", lacks=("empty",)),
-    Case("blocks of 256, mixture", f"{_LONGNET} & masks.causal()", 640, heads=2, block=256, has_sinks=True),
-    Case(
-        "selected blocks of 256 keys",
-        "masks.selected_blocks(chosen(num_tokens, (128, 256), 2), block=(128, 256), most=2) & masks.causal()",
-        640,
-        heads=2,
-        kv_heads=1,
-        lacks=("ragged",),
-    ),
+    Case("blocks of 256, mixture", _LONGNETS, 640, heads=2, block=256, has_sinks=True),
+    Case("selected blocks of 256 keys", f"{_LARGE} & masks.causal()", 640, **_GROUPED, lacks=("ragged",)),
 )
 if torch.__version__ >= "2.15":
     FEATURES += (

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 
+import flexdilated as fd
 from bench._catalogue import ENTRIES, Entry
 from tests.interpreted.conftest import recorded
-from tests.interpreted.emulated_cuda import A100, B200, H200, RTX_5090, describe, require
+from tests.interpreted.emulated_cuda import A100, B200, CALLED, H200, RTX_5090, describe, is_template, require, triton
 
 require(interpreted=False)
 
-from tests.interpreted.kernel_code import code_of  # noqa: E402
 
 NAME = "kernel_code"
 QUICK = {("H200", "causal", 128), ("H200", "dilated", 64), ("H200", "documents", 64), ("A100", "causal", 128)}
@@ -40,3 +49,70 @@ def test_kernels_compile_and_fit(device: SimpleNamespace, entry: Entry, head_dim
         assert code.shared <= device.shared_memory_per_block_optin
         assert not before or code.spill_stores <= before[way]["spill_stores"], f"{way}: more spills than recorded"
     record_property(f"{NAME}: {key}", {way: code.to_data() for way, code in found.items()})
+
+
+TOKENS, HEADS = 8192, 2
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a kernel takes: bytes spilled to memory and read back, and bytes of shared memory."""
+
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+    def to_data(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def worst(cls, found: Iterable[Code]) -> Code:
+        """The most of each among some kernels."""
+        parts = zip(*((each.spill_stores, each.spill_loads, each.shared) for each in found), strict=True)
+        return cls(*map(max, parts))
+
+
+def code_of(entry: Entry, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Code]:
+    """The worst of a pattern's forward and of its backward kernels, on the device as described."""
+    CALLED.clear()
+    torch.compiler.reset()
+    fd.masks.cache().clear()
+    shape = (1, max(HEADS, entry.num_heads), TOKENS, head_dim)
+    q, k, v = (torch.zeros(shape, dtype=dtype).to("cuda").requires_grad_() for _ in range(3))
+    # What is kept on disk may have been made for another device: its name there is that of this one.
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        out = fd.attend(q, k, v, entry.pattern(TOKENS))
+        out.backward(torch.zeros_like(out))
+    kernels = [kernel for kernel in CALLED if is_template(kernel)]
+    backward = [kernel for kernel in kernels if "backward" in kernel.fn.__name__]
+    forward = [kernel for kernel in kernels if "backward" not in kernel.fn.__name__]
+    assert forward
+    assert backward
+    return {
+        name: Code.worst(_compiled(kernel) for kernel in some)
+        for name, some in (("forward", forward), ("backward", backward))
+    }
+
+
+def _compiled(kernel: Any) -> Code:
+    (config,) = kernel.configs
+    meta = kernel._create_compile_meta(config)
+    known = (kernel.fn.cache_key, str(meta), str(config))
+    if known not in _CODE:
+        _CODE[known] = _compile(kernel, config, meta)
+    return _CODE[known]
+
+
+_CODE: dict[tuple[str, ...], Code] = {}
+
+
+def _compile(kernel: Any, config: Any, meta: dict[str, Any]) -> Code:
+    """By Triton's compiler and the assembler that comes with it, whose log has the spills."""
+    source = triton("compiler").ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    target = triton("backends.compiler").GPUTarget("cuda", meta["cc"], 32)
+    knobs = triton("knobs")
+    with redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        binary = triton("compiler").compile(source, target=target, options=kernel._create_compile_options(config, meta))
+    (spills,) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    return Code(*map(int, spills), binary.metadata.shared)

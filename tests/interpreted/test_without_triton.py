@@ -89,12 +89,6 @@ def test_a_compiled_module_decodes() -> None:
     assert not CALLED
 
 
-def test_flex_by_name_says_what_is_missing() -> None:
-    q = torch.randn(1, 2, 20, 16, device="cuda")
-    with pytest.raises(ValueError, match="flex needs Triton, and torch finds none; engine='portable' serves cuda"):
-        fd.attend(q, q, q, masks.causal(), engine="flex")
-
-
 def test_later_calls_read_nothing_on_the_host() -> None:
     """The lengths of block lists are read once for a program: the device need not be waited for."""
     pattern, counts = masks.local_window(left=40, right=0), []

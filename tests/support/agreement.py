@@ -44,13 +44,13 @@ def assert_agrees(
     tensors: tuple[Tensor, ...],
     counts: Tensor,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     learned: tuple[Tensor, ...] = (),
     **features,
 ) -> None:
     """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse.
 
-    learned: leaves that a score_mod reads, whose gradients are compared too.
+    learned: leaves beside them, such as those that a score_mod reads, whose gradients are compared too.
     """
     q, k, v, *sinks = tensors
     found, truth = attend(*tensors), oracle.attention(q, k, v, counts, scale, *sinks, **features)
@@ -83,7 +83,8 @@ def assert_nothing_spreads(attend: Attention, given: tuple[Tensor, ...], counts:
     keys = ~seen.any(2).unflatten(1, (k.shape[1], -1)).any(2)
     generator = torch.Generator().manual_seed(0)
     grad_out = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=q.dtype)
-    grad_lse = torch.randn(q.shape[:3], generator=generator, dtype=q.dtype).masked_fill(queries, 0.0)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grad_lse = torch.randn(q.shape[:3], generator=generator, dtype=wide).masked_fill(queries, 0.0)
 
     def run(bad: float) -> list[Tensor]:
         leaves = [spoilt(q, queries, bad), spoilt(k, keys, bad), spoilt(v, keys, bad), *sinks]

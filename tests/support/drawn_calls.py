@@ -196,12 +196,15 @@ def drawn_calls(draw: st.DrawFn, engine: str, *, plain: bool = False) -> DrawnCa
     if kind == "padded" and draw(st.booleans()):  # some queries stand before every segment that has keys
         case = replace(case, k_offset=case.k_offset + draw(st.integers(1, 40)))
     inputs, is_tied = draw(_inputs(case, plain=plain))
-    options: dict[str, Any] = {"engine": engine, "scale": draw(st.none() | st.floats(-2, 2))}
+    options: dict[str, Any] = {"engine": engine, "scale": draw(st.none() | st.floats(-2, 2) | scales(case.num_heads))}
     sides = st.tuples(block_sides, block_sides)
     options["block_size"] = None if kind == "few" else draw(st.none() | sides)
     options |= case.offsets if isinstance(case, Packed) else case.sizes
     counts = case.counts if isinstance(case, Packed) else case.counts()
+    learned: tuple[Tensor, ...] = ()
     features: dict[str, Any] = {"scale": options["scale"]}
+    if isinstance(options["scale"], Tensor):
+        learned, features["scale"] = (options["scale"],), options["scale"].reshape(-1, 1, 1)
     queries, keys = (
         torch.arange(first, first + number)
         for first, number in ((case.q_offset, case.num_queries), (case.k_offset, case.num_keys))
@@ -210,12 +213,11 @@ def drawn_calls(draw: st.DrawFn, engine: str, *, plain: bool = False) -> DrawnCa
     if torch.equal(queries, keys) and not case.q_offset and draw(st.booleans()):
         options["layout"] = masks.Layout(case.num_queries, draw(st.integers(1, min(7, case.num_queries))))
         rows = columns = options["layout"].positions()
-    learned: tuple[Tensor, ...] = ()
     if not plain and engine != "aten" and draw(st.booleans()):
         heads = case.heads if isinstance(case, Case) else range(case.num_heads)
         rule = draw(modified(len(inputs[0]), heads.stop if isinstance(case, Packed) else case.num_heads_global))
         features["modify"] = rule.dense(heads, queries[rows], keys[columns])
-        options["score_mod"], learned = rule.score_mod(), (rule.table,)
+        options["score_mod"], learned = rule.score_mod(), (*learned, rule.table)
     if not plain and engine != "aten" and draw(st.booleans()):
         options["dropout_p"] = draw(st.sampled_from([0.1, 0.5, 0.9]))
         kept = shares(case, len(inputs[0]), drawn_dropout(options["dropout_p"]))[..., rows, :][..., columns]
@@ -224,6 +226,13 @@ def drawn_calls(draw: st.DrawFn, engine: str, *, plain: bool = False) -> DrawnCa
     counts = counts[..., rows, :][..., columns]
     pattern = case.pattern if isinstance(case, Packed) else case.twin.pattern
     return DrawnCall(pattern, inputs, counts, options, features, learned, is_tied, around)
+
+
+def scales(num_heads: int) -> st.SearchStrategy[float | Tensor]:
+    """Odd numbers, and trained tensors: one for all heads, or one for each."""
+    each = torch.linspace(-1, 2, num_heads, dtype=torch.float64)
+    odd = st.sampled_from([0.0, -0.7, 1e-300, -1e-300])
+    return odd | st.sampled_from([each[0], each]).map(lambda scale: scale.clone().requires_grad_())
 
 
 def _of_few_queries(case: Case | Packed) -> Case | Packed:

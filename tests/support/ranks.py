@@ -10,14 +10,8 @@
 The function is one of a module's own, and its arguments and results are pickled, tensors by value. It finds the default
 process group made; the next call gets a new one. The processes stay for the next call, with all that they keep:
 compiled code, caches, counters. A warning is an error there, as in the suite. After a call that failed on any rank, its
-processes are killed, and the next call gets new ones.
-
-Each pytest process has its own workers, as many as its calls have asked for so far. They are forked from one process
-that has imported what most of them need, compilers too, and done nothing else of weight: a worker starts within a tenth
-of a second, and shares the memory of the imports. So tests that use ranks need no xdist group of their own: four pytest
-processes with eight ranks each take some 2 GiB before they compute, and ranks that wait for each other take no
-processor time. Where it matters that a group gives up soon, ranks call `set_group_timeout` where they begin to fail,
-and not before.
+processes are killed, and the next call gets new ones. Workers are forked from one process that has imported what most
+of them need. Where it matters that a group gives up soon, ranks call `set_group_timeout` where they begin to fail.
 """
 
 import atexit

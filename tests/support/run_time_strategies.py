@@ -100,15 +100,26 @@ def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
 
 
 @st.composite
-def packed_cases(draw: st.DrawFn, max_heads: int = 3, largest: int = 40, **kinds: Sequence[str]) -> Packed:
-    """A pattern that uses one run-time tensor or two: cut by it, restarted by it, united with it, without it."""
+def packed_cases(
+    draw: st.DrawFn,
+    max_heads: int = 3,
+    largest: int = 40,
+    *,
+    whole: bool = False,
+    closures: bool = True,
+    **kinds: Sequence[str],
+) -> Packed:
+    """A pattern that uses one run-time tensor or two: cut by it, restarted by it, united with it, without it.
+
+    whole: of self-attention alone. closures: also of functions that no other process can read.
+    """
     sizes = draw(fst.attention_sizes(max_heads=max_heads, max_batch=3, max_tokens=largest))
-    if not draw(st.booleans()):
+    if not whole and not draw(st.booleans()):
         other, k_offset = draw(st.integers(1, largest)), draw(st.sampled_from([0, 3]))
         sizes = replace(sizes, num_queries=other, q_offset=draw(st.integers(0, 9)), k_offset=k_offset)
     stop = sizes.q_offset + sizes.num_queries
     words = run_time_words(max(stop, sizes.k_offset + sizes.num_keys), stop)
-    twin = draw(run_time_compositions(grammar(sizes.num_heads), sizes, words, **kinds))
+    twin = draw(run_time_compositions(grammar(sizes.num_heads, closures=closures), sizes, words, **kinds))
     queries = torch.arange(sizes.q_offset, sizes.q_offset + sizes.num_queries)
     keys = torch.arange(sizes.k_offset, sizes.k_offset + sizes.num_keys)
     heads = range(sizes.num_heads), sizes.num_heads

@@ -29,6 +29,7 @@ from flexdilated.testing.strategies import shardings
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
+from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import longnets, written_expressions
 from tests.support.twins import Twin
 
@@ -61,6 +62,7 @@ class ShardedCase:
     layouts: tuple[str, ...] = (MEMORY_LAYOUTS[0],) * 4  # in memory, of q, k, v and the gradient of out on each rank
     dropout_p: float = 0.0
     biased: bool = False  # by a score_mod that reads all its arguments, and trained tensors
+    scaled: bool = False  # by a trained scale of each head
 
     def __post_init__(self) -> None:
         laid = (laid_out(x, layout) for x, layout in zip(self.tensors[:3], self.layouts, strict=False))
@@ -68,7 +70,7 @@ class ShardedCase:
 
     def __repr__(self) -> str:
         shapes = [tuple(x.shape) for x in self.tensors]
-        features = f"heads from {self.head_offset}, dropout {self.dropout_p}, {'biased' if self.biased else 'plain'}"
+        features = f"heads from {self.head_offset}, dropout {self.dropout_p}, {self.biased=}, {self.scaled=}"
         return f"{self.pattern!r} over {self.sharding}, {shapes}, {features}"
 
     @property
@@ -86,10 +88,10 @@ class ShardedCase:
         return {**heads, "dropout_p": self.dropout_p, "enable_gqa": True, "return_lse": True}
 
     def learned(self) -> list[Tensor]:
-        """A table of biases (H, distances) and slopes (H,), which are trained; [] without a score_mod."""
+        """What is trained beside q, k, v and sinks: scales (H,), a table of biases (H, distances) and slopes (H,)."""
         heads = self.num_heads_global or self.tensors[0].shape[1]
         generator = torch.Generator().manual_seed(3)
-        shapes = [(heads, DISTANCES), (heads,)] * self.biased
+        shapes = [(self.tensors[0].shape[1],)] * self.scaled + [(heads, DISTANCES), (heads,)] * self.biased
         return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
     @cached_property
@@ -97,12 +99,15 @@ class ShardedCase:
         """(out, lse, dq, dk, dv and, if there are any, gradients that ranks share) of one rank, in float64."""
         leaves = [x.double().requires_grad_() for x in self.tensors]
         learned, sinks = self.learned(), leaves[3] if leaves[3:] else None
+        scale = learned[0] if self.scaled else None
         if self.counts is None or self.dropout_p or self.biased:
             torch.manual_seed(SEED)
-            how = {"score_mod": reading(learned) if learned else None, "sinks": sinks, "engine": "reference"}
+            how = {"score_mod": reading(learned[-2:]) if self.biased else None, "scale": scale, "sinks": sinks}
+            how["engine"] = "reference"
             out, lse = fd.attend(*leaves[:3], self.pattern, **how, **self.options)
         else:
-            out, lse = oracle.attention(*leaves[:3], self.counts, None, sinks)
+            scale = None if scale is None else scale.reshape(-1, 1, 1)
+            out, lse = oracle.attention(*leaves[:3], self.counts, scale, sinks)
         grad_out, grad_lse = self.cotangents
         # A row without keys has a constant lse.
         sent = (out * grad_out).sum() + (lse * grad_lse).masked_fill(lse == -torch.inf, 0.0).sum() * self.through_lse
@@ -169,6 +174,13 @@ def line() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+def summed(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """On a rank: the sum over ranks."""
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def compiled_on_the_last(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """On a rank: the function in one graph if it is the last; the others run it as it is, and do their part in it."""
     last = dist.get_rank() == dist.get_world_size() - 1
@@ -196,14 +208,15 @@ def shares_of(case: ShardedCase, **way: Any) -> Shares:
     """On a rank: its part of a call and its backward; generators of the ranks are in different states."""
     leaves, here, learned = leaves_of(case), case.sharding.positions(dist.get_rank()), case.learned()
     grad_out, grad_lse = (x[:, :, here] for x in case.cotangents)
-    grad_out, held = laid_out(grad_out, case.layouts[3]), [*learned]
+    grad_out, held = laid_out(grad_out, case.layouts[3]), learned[-2:] if case.biased else []
     traffic().reset()
     torch.manual_seed(SEED + dist.get_rank())
     with contextlib.ExitStack() as stack:
         if way.get("engine") == "flex":
             stack.enter_context(flex_by_dense_kernels())
             way = {name: value for name, value in way.items() if name != "engine"}
-        out, lse = call(case, *leaves, score_mod=reading(held) if held else None, **way)
+        scale = learned[0] if case.scaled else None
+        out, lse = call(case, *leaves, score_mod=reading(held) if held else None, scale=scale, **way)
         held.clear()  # the backward needs them no more
         outputs, grads = ((out, lse), (grad_out, grad_lse)) if case.through_lse else ((out,), (grad_out,))
         # A rank without tokens has gradients of q, k, v and sinks, and none of what the score_mod captures.
@@ -307,9 +320,21 @@ def sharded_cases(draw: st.DrawFn, W: int) -> ShardedCase:
     features = {
         "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.1, 0.9])),
         "biased": draw(st.sampled_from([0, 0, 1])) > 0,
+        "scaled": draw(st.booleans()),
     }
     through_lse = draw(st.booleans())
     return ShardedCase(twin.pattern, counts, sharding, tensors, first, num_heads, through_lse, layouts, **features)
+
+
+@st.composite
+def run_time_cases(draw: st.DrawFn, W: int) -> ShardedCase:
+    """Any pattern with run-time tensors, of all batch entries or of each."""
+    packed = draw(packed_cases(max_heads=4, whole=True, closures=False))
+    H, N = packed.num_heads, packed.num_keys
+    G = draw(st.sampled_from([heads for heads in range(1, H + 1) if H % heads == 0]))
+    tensors = tensors_for(H, G, N, B=packed.batch, D=4, sinks=draw(st.booleans()), seed=draw(st.integers(0, 999)))
+    features = {"dropout_p": draw(st.sampled_from([0.0, 0.4])), "biased": draw(st.booleans())}
+    return ShardedCase(packed.pattern, packed.counts, draw(shardings(N, num_ranks=W)), tensors, **features)
 
 
 @st.composite
