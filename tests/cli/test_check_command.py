@@ -58,36 +58,19 @@ def test_a_pattern_of_ones_own(file, capsys) -> None:
     assert "count must bound" in json.loads(capsys.readouterr().out)["counterexample"]
 
 
-def test_what_is_drawn(monkeypatch) -> None:
-    """Portions of the examples have seeds of their own; those of attend all groups of heads, and several head dims."""
-    rules, calls = [], []
-    monkeypatch.setattr(_check, "check_pattern", lambda pattern, **sizes: rules.append(sizes))
-    monkeypatch.setattr(_check, "check_attention_module", lambda factory, pattern, **sizes: calls.append(sizes))
-    assert main(["check", "causal()", "--seed", "1000", "--examples", "384"]) == 0
-    for told, examples in ((rules, 384), (calls, 96)):
-        seeds = [each["seed"] for each in told]
-        assert len(set(seeds)) == len(seeds) > 1
-        assert all(1000 <= seed < 1384 for seed in seeds)
-        assert sum(each["examples"] for each in told) == examples
-    assert {each["num_kv_heads"] for each in calls} == {1, 2, 4}
-    assert len({each["head_dim"] for each in calls}) == 4
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_an_attend_that_is_wrong(later, monkeypatch, capsys) -> None:
+def test_an_attend_that_is_wrong(monkeypatch, capsys) -> None:
     """The rule is right, so what attend gets wrong is found by the second half, in the shortest case."""
     attend = _check.attend
 
     def from_nine_on(q, k, v, pattern, *, q_offset=0, **options):
-        if k.shape[2] >= 9 and (q_offset or not later):
+        if k.shape[2] >= 9:
             pattern = pattern | masks.causal()
         return attend(q, k, v, pattern, q_offset=q_offset, **options)
 
     monkeypatch.setattr(_check, "attend", from_nine_on)
     assert main(["check", "local_window(left=2, right=0)", *FEW, "--examples", "30"]) == 1
     said = capsys.readouterr().out
-    checks = 1 if later else 3
-    assert f"{checks} of 3 checks failed" in said
+    assert "3 of 3 checks failed" in said
     assert "9 tokens" in said
     assert "out is wrong" in said
 

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,13 +57,13 @@ def test_a_reader_that_has_gone_is_no_error(command, monkeypatch, capsys) -> Non
     assert "error" not in capsys.readouterr().err
 
 
-def test_ctrl_c_is_one_line(monkeypatch, capsys) -> None:
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("flexdilated.cli._device.doctor", interrupted)
+def test_ctrl_c_is_one_line_and_other_errors_stay(monkeypatch, capsys) -> None:
+    ends: list[BaseException] = [KeyboardInterrupt(), FileNotFoundError(errno.ENOENT, "", "a library's own file")]
+    monkeypatch.setattr("flexdilated.cli._device.doctor", Mock(side_effect=ends))
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "\nstopped\n"
+    with pytest.raises(FileNotFoundError):
+        main(["doctor"])
 
 
 def test_progress_without_tqdm_is_lines(monkeypatch, capsys) -> None:
@@ -74,19 +75,8 @@ def test_progress_without_tqdm_is_lines(monkeypatch, capsys) -> None:
     assert said.out.startswith("causal(): no counterexample")
 
 
-def test_an_error_that_is_not_of_the_output_stays_one(monkeypatch) -> None:
-    def missing():
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a library's own file")
-
-    monkeypatch.setattr("flexdilated.cli._device.doctor", missing)
-    with pytest.raises(FileNotFoundError):
-        main(["doctor"])
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys) -> None:
-    def refuse(path: Path, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    refuse = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(Path, "write_bytes", refuse)
     path = tmp_path / "out.html"
     assert main(["show", "causal()", "-n", "64", "--html", str(path)]) == 2

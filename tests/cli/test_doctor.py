@@ -31,12 +31,6 @@ def one_device(monkeypatch) -> None:
     monkeypatch.setattr(_device, "available_devices", lambda: ("cpu",))
 
 
-@pytest.fixture
-def nothing_tried(monkeypatch) -> None:
-    """For what is said of the machine."""
-    monkeypatch.setattr(_device, "_trial", lambda engine, device: (True, "serves"))
-
-
 def test_a_machine_without_a_compiler(capsys) -> None:
     """Each finding against what Python and torch say themselves; attention works, as "aten" needs no compiler."""
     status, printed = examine(capsys)
@@ -74,44 +68,33 @@ def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) 
     assert set(asked) == {"flex", "flash", "aten", "portable", "reference"}
 
 
-def shifted(amount: float):
-    """attend, whose output and gradients with "aten" are too large by a share."""
-    right = _device.attend
+def with_aten(change):
+    """attend, with what "aten" gives changed."""
 
     def wrong(q, k, v, pattern, *, engine):
-        return right(q, k, v, pattern, engine=engine) * (1 + amount * (engine == "aten"))
+        out = fd.attend(q, k, v, pattern, engine=engine)
+        return change(out) if engine == "aten" else out
 
     return wrong
 
 
-def off_in_gradients(q, k, v, pattern, *, engine):
-    out = fd.attend(q, k, v, pattern, engine=engine)
-    return out.detach() + 1.01 * (out - out.detach()) if engine == "aten" else out
-
-
-def not_a_number(q, k, v, pattern, *, engine):
-    return fd.attend(q, k, v, pattern, engine=engine) * (torch.nan if engine == "aten" else 1.0)
-
-
-def failing(q, k, v, pattern, *, engine):
-    if engine == "aten":
-        raise RuntimeError("no kernel\nfor this")
-    return fd.attend(q, k, v, pattern, engine=engine)
+def fail(out):
+    raise RuntimeError("no kernel\nfor this")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "verdict"),
+    ("change", "verdict"),
     [
-        (shifted(1e-3), "is wrong in training, error 1e-03, and must be at most 1e-04"),
-        (off_in_gradients, "is wrong in training, error 1e-02, and must be at most 1e-04"),
-        (not_a_number, "is wrong in training, error nan, and must be at most 1e-04"),
-        (shifted(1e-7), "serves training, error"),
-        (failing, "fails in training: RuntimeError: no kernel"),
+        (lambda out: out * 1.001, "is wrong in training, error 1e-03, and must be at most 1e-04"),
+        (lambda out: 1.01 * out - 0.01 * out.detach(), "is wrong in training, error 1e-02, and must be at most 1e-04"),
+        (lambda out: out * torch.nan, "is wrong in training, error nan, and must be at most 1e-04"),
+        (lambda out: out * (1 + 1e-7), "serves training, error"),
+        (fail, "fails in training: RuntimeError: no kernel"),
     ],
 )
-def test_a_wrong_result_is_found(wrong, verdict: str, capsys, monkeypatch) -> None:
+def test_a_wrong_result_is_found(change, verdict: str, capsys, monkeypatch) -> None:
     """Where it is off by more than rounding accounts for."""
-    monkeypatch.setattr(_device, "attend", wrong)
+    monkeypatch.setattr(_device, "attend", with_aten(change))
     status, printed = examine(capsys)
     assert status == (not verdict.startswith("serves"))
     assert findings(printed)["aten on cpu, the default"].startswith(verdict)
@@ -129,8 +112,8 @@ def test_every_device_has_to_work(capsys, monkeypatch) -> None:
     assert "flex on cuda, the default" in printed
 
 
-@pytest.mark.usefixtures("nothing_tried")
 def test_what_is_said_of_extras_the_environment_and_torch(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(_device, "_trial", lambda engine, device: (True, "serves"))
     for missing in ("tqdm", "matplotlib"):
         monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "4096")

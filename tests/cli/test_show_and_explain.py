@@ -1,4 +1,4 @@
-"""show: forms and run-time tensors from the command line, and clear answers to wrong questions."""
+"""show and explain: forms and run-time tensors from the command line; they print what Python returns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.cli import main
-from tests.support import oracle
 from tests.support.shown import body, drawn
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
@@ -70,23 +68,7 @@ def test_the_largest_sequence_is_drawn_and_not_planned(capsys: pytest.CaptureFix
     assert len(json.loads(capsys.readouterr().out)["low"]) == 8
 
 
-@pytest.mark.parametrize(
-    ("pattern", "tensor", "shown"),
-    [
-        ("causal().per_document(documents('d'))", torch.arange(9) // 3, "causal().per_document(<3 documents>)"),
-        ("lengths('d')", torch.tensor(5), "<1 document>"),
-        ("causal() & visible_keys('d')", torch.arange(9) % 3 == 1, "causal() & <3 of 9 keys>"),
-    ],
-)
-def test_run_time_tensors_are_told_in_a_few_words(pattern: str, tensor: Tensor, shown: str, tmp_path, capsys) -> None:
-    torch.save(tensor, tmp_path / "d.pt")
-    assert main(["show", pattern, "--bind", f"d={tmp_path / 'd.pt'}", "-n", "9", "--heads", "1"]) == 0
-    assert {*shown.split()} <= {*capsys.readouterr().out.split()}  # words, as cells of tables wrap
-    rule = masks.documents([[0, 1], [0, 0]]).bind(num_heads=1, num_queries=2, num_keys=2, batch=2).pattern
-    assert repr(rule) == "<documents of 2 batch entries>"
-
-
-def test_the_command_prints_what_masks_show_draws(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_what_masks_show_draws(capsys: pytest.CaptureFixture[str]) -> None:
     """Window, order, cells and head as in Python, in the same words."""
     pattern = masks.longnet((8, 32), (1, 4)) & masks.causal()
     window = ["--rows", "10:40", "--cols", "5:60", "--cells", "6x11", "--order", "residue", "--head", "1"]
@@ -101,15 +83,30 @@ def test_the_command_prints_what_masks_show_draws(capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert {**told, "description": 0} == {**found.to_data(), "description": 0}
     assert told["description"]["useful_pairs"] == masks.describe(pattern, 64, num_heads=2).useful_pairs
-    position = masks.layout(pattern, 64).positions()
-    rule = oracle.both(oracle.longnet((8, 32), (1, 4)), oracle.causal())
-    assert found.cells.low.sum() == rule(1, 2, position[10:40], position[5:60]).sum()
-    assert found.rate == 4
-    data = found.to_data()
-    assert (data["head"], data["num_heads"], data["order"], data["rate"]) == (1, 2, "residue", 4)
-    assert (data["row_edges"][0], data["row_edges"][-1], len(data["column_edges"])) == (10, 40, 12)
-    assert data["low"] == data["high"]
-    assert data["likely"] is None
-    parts = torch.tensor([branch["low"] for branch in data["branches"]])
-    assert parts.sum(0).tolist() == data["low"]
-    assert data["branches"][0]["pattern"] == "dilated(8, 1, offset='interleaved') & causal()"
+
+
+def test_explain_prints_what_masks_explain_returns(capsys):
+    for text, pair, words in (
+        ("longnet((2048, 4096, 8192), (1, 2, 4)) & causal()", (5000, 17, 3, 8), []),
+        ("causal() + strided(4)", (40, 8, 0, 2), ["-n", "8K", "--heads", "2", "--block-size", "64"]),
+    ):
+        at = dict(zip(("query", "key", "head", "num_heads"), pair, strict=True))
+        sizes = {"num_tokens": 8192, "block_size": 64} if words else {"num_tokens": 1 << 16}
+        found = masks.explain(masks.parse(text), **at, **sizes)
+        command = ["explain", text, *(f"--{name}={at[name]}" for name in ("query", "key", "head")), *words]
+        assert main(command) == 0
+        assert capsys.readouterr().out.splitlines() == str(found).splitlines()
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.to_data()))
+    assert main(["explain", "causal()", "--query", "3K", "--key", "1k"]) == 0
+    assert capsys.readouterr().out.startswith("query 3072, key 1024, head 0 of 8: allowed")
+
+
+def test_explain_takes_tensors(capsys, tmp_path):
+    torch.save(torch.tensor([[0] * 30 + [1] * 30, [0] * 60]), tmp_path / "ids.pt")
+    given = ["--bind", f"ids={tmp_path / 'ids.pt'}", "--query", "35", "--key", "3"]
+    for batch, verdict in (("0", "not allowed"), ("1", "allowed")):
+        assert main(["explain", "causal().per_document(documents('ids'))", *given, "--batch", batch]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"query 35, key 3, head 0 of 8, batch entry {batch}: {verdict}\n")
+        assert "documents('ids')" in said
