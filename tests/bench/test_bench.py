@@ -1,7 +1,8 @@
-"""The benchmark: peers and oracle agree with the library's reference; every measure runs at tiny sizes."""
+"""The benchmark: peers, rules and counts agree with the library's reference; every measure runs at tiny sizes."""
 
 import json
 import os
+import time
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -9,20 +10,25 @@ import pytest
 import torch
 
 import flexdilated as fd
-from bench import __main__, _run, roofline
+from bench import __main__, ranks, roofline
 from bench.__main__ import main
-from bench._checks import by_definition, check_forward, check_training
-from bench._jobs import Job, Problem, Size, interleave, peak_bytes
-from bench._measures import Row, Timing, at_least, at_most
+from bench._checks import Contestant, by_definition, check_forward, check_training, compare
+from bench._jobs import Job, Problem, Size, interleave
+from bench._measures import Gap, Row, Timing, at_least, at_most
+from bench._processes import DiedApart, TookTooLong, each_apart, run_apart
 from bench._report import results_page
-from bench._rules import LONGNET_4, LongNet, Union, dense
+from bench._rules import LONGNET_4, LONGNET_5, LongNet, Union, dense, longnet_n
 from bench._run import MEASURES
 from bench.peers import branch_loop, dense_attention
+from bench.ranks import Heads, keys_of_queries, least_received, shard_ranges
 from flexdilated import masks
+from flexdilated.distributed import Sharding
 
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
+LONGNET_TINY = LONGNET_5.shrunk(64)
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60), causal=True)  # rates that divide nothing, one above its segment
+OVER_RANKS = [longnet_n(4096).shrunk(32), LONGNET_TINY.as_causal(), replace(ODD, causal=False), ODD]
 
 
 @pytest.mark.parametrize("spec", [*SPECS, replace(ODD, causal=False), ODD], ids=lambda spec: spec.label)
@@ -89,14 +95,6 @@ def test_jobs_take_turns_and_rows_become_data() -> None:
     assert Row("bound", at_most(2, "s"), 2.0).met
 
 
-def allocate(megabytes):
-    return lambda: bytearray(megabytes << 20)
-
-
-def test_peak_memory_is_what_the_work_adds() -> None:
-    assert peak_bytes(allocate, 64) == pytest.approx(64 << 20, rel=0.05)
-
-
 def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert main(["--list"]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == list(MEASURES)
@@ -110,7 +108,7 @@ def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert asked == list(names.values())
 
 
-ELSEWHERE = {"catalogue", "rank_accuracy", "ring_memory"}  # other tests run them at these sizes
+ELSEWHERE = {"catalogue"}  # of which another test runs a part
 
 
 @pytest.mark.slow
@@ -140,26 +138,100 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request
         assert left_to_eager["measured"] == 0
 
 
-@pytest.mark.slow
-def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> None:
-    """From one command: a file for each, and their rows in one table; one that fails does not stop the others."""
-    apart = _run.run_apart
-
-    def fail_or(function, name, small):
-        return apart(os._exit, 3) if name == "plan_lookup" else apart(function, name, small)
-
-    monkeypatch.setattr(_run, "run_apart", fail_or)
-    assert main(["--small", "--out", str(tmp_path), "plan_lookup", "work_balance"]) == 1
-    table, err = capsys.readouterr()
-    assert "plan_lookup failed: the process ended with exit code 3" in err
-    assert err.endswith("failed: plan_lookup\n")
-    (path,) = tmp_path.iterdir()
-    assert all(row["measure"] in table for row in json.loads(path.read_text())["rows"])
-
-
 def test_a_pattern_that_is_a_key_too_wide_is_not_timed(monkeypatch) -> None:
     attend, wide = fd.attend, masks.local_window(left=1024, right=0)
     monkeypatch.setattr(fd, "attend", lambda q, k, v, pattern: attend(q, k, v, wide))
     case = roofline.Case("narrow", "masks.local_window(left=9, right=0)")
     with pytest.raises(AssertionError, match="out must be within"):
         roofline.roofline(**{**MEASURES["roofline"].small, "cases": (case,)})
+
+
+def test_contestants_that_fail_or_are_wrong() -> None:
+    """Failing contestants and jobs are left out and named, wrong ones are timed and named."""
+    problem = Problem.draw(Size(256, num_heads=4, head_dim=16), dtype=torch.bfloat16)
+
+    def broken(q, k, v):
+        raise RuntimeError("out of memory")
+
+    def wrong(q, k, v):
+        return LONGNET_TINY.attention()(q, k, v) * 1.1
+
+    contestants = [
+        Contestant(name, attention, problem, LONGNET_TINY)
+        for name, attention in (("right", LONGNET_TINY.attention()), ("wrong", wrong), ("broken", broken))
+    ]
+    jobs = [Job("beside", lambda _: None), Job("odd job", lambda _: broken(1, 2, 3))]
+    for part in ("forward", "backward", "forward + backward"):
+        found = compare(contestants, part, repeats=2, tolerance=2e-2, jobs=jobs)
+        assert list(found.timings) == ["right", "wrong", "beside"]
+        assert all(len(timing.seconds) == 2 for timing in found.timings.values())
+        assert found.failed == dict.fromkeys(("broken", "odd job"), "RuntimeError: out of memory")
+        assert list(found.objections) == ["wrong"]
+        gap = found.row("r", at_least(1), "broken", "right")
+        assert isinstance(gap, Gap)
+        assert gap.reason == "broken: RuntimeError: out of memory"
+        marked = found.row("r", at_least(1), "right", "wrong")
+        assert [text.partition(":")[0] for text in marked.not_verified] == ["wrong"]
+        assert found.row("r", at_least(1), "right", "beside").not_verified == ()
+    assert compare(contestants, "forward", repeats=1, tolerance=None).objections == {}
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("spec", OVER_RANKS, ids=lambda spec: spec.label)
+def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
+    num_tokens = 480
+    branches = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=4)
+    for num_ranks in (2, 4, 8):
+        shards = shard_ranges(num_tokens, num_ranks, order)
+        for rank, shard in enumerate(shards):
+            held = Sharding(num_tokens, num_ranks, order=order).positions(rank)
+            assert held.tolist() == [token for piece in shard for token in piece]
+        for heads in (Heads(4, 4), Heads(4, 2), Heads(4, 1)):
+            wanted = []
+            for shard in shards:
+                rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in shard])
+                seen = torch.stack([branch[:, rows].any(1) for branch in branches]).any(0)
+                by_kv_head = seen.view(heads.num_kv_heads, -1, num_tokens).any(1)
+                by_kv_head[:, rows] = False
+                wanted.append(int(by_kv_head.sum()))
+            assert least_received(spec, num_tokens, shards, heads) == wanted
+    for num_tokens in (100, 1000) if spec.causal else ():
+        masks = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
+        assert torch.equal(sum(mask.sum((0, 2)) for mask in masks), keys_of_queries(spec, num_tokens, 5))
+
+
+def test_a_plan_that_sends_more_shows(monkeypatch) -> None:
+    case = longnet_n(65536).shrunk(16), 4096, 8, (Heads(4, 2),)
+    counts = ranks.token_counts
+    assert ranks.counted_row(*case).measured == 1
+    more = lambda *args, **kw: {"exchange": counts(*args, **kw)["exchange"] + 1}  # noqa: E731
+    monkeypatch.setattr(ranks, "token_counts", more)
+    row = ranks.counted_row(*case)
+    assert row.measured > 1
+    assert not row.met
+
+
+def test_results_come_one_by_one() -> None:
+    """Those before an error, an end or a limit are there."""
+    with pytest.raises(DiedApart, match="ValueError: invalid literal"):
+        run_apart(int, "no number")
+    assert list(each_apart(yields, 3, None, limit_s=250)) == [0, 1, 2]
+    for last, error, message in (
+        ("raise", DiedApart, "ValueError: planted"),
+        ("exit", DiedApart, "exit code 7"),
+        ("sleep", TookTooLong, "no result within 2 s"),
+    ):
+        found = each_apart(yields, 1, last, limit_s=2 if last == "sleep" else 250)
+        assert next(found) == 0
+        with pytest.raises(error, match=message):
+            next(found)
+
+
+def yields(number, last):
+    yield from range(number)
+    if last == "raise":
+        raise ValueError("planted")
+    if last == "exit":
+        os._exit(7)
+    if last == "sleep":
+        time.sleep(600)

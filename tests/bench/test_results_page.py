@@ -10,7 +10,6 @@ from bench import _guard, _report
 from bench.__main__ import main
 from bench._measures import Gap, Row, at_least, at_most
 from bench._pages import PAGES
-from bench._report import filled
 
 MEASURED = {
     "machine": {"cpu": "a CPU", "cores": 2, "threads": 1, "memory_gib": 4},
@@ -102,12 +101,8 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch, caps
     assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
 
 
-def test_marks_and_words_of_pages() -> None:
-    """Marks are those of the parts; bounds and durations in words are those of the code and of the results."""
-    text = "a\n<!-- one -->\nold\n<!-- end one -->\nb\n"
-    assert filled(text, {"one": "new"}) == "a\n<!-- one -->\nnew\n<!-- end one -->\nb\n"
-    with pytest.raises(ValueError, match=r"got marks \['one'\] for parts \['one', 'two'\]"):
-        filled(text, {"one": "new", "two": "x"})
+def test_words_of_pages() -> None:
+    """Bounds and durations in words are those of the code and of the results."""
     text = Path("docs/contributing/benchmarks.md").read_text(encoding="utf-8")
     assert f"It may be {_guard.BOUND:g} times the ratio" in text
     found = json.loads(Path("bench/results/commands.json").read_text())["rows"]

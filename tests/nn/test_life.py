@@ -1,4 +1,4 @@
-"""Modules live as any module does: copied, pickled, saved and in folders they are the same; their reprs name them."""
+"""Modules live as any module does: copied, pickled, saved and in folders they are the same."""
 
 from __future__ import annotations
 
@@ -79,30 +79,6 @@ def test_a_module_comes_back_the_same(make, inputs, tmp_path: Path) -> None:
     if parameters := tuple(again[-1].train().parameters()):  # it is a module like any other
         answer(again[-1]).float().square().mean().backward()
         assert all(parameter.grad is not None for parameter in parameters)
-
-
-@pytest.mark.parametrize(
-    ("module", "parts"),
-    [
-        (
-            fd.BlockSparseAttention(PATTERN, engine="reference", sinks=True, num_heads=4),
-            [
-                f"BlockSparseAttention({PATTERN!r}, scale=None, enable_gqa=False, ",
-                "engine='reference', sinks=True, num_heads=4)",
-            ],
-        ),
-        (
-            fd.MultiheadDilatedAttention(12, 2, (4, 8), (2, 4), kdim=7, engine="reference"),
-            ["embed_dim=12", "kdim=7", "longnet((4, 8), (2, 4))", "engine='reference'"],
-        ),
-        (
-            fd.LongNet(replace(TINY, engine="reference")),
-            [" & causal()", "longnet(", "layout='natural'", "engine='reference'"],
-        ),
-    ],
-)
-def test_a_repr_names_sizes_pattern_and_engine(module, parts) -> None:
-    assert all(part in repr(module) for part in parts)
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:

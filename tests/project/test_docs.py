@@ -1,11 +1,13 @@
-"""The documentation: examples run and print what is shown, links lead on."""
+"""The documentation: examples run and print what is shown, links lead on; each public name has its place, once."""
 
 import io
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,3 +127,25 @@ def test_errors_that_the_faq_quotes_are_raised_somewhere() -> None:
     said = re.sub(r'"\s*f?"', "", "".join(sources))  # a text in several lines
     assert [quote for quote in quoted if quote not in said] == []
     assert len(quoted) > 8
+
+
+API = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md"))}
+SHOWN = [path for text in API.values() for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+NAMED = {path for text in API.values() for path in re.findall(r"`(flexdilated[\w.]*)`", text)}  # modules, and constants
+
+# What users import from.
+ROOMS = ["", ".masks", ".masks.recipes", ".masks.extend", ".distributed", ".selection.recipes", ".biases", ".schedules"]
+ROOMS += [".testing", ".viewer", *(f".integrations{each}" for each in ("", ".convert", ".torchscale", ".transformers"))]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_is_on_an_api_page(room: str) -> None:
+    room = f"flexdilated{room}"
+    public = {f"{room}.{name}" for name in import_module(room).__all__}
+    assert public - {*SHOWN, *NAMED} == set()
+    assert {path for path in SHOWN if path.rpartition(".")[0] == room} <= public
+
+
+def test_an_api_page_shows_what_is_public_and_shows_it_once() -> None:
+    assert {path: times for path, times in Counter(SHOWN).items() if times > 1} == {}
+    assert {path.rpartition(".")[0] for path in SHOWN} <= {f"flexdilated{room}" for room in ROOMS}

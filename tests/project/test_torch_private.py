@@ -52,129 +52,42 @@ _FILES = [file for module, file in SOURCES.items() if module != PRIVATE]
 _OURS = {name for file in _FILES for name in defined(file) if is_private(name)} - _OF_TORCH
 
 
-class Uses(ast.NodeVisitor):
-    """(line, name) of each private name of torch that a file imports, reads, overrides or has in a string.
+def uses(name: str, text: str) -> list[str]:
+    """Each private name of torch that a file imports, reads, or has in a string.
 
     An attribute counts if it is of `torch` itself, or if nothing in the package defines an attribute of that name.
     """
-
-    def __init__(self, text: str) -> None:
-        self.found: set[tuple[int, str]] = set()
-        self.derived = False  # inside a class with bases
-        module = ast.parse(text)
-        named = (node for node in ast.walk(module) if isinstance(node, ast.ImportFrom))
-        imported = [
-            each.name for node in named if (node.module or "").endswith("_torch_private") for each in node.names
-        ]
-        self.allowed = {NAMES[each].dotted.rpartition(".")[2] for each in imported if each in NAMES}  # to override
-        self.visit(module)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        before, self.derived = self.derived, bool(node.bases)
-        for each in node.body:
-            if isinstance(each, ast.FunctionDef) and self.derived and each.name in _OF_TORCH - self.allowed:
-                self.found.add((each.lineno, f"def {each.name}"))
-        self.generic_visit(node)
-        self.derived = before
-
-    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
-        dotted = [origin + each.name for each in node.names]
-        self.found |= {(node.lineno, each) for each in dotted if each.startswith("torch.") and has_private(each)}
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self.visit_Import(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        text = ast.unparse(node)
-        if is_private(node.attr):
-            unknown = node.attr not in _OURS | _ELSEWHERE
-            if text in (f"self.{node.attr}", f"cls.{node.attr}"):
-                unknown = self.derived and node.attr in _OF_TORCH
-            if unknown or re.fullmatch(r"torch(\.\w+)+", text):
-                self.found.add((node.lineno, text))
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Call(
-                func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(text)), *_]
-            ):
-                if is_private(text) and text not in _OURS | _ELSEWHERE:
-                    self.found.add((node.lineno, repr(text)))
-        self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):  # a docstring
-            self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        text = node.value if isinstance(node.value, str) else ""
-        is_of_torch = has_private(text.rstrip(".")) and re.fullmatch(r"torch(\.\w+)*\.?", text)
-        if is_of_torch or (is_private(text) and (text in _OF_TORCH or hasattr(torch.ops.aten, text))):
-            self.found.add((node.lineno, repr(text)))
-
-
-def uses(name: str, text: str) -> list[str]:
+            case ast.Import(names=names) | ast.ImportFrom(names=names, level=0):
+                origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                dotted = [origin + each.name for each in names]
+                found |= {(node.lineno, each) for each in dotted if each.startswith("torch.") and has_private(each)}
+            case ast.Attribute(value=value, attr=attribute) if is_private(attribute):
+                ours = attribute in _OURS | _ELSEWHERE or ast.unparse(value) in ("self", "cls")
+                if not ours or re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+                    found.add((node.lineno, ast.unparse(node)))
+            case ast.Constant(value=str(value)):
+                path = re.fullmatch(r"torch(\.\w+)*\.?", value) and has_private(value.rstrip("."))
+                if path or (is_private(value) and (value in _OF_TORCH or hasattr(torch.ops.aten, value))):
+                    found.add((node.lineno, repr(value)))
     return [
         f"{name}, line {line}: {use} is private to torch: give it a place in NAMES of flexdilated/_torch_private.py"
-        for line, use in sorted(Uses(text).found)
+        for line, use in sorted(found)
     ]
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
+    planted = "import torch._dynamo\ntorch.ops.aten._softmax\nx._version\nnames = ('_to_copy', 'torch._inductor')\n"
+    assert len(uses("masks/some.py", planted)) == 5
     found = (uses(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in _FILES)
     assert [use for each in found for use in each] == []
-
-
-PLANTED = """
-from torch._subclasses import FakeTensor
-from torch import _C
-from torch.distributed.distributed_c10d import _resolve_process_group
-import torch._dynamo
-import torch.fx.experimental._config as config
-import torch; torch._check(True)
-import torch; torch.ops.aten._softmax
-import torch; aten = torch.ops.aten; aten._log_softmax.default(x, 0, False)
-import torch as t; t._dynamo.mark_static(x)
-import importlib; importlib.import_module("torch._inductor.config")
-import sys; sys.modules.get("torch._dynamo.utils")
-import torch; getattr(torch, "_assert")
-x.untyped_storage()._cdata
-group._get_backend(device)
-getattr(options, "_timeout", None)
-module.__dict__["_qkv_same_embed_dim"]
-if hasattr(x, "_some_name_of_torch"): pass
-class Own(Module): _apply = property(lambda self: self._buffers)
-class Own(Module): __call__ = lambda self: super()._apply(f)
-names = ("view", "_to_copy")
-function._dynamo_marked_constant = True
-call = lambda: x._version
-"""
-
-
-@pytest.mark.parametrize("planted", PLANTED.strip().splitlines())
-def test_a_planted_use_is_found(planted: str) -> None:
-    (found,) = uses("masks/some.py", f"\n{planted}\n")
-    assert re.fullmatch(
-        r"masks/some\.py, line 2: .*_\w.* is private to torch: .* flexdilated/_torch_private\.py", found
-    )
-
-
-def test_an_override_is_found_unless_its_name_is_imported() -> None:
-    text = "class Own(nn.Module):\n    def _apply(self, fn): return apply(self, fn)\n"
-    assert uses("masks/some.py", text) != []
-    assert uses("masks/some.py", f"from .._torch_private import apply\n{text}") == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_installed_torch_has_the_name(name: str) -> None:
     NAMES[name].find()
-
-
-def test_a_public_name_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed.ProcessGroup, "get_backend", "public", raising=False)
-    assert NAMES["get_backend"].find() == "public"
 
 
 def test_every_name_is_used() -> None:

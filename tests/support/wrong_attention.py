@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,20 +117,13 @@ class DetachedMerge(Dense):
         return (shares[..., None] * torch.stack(parts)).sum(0)
 
 
-class AveragedMerge(Dense):
-    """Branches are averaged, whatever their denominators."""
-
-    def forward(self, q, k, v):
-        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
-        scores = self.scores(q, k)
-        return torch.stack([self.weights(scores, times) @ v for times in self.branch_times(q, k)]).mean(0)
-
-
 class SummedMerge(Dense):
     """Branches are added up, each normalised by itself (darcstar)."""
 
     def forward(self, q, k, v):
-        return len(self.rules) * AveragedMerge(*self.rules)(q, k, v)
+        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
+        scores = self.scores(q, k)
+        return sum((self.weights(scores, times) @ v for times in self.branch_times(q, k)), torch.zeros_like(q))
 
 
 class OtherShards(Dense):
@@ -182,23 +174,11 @@ class InPlace(Dense):
         return super().forward(q.mul_(2.0), k, v / 2) if q.is_leaf and not q.requires_grad else super().forward(q, k, v)
 
 
-class Noisy(Dense):
-    """Dropout in a module that is still in training mode."""
-
-    def forward(self, q, k, v):
-        return torch.nn.functional.dropout(super().forward(q, k, v), 0.1, self.training)
-
-
 class WideHalf(Dense):
     """Computes in float32, and does not come back."""
 
     def forward(self, q, k, v):
         return super().forward(q.float(), k.float(), v.float())
-
-
-def running_sum(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """Each partial sum rounded to the dtype; the last one, in float32."""
-    return functools.reduce(lambda total, part: (total + part).to(dtype), parts, torch.zeros((), dtype=dtype)).float()
 
 
 class WideSums(Dense):
@@ -211,10 +191,7 @@ class WideSums(Dense):
 
     def summed(self, scores, v, dtype):
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        return self.numerator(weights, v, dtype) / self.denominator(weights, dtype)[..., None]
-
-    def numerator(self, weights, v, dtype):
-        return weights @ v
+        return weights @ v / self.denominator(weights, dtype)[..., None]
 
     def denominator(self, weights, dtype):
         return weights.sum(-1)
@@ -224,14 +201,7 @@ class HalfDenominators(WideSums):
     """The denominator is summed in the dtype that came in."""
 
     def denominator(self, weights, dtype):
-        return running_sum(weights.unbind(-1), dtype)
-
-
-class HalfOutputs(WideSums):
-    """The output is accumulated in the dtype that came in."""
-
-    def numerator(self, weights, v, dtype):
-        return running_sum((w @ x for w, x in zip(weights.split(1, -1), v.split(1, 2), strict=True)), dtype)
+        return functools.reduce(lambda total, part: (total + part).to(dtype), weights.unbind(-1)).float()
 
 
 class HalfMerge(WideSums):

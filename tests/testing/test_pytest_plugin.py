@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import settings
 
 from pytest_flexdilated import pytest_configure, register_profiles
@@ -61,10 +60,6 @@ def test_the_device(pytester) -> None:
     assert "--flexdilated-device must name a device of torch; got 'toaster'" in printed
     assert "Error as error" not in printed  # no traceback
     assert run("hpu")[0] == {"skipped": 1}  # of which torch has no module
-
-
-def test_the_default_device(flexdilated_device, request) -> None:
-    assert flexdilated_device == torch.device(request.config.getoption("--flexdilated-device"))
 
 
 def test_a_profile_by_option(tmp_path) -> None:

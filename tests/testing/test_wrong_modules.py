@@ -45,13 +45,11 @@ WRONG = {
     "summed merge": ("SummedMerge", SPARSE, {"agreement"}, {"isolation"}, "out is wrong"),
     "causal forgotten": ("Dense", FORGOTTEN, {"causality"}, {"lengths"}, "is hidden from query"),
     "other shards": ("OtherShards", CAUSAL, {"coverage"}, {"causality"}, "is allowed and takes no part"),
-    "averaged merge": ("AveragedMerge", SPARSE, {"agreement"}, {"isolation"}, "out is wrong"),
     "NaN on empty rows": ("NaNOnEmptyRows", GAPS, {"empty rows"}, {"agreement", "coverage"}, "must be 0; got nan"),
     "cycled heads": ("CycledHeads", WINDOW, {"agreement", "coverage"}, {"causality"}, "out is wrong"),
     "stale mask": ("StaleMask", SEGMENTS, {"lengths"}, set(), "a used module gives"),
     "mixed batch": ("MixedBatch", WINDOW, {"batch"}, {"determinism"}, "differs from the same entry alone"),
     "in place": ("InPlace", WINDOW, {"determinism"}, {"gradients"}, "the call changes q"),
-    "noisy": ("Noisy", WINDOW, {"determinism"}, set(), "two calls with the same inputs"),
     "wide half": ("WideHalf", WINDOW, {"half precision"}, set(), "must have the dtype of q"),
     "growing state": ("GrowingState", WINDOW, {"state dict"}, {"agreement"}, "names in state_dict: mask"),
     "frozen weight": ("FrozenWeight", WINDOW, {"state dict"}, set(), "after load_state_dict"),
@@ -84,29 +82,12 @@ def test_dense_attention_without_a_mistake_passes(claim, heads) -> None:
     assert check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **SMALL, **heads).passed
 
 
-def test_coverage_looks_at_every_key() -> None:
-    """Beyond the first head_dim keys too, which one call of the module can show."""
-
-    class LastKeyToo(wrong_attention.Dense):
-        def times(self, q, k):
-            return super().times(q, k) | (torch.arange(k.shape[2]) == 18)
-
-    report = examine_attention_module(lambda: LastKeyToo(*WINDOW[1]), WINDOW[0], lengths=[19], checks=["coverage"])
-    assert report["coverage"].detail.startswith("19 tokens: head 0, query 0, key 18 is not allowed and takes part")
-
-
-@pytest.mark.parametrize("name", ["HalfDenominators", "HalfOutputs", "HalfMerge"])
+@pytest.mark.parametrize("name", ["HalfDenominators", "HalfMerge"])
 def test_sums_in_half_precision_fail(name) -> None:
-    """Each is right in float32. With output alone too, over a few hundred tokens, where plain attention passes."""
+    """Each is right in float32."""
     module, checks = getattr(wrong_attention, name)(*CAUSAL[1]), ["agreement", "half precision"]
     report = examine_attention_module(lambda: module, CAUSAL[0], checks=checks, lengths=[257])
     assert [result.name for result in report.failures] == ["half precision"], str(report)
-    with torch.no_grad():
-        q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-        for right in (by_sdpa(q, k, v), wrong_attention.WideSums(*CAUSAL[1])(q, k, v)):
-            assert_attention_close(right, q, k, v, CAUSAL[0])
-        with pytest.raises(AssertionError, match="out is wrong"):
-            assert_attention_close(module(q, k, v), q, k, v, CAUSAL[0])
 
 
 def by_flex(q, k, v):

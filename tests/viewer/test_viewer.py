@@ -16,7 +16,6 @@ from tests.support.viewer_pages import Shown, hold, look, sampled
 pytestmark = pytest.mark.slow
 
 LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
-DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
 SMALL = {"width": 560, "height": 420}
 # Where an element stands in the window, and the slots under a place there.
 PLACE = "(() => {{ const box = document.querySelector('{}').getBoundingClientRect(); return [box.x, box.y]; }})()"
@@ -174,50 +173,10 @@ def test_a_pair_is_explained_as_by_the_command_that_the_page_names(show, capsys)
     assert tab.evaluate("document.querySelector('.command')") is None
 
 
-def test_hovering_explains_what_is_under_the_pointer(show):
-    tab = show(LONGNET.per_document(DOCUMENTS), 3_000, num_heads=4, link="q=690&k=690&span=30&head=0&block=0")
-    for (query, key), says in {(703, 699): "not allowed", (703, 701): "allowed by 1 of 3 branches"}.items():
-        tab.move(*pixel_of(tab, query, key))
-        tab.wait(f"viewer.state.cursor?.q === {query} && viewer.state.cursor?.k === {key}")
-        said = tab.evaluate("document.getElementById('reasons').innerText")
-        assert f"query {query:,}, key {key:,}" in said
-        assert says in said
-
-
-def test_parts_for_other_heads_are_left_out(show):
-    heads = masks.per_head([masks.causal(), masks.strided(7)])
-    tab = show(heads, 600, num_heads=2, link="q=90&k=90&span=30&head=1&block=0")
-    tab.evaluate(GO_TO.format(100, 107))
-    (said,) = tab.evaluate("[...document.querySelectorAll('.branches ul')].map((list) => list.innerText)")
-    assert said.split("\n") == ["✓", "strided(7)", "key 107 is 7 tokens after query 100, 1 times 7"]
-
-
-def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:
-    """The middle of a pair, in pixels of the window."""
-    x, y = tab.evaluate(
-        "(() => { const { view } = viewer.state; const box = viewer.canvas.getBoundingClientRect();"
-        f"return [box.x + RULER.left + ({key} + 0.5 - view.k) / view.scale,"
-        f"box.y + RULER.top + ({query} + 0.5 - view.q) / view.scale]; }})()"
-    )
-    return x, y
-
-
 def choose(tab: Tab, field: str, value: str) -> None:
     change = "dispatchEvent(new Event('change', { bubbles: true }))"
     tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
     tab.settle()
-
-
-def test_narrow_windows_and_the_dark(show):
-    dark = {"width": 380, "height": 700, "dark": True}
-    tab = show(LONGNET, 20_000, num_heads=4, window=dark, link="q=4000&k=4000&span=3000&head=0&block=0")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 380
-    assert tab.evaluate("viewer.palette.paper.every((part) => part < 40)")
-    case = Shown(LONGNET, 20_000)
-    assert hold(sampled(tab, torch.Generator().manual_seed(3)), lambda q, k: case.counts(0, q, k)) > 20
-    tab.resize(900, 700)
-    tab.settle()
-    assert tab.evaluate("viewer.canvas.getBoundingClientRect().width") > 400
 
 
 def test_the_page_may_not_ask_a_network(browser, tmp_path):

@@ -123,15 +123,3 @@ def test_samples_are_marked_and_alike_at_every_visit(show):
     same = tab.evaluate(shares)
     tab.evaluate(f"{WORKED}([1e9])")
     assert tab.evaluate(shares) == same
-
-
-def test_a_counted_tile_is_drawn_where_it_is_small(show):
-    tab = show(masks.strided(512) & masks.causal(), 1 << 20, window={"width": 560, "height": 420})
-    assert tab.evaluate("viewer.state.image.density.coarse")
-    note = tab.evaluate(NOTE.format(900_000, 300_000))
-    assert note.endswith("allowed: 0.195 % (counted in tiles of 4,096 × 4,096)")
-    look(tab, "q=300000&k=280000&span=20000")
-    assert not tab.evaluate("viewer.state.image.density.coarse")
-    assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(300_500, 280_500))
-    look(tab, "q=300000&k=280000&span=1000")
-    assert tab.evaluate("viewer.state.image.density.progress") == "counted"

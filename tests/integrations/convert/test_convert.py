@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.convert._rule import GivenPattern, call_rule
 from tests.integrations.passes import assert_dropout_trains
 
 from .families import (
@@ -37,35 +35,28 @@ KINDS = ["nn.Transformer", "timm", "timm, EVA", "x-transformers"]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_parameters_names_and_classes_stay(name: str) -> None:
-    model = model_of(name)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the first layer's input has no gradient
+def test_parameters_names_classes_and_hooks_stay(name: str) -> None:
+    model, called = model_of(name), []
     weights, state = dict(model.named_parameters()), list(model.state_dict())
     kinds = {each: type(module) for each, module in model.named_modules()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    replaced = [each.name for each in fd.convert(copy.deepcopy(model), WINDOW).replaced]
+    for each in replaced:
+        module = model.get_submodule(each)
+        module.register_forward_pre_hook(lambda *_, of=each: called.append((of, "before")))
+        module.register_forward_hook(lambda *_, of=each: called.append((of, "after")))
+        module.register_full_backward_hook(lambda *_, of=each: called.append((of, "backward")))
     fd.convert(model, WINDOW)
     assert list(model.state_dict()) == state
     assert all(x is weights[each] for each, x in model.named_parameters())
     assert all(isinstance(module, kinds[each]) for each, module in model.named_modules())
     before, (out, _) = {each: x.detach().clone() for each, x in weights.items()}, step(model.train(), name)
+    assert sorted(called) == sorted((each, when) for each in replaced for when in ("before", "after", "backward"))
     optimizer.step()
     changed = [each for each, x in weights.items() if not torch.equal(x, before[each])]
     assert any("attn" in each or "attention" in each for each in changed)
     assert loss(outputs(model, name)) < loss(out)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the first layer's input has no gradient
-def test_hooks_are_called(name: str) -> None:
-    model, called = model_of(name), []
-    report = fd.convert(copy.deepcopy(model), WINDOW)
-    for each in report.replaced:
-        module = model.get_submodule(each.name)
-        module.register_forward_pre_hook(lambda *_, of=each.name: called.append((of, "before")))
-        module.register_forward_hook(lambda *_, of=each.name: called.append((of, "after")))
-        module.register_full_backward_hook(lambda *_, of=each.name: called.append((of, "backward")))
-    fd.convert(model, WINDOW)
-    step(model.train(), name)
-    assert sorted(called) == sorted((x.name, when) for x in report.replaced for when in ("before", "after", "backward"))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -214,27 +205,6 @@ def test_fully_shard_stacks() -> None:
         assert not torch.allclose(after(x), want, atol=1e-3)
     finally:
         dist.destroy_process_group()
-
-
-def test_checkpointing_changes_nothing() -> None:
-    model = model_of("timm").train()
-    fd.convert(model, WINDOW)
-    want, grads = step(model, "timm")
-    model.set_grad_checkpointing()
-    out, ours = step(model, "timm")
-    assert torch.equal(out, want)
-    assert all(torch.equal(ours[each], grads[each]) for each in grads)
-
-
-@pytest.mark.parametrize("num_queries", [1, 5])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_mask_of_keys_is_padding(num_queries: int, rows: int) -> None:
-    """For one query, too, whose mask might be read as a row of pairs."""
-    q, (k, v) = torch.randn(3, 2, num_queries, 8), torch.randn(2, 3, 2, 5, 8)
-    mask = (torch.arange(5) < torch.tensor([5, 3, 1])[:rows, None])[:, None, None]
-    rule = call_rule(GivenPattern("it", masks.every(), by_name=True), mask, (3, num_queries, 5), is_causal=False)
-    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(fd.attend(q, k, v, rule), wanted, rtol=1e-4, atol=1e-5)
 
 
 DROPPING = {

@@ -17,7 +17,6 @@ from .families import (
     FAMILIES,
     HEADS,
     dense_attention,
-    encoder,
     features,
     language_model,
     model_of,
@@ -88,25 +87,12 @@ def test_a_pattern_equals_its_dense_mask(name: str, pattern: str) -> None:
         torch.testing.assert_close(outputs(model.eval(), name), got[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("torchvision", 1), ("timm, qk_norm", 4), ("timm, EVA", 1)])
-def test_neighbourhoods_of_patches_behind_class_and_register_tokens(name: str, prefix: int) -> None:
-    """Against distances on the grid of 4 x 4 patches, by hand."""
-    model = model_of(name)
-    place = torch.cartesian_prod(torch.arange(4), torch.arange(4))
-    seen = torch.ones(prefix + 16, prefix + 16, dtype=torch.long)
-    centre = place.clamp(1, 2)  # NATTEN's windows stay whole at the edges
-    seen[prefix:, prefix:] = (centre[:, None] - place[None]).abs().amax(-1) <= 1
-    with dense_attention(seen.expand(HEADS, -1, -1)):
-        want = step(model, name)
-    fd.convert(model, masks.neighborhood((4, 4), 1).after(prefix) | masks.global_tokens(prefix))
-    assert_same_step(step(model, name), want)
-
-
+@pytest.mark.parametrize("name", ["encoder", "encoder, tokens first"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("hidden", [slice(15, 21), slice(8, 10)], ids=["right", "inside"])
-def test_padding_composes(train: bool, hidden: slice) -> None:
+def test_padding_composes(train: bool, hidden: slice, name: str) -> None:
     """In eval without gradients torch would make nested tensors of it, and run its fused kernels."""
-    model, (x,), rule = model_of("encoder"), features(), PATTERNS["class token"]
+    model, (x,), rule = model_of(name), FAMILIES[name].inputs(), PATTERNS["class token"]
     padding = torch.zeros(2, 21, dtype=torch.bool)
     padding[1, hidden] = True
     want = model(x, mask=counts(rule, 21)[0] == 0, src_key_padding_mask=padding)
@@ -114,20 +100,6 @@ def test_padding_composes(train: bool, hidden: slice) -> None:
     with torch.set_grad_enabled(train):
         got = model(x, src_key_padding_mask=padding)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_padding_on_the_left(batch_first: bool) -> None:
-    """A window depends on distances alone: the padded row is the row without its padding."""
-    torch.manual_seed(0)
-    model, (x,) = encoder(batch_first).eval(), features()
-    fd.convert(model, WINDOW)
-    padding = torch.zeros(2, 21, dtype=torch.bool)
-    padding[1, :6] = True
-    turned = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
-    got = turned(model(turned(x), src_key_padding_mask=padding))
-    torch.testing.assert_close(got[1:, 6:], turned(model(turned(x[1:, 6:]))), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("train", [True, False])

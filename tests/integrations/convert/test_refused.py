@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import x_transformers
-from torch import Tensor, nn
+from torch import nn
 
 import flexdilated as fd
 from flexdilated import masks
@@ -171,21 +169,3 @@ def test_a_pattern_of_a_grid_that_does_not_fit_says_so() -> None:
     model = vit(class_token=False, global_pool="avg")
     fd.convert(model, masks.neighborhood((4, 4), 1))
     assert model(image).shape == (2, 5)
-
-
-def test_an_attention_that_makes_no_such_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, timm = vit(), vision()[0]
-
-    class Silent(timm.layers.Attention):
-        pass
-
-    model.blocks[0].attn.__class__ = Silent
-    fd.convert(model, WINDOW)
-    assert isinstance(model.blocks[0].attn, Silent)
-
-    def silent(q: Tensor, *_: Any, **__: Any) -> Tensor:
-        return q
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", silent)
-    with pytest.raises(ValueError, match="did not call scaled_dot_product_attention"):
-        model(FAMILIES["timm"].inputs()[0])

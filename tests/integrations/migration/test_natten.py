@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import flexdilated as fd
-from flexdilated import masks
-
 GRIDS = {
     "na1d": ((23,), (5,), (2,)),
     "na2d": ((7, 12), (3, 5), (1, 2)),
@@ -82,18 +79,3 @@ def test_scale_and_grouped_heads(page: SimpleNamespace) -> None:
     found = page.neighborhood_attention(q, k[..., :1, :], v[..., :1, :], 3, scale=0.7, enable_gqa=True)
     k, v = (x[..., :1, :].expand(-1, -1, -1, 2, -1) for x in (k, v))
     torch.testing.assert_close(found, dense_natten(q * (0.7 * 8**0.5), k, v, 3, 1))
-
-
-def test_additional_keys() -> None:
-    """Three tokens that all see, in front of the keys: the neighbourhoods begin behind them."""
-    q, k, v = tensors((5, 6)).flatten(2, 3).transpose(2, 3)
-    more_k, more_v = torch.randn(2, 2, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    rule = masks.neighborhood((5, 6), 1).after(3) | masks.first_tokens(3)
-    found = fd.attend(q, torch.cat([more_k, k], 2), torch.cat([more_v, v], 2), rule, q_offset=3)
-    seen = torch.zeros(30, 33, dtype=torch.bool)
-    seen[:, :3] = True
-    for i, j in product(range(30), range(30)):
-        rows, columns = window(i // 6, 5, 3, 1), window(i % 6, 6, 3, 1)
-        seen[i, 3 + j] = j // 6 in rows and j % 6 in columns
-    want = F.scaled_dot_product_attention(q, torch.cat([more_k, k], 2), torch.cat([more_v, v], 2), attn_mask=seen)
-    torch.testing.assert_close(found, want)

@@ -63,8 +63,6 @@ def test_segments() -> None:
     assert SlideEncoderConfig().encoder.segment_lengths == slide_segments()
     assert slide_segments(131072) == (1024, 4096, 16384, 65536, 262144)
     assert slide_segments(262144, 512, 2) == (1024, 262144)
-    with pytest.raises(ValueError, match="at least 1024 tiles"):
-        slide_segments(256 * 31)
 
 
 def test_checkpoints() -> None:
@@ -96,14 +94,6 @@ def test_places() -> None:
     assert_close(model(tiles, cut), model(tiles, corners), **TIGHT)
     assert (model(tiles, corners.flip(-1)) - model(tiles, corners)).norm() > 1e-4
     assert_close(model(tiles, cut.long()), model(tiles, cut), **TIGHT)
-    for given, said in [
-        ((tiles, cut - 256 * 30), "grid of 30 x 30 tiles of 256 pixels"),
-        ((tiles, cut + 256 * 30), "grid of 30 x 30 tiles of 256 pixels"),
-        ((tiles, corners[:, :3]), "two for each tile"),
-        *(((x, y), r"\[None\] adds the first dim") for x, y in ((tiles[0], corners), (tiles, corners[0]))),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            model(*given)
 
 
 @pytest.mark.slow
@@ -173,15 +163,15 @@ def test_any_tiles_may_be_hidden(pooling) -> None:
     model = SlideEncoder(replace(SMALL, encoder=replace(LAYERS, padding=None), pooling=pooling)).double()
     tiles, corners = slide(SMALL, 40)
     mask = torch.rand(1, 40, generator=torch.Generator().manual_seed(2)) < 0.4
-    x = dense_encoder(model, model.embed(*_cleared(tiles, corners, mask)), ~torch.nn.functional.pad(mask[0], (1, 0)))
+    x = dense_encoder(
+        model,
+        model.embed(*(x.masked_fill(mask[..., None], 0) for x in (tiles, corners))),
+        ~torch.nn.functional.pad(mask[0], (1, 0)),
+    )
     pooled = x[:, 0] if pooling == "cls" else x[:, 1:][~mask].mean(0, keepdim=True)
     assert_close(model(tiles, corners, key_padding_mask=mask), model.norm(pooled), **TIGHT)
     everything = torch.ones_like(mask)
     assert model(tiles, corners, key_padding_mask=everything).isfinite().all()
-
-
-def _cleared(tiles, corners, mask):
-    return (x.masked_fill(mask[..., None], 0) for x in (tiles, corners))
 
 
 def test_layers_show_what_they_attend_by() -> None:
@@ -193,38 +183,7 @@ def test_layers_show_what_they_attend_by() -> None:
     for layer, before, after in zip(model.encoder.layers, states, states[1:], strict=False):
         assert layer.pattern == layer.self_attn.pattern == ALIGNED.pattern
         q, k, v = layer.project(before)
-        out, lse = fd.attend(q, k, v, layer.pattern, return_lse=True)
+        out = fd.attend(q, k, v, layer.pattern)
         joined = layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2))
         x = before + layer.self_attn.out_proj(joined)
         assert_close(after, x + layer.ffn(layer.final_layer_norm(x)), **TIGHT)
-        received = fd.attention_received(q, k, lse, layer.pattern)
-        assert received.shape == (1, 3, 41)
-        assert ((received.sum(-1) > 0) & (received.sum(-1) <= 41 + 1e-9)).all()
-
-
-def test_masks_are_checked() -> None:
-    tiles, corners, mask = batch_of(60, 30)
-    shifted, aligned = (SlideEncoder(replace(SMALL, encoder=layers)).double() for layers in (LAYERS, ALIGNED))
-    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(2, 60\)"):
-        aligned(tiles, corners, key_padding_mask=mask[:, 1:])
-    with pytest.raises(TypeError, match="must hold booleans"):
-        aligned(tiles, corners, key_padding_mask=mask.long())
-    for bad in (mask.flip(1), torch.ones_like(mask)):
-        with pytest.raises(ValueError, match="with padding='zeros' a key_padding_mask must hide the last tokens"):
-            aligned.encoder(torch.randn(2, 60, 24, dtype=torch.float64), key_padding_mask=bad)
-    with pytest.raises(ValueError, match=r"the branches \[\(20, 3\), \(50, 4\)\] shift rows.*got 61 tokens"):
-        shifted(tiles, corners, key_padding_mask=mask)
-    few = batch_of(19, 7)  # shorter than every segment whose rate does not divide it
-    assert shifted(*few[:2], key_padding_mask=few[2]).isfinite().all()
-    with pytest.raises(ValueError, match="sharding needs an encoder with mesh="):
-        aligned.encoder(torch.randn(1, 6, 24).double(), sharding=fd.distributed.Sharding(6, 1))
-
-
-def test_configs_are_checked() -> None:
-    for change, said in [
-        ({"encoder": replace(LAYERS, embed_dim=21)}, "multiple of 4"),
-        ({"pooling": "max"}, "pooling must be one of"),
-        ({"tile_size": 0}, "tile_size must be at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            replace(SMALL, **change)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,11 +73,6 @@ def encode_slides() -> None:
             assert_close(found, wanted, **TIGHT, msg=about)
 
 
-def test_slides_over_ranks_are_those_of_one() -> None:
-    """Embeddings of all layers; each slide is divided between two ranks, and the last rank has padding."""
-    on_ranks(2, encode_slides)
-
-
 def encode_tokens() -> None:
     """Compare this rank's features with one device, with a sharding for the module or for a single call."""
     torch.manual_seed(0)
@@ -102,30 +96,6 @@ def encode_tokens() -> None:
     assert not torch.allclose(found[1], one.eval()(x))
 
 
-def test_tokens_over_ranks_are_those_of_one() -> None:
-    on_ranks(2, encode_tokens)
-
-
-def refusals() -> None:
-    mesh = line()
-    tiles, corners, _ = slides(False)
-    shifting = replace(SMALL, encoder=replace(LAYERS, padding="zeros", segment_lengths=(8, 25, 60)))
-    half = slice(dist.get_rank() * 19, (dist.get_rank() + 1) * 19)
-    with pytest.raises(ValueError, match="drop_path must be 0 with a mesh"):
-        encoder(replace(SMALL, encoder=replace(LAYERS, drop_path=0.1)), mesh=mesh)
-    with pytest.raises(ValueError, match="schedule needs mesh="):
-        encoder(SMALL, schedule="ring")
-    with pytest.raises(ValueError, match=r"the branches \[\(25, 2\)\] shift rows of longer sequences"):
-        encoder(shifting, mesh=mesh)(tiles[:, half], corners[:, half])
-    mask = torch.zeros(2, 19, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(2, 38\)"):
-        encoder(SMALL, mesh=mesh)(tiles[:, half], corners[:, half], key_padding_mask=mask)
-
-
-def test_what_does_not_go_with_a_mesh_is_refused() -> None:
-    on_ranks(2, refusals)
-
-
 def live() -> str:
     """Encoders over ranks from a checkpoint, and from the state_dict of one on a single device."""
     tiles, corners, _ = slides(False)
@@ -145,5 +115,12 @@ def live() -> str:
 TOKENS = Sharding(39, 2, shard_lengths=(20, 19))  # a class token, and 38 tiles
 
 
-def test_checkpoints_load_over_ranks() -> None:
-    assert "mesh=2 ranks of axis 'sp', schedule='heads'" in on_ranks(2, live)[1]
+def encode() -> str:
+    encode_slides()
+    encode_tokens()
+    return live()
+
+
+def test_encoders_over_ranks_are_those_of_one() -> None:
+    """Embeddings of all layers; each slide is divided between two ranks, and the last rank has padding."""
+    assert "mesh=2 ranks of axis 'sp', schedule='heads'" in on_ranks(2, encode)[1]

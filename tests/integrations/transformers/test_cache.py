@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from inspect import signature
-from itertools import accumulate
 from random import Random
 from typing import Any
 from unittest import mock
@@ -109,49 +108,6 @@ def test_a_prefill_holds_what_its_layer_needs() -> None:
     one = 2 * 2 * 16 * 4  # bytes of a token's keys and values
     assert held == [256 * one]
     assert cache.layers[1].held.nbytes == 256 * one
-
-
-BOUNDED = [
-    masks.local_window(left=5, right=0),
-    masks.longnet((4, 32), (1, 4)) & masks.causal(),
-    masks.strided(7) & masks.local_window(left=40, right=0) | masks.first_tokens(2) & masks.causal(),
-    masks.chunked(16) & masks.causal(),
-    masks.per_head([masks.local_window(left=3, right=0), masks.causal()] * 2),
-]
-
-
-@given(data=st.data())
-@settings(max_examples=25)
-@torch.no_grad()
-def test_keys_that_several_rules_read(data: st.DataObject) -> None:
-    """By one rule or more, each twice, with values made of those returned and another scale: attention over all."""
-    rules = data.draw(st.lists(st.sampled_from(BOUNDED), min_size=1, max_size=3))
-    chunks = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
-    taken = data.draw(st.integers(0, 3))
-    q, k, v = torch.randn(3, 2, 4, sum(chunks), 16, generator=torch.Generator().manual_seed(0))
-    k, v = k[:, :2], v[:, :2]
-
-    def read(values: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
-        return [(values, 0.9), (values.flip(1), 0.1)]
-
-    whole = [attend(q, k, x, rule, scale=scale, enable_gqa=True) for rule in rules for x, scale in read(v)]
-    cache, module, page = FlexdilatedCache(undo=taken), torch.nn.Identity(), data.draw(st.integers(1, 8))
-
-    def step(new: slice) -> None:
-        keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
-        masked = [mask_of(rule, new) for rule in rules]
-        calls = [(*each, mask) for mask in masked for each in read(values)]
-        for (x, scale, mask), want in zip(calls, whole, strict=True):
-            got, _ = attention(module, q[:, :, new], keys, x, mask, scaling=scale)
-            torch.testing.assert_close(got.transpose(1, 2), want[:, :, new], rtol=0, atol=1e-5)
-
-    with mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page):
-        for stop, size in zip(accumulate(chunks), chunks, strict=True):
-            step(slice(stop - size, stop))
-            back = min(taken, stop)
-            if back:  # the last tokens once more
-                cache.crop(-back)
-                step(slice(stop - back, stop))
 
 
 @given(random=st.randoms(use_true_random=True))

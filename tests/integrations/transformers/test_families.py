@@ -44,24 +44,6 @@ def test_equals_sdpa(name: str, padding: str | None) -> None:
     assert_same_step(step(model, name, padding, "flexdilated"), want)
 
 
-def test_a_soft_cap_is_that_of_gemma() -> None:
-    q, k, v = torch.randn(3, 1, 2, 9, 16)
-    capped, _ = attention(torch.nn.Identity(), q, k, v, None, softcap=0.5)
-    scores = 0.5 * torch.tanh(q @ k.mT / 4 / 0.5)
-    weights = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
-    torch.testing.assert_close(capped.transpose(1, 2), weights @ v, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("keys", "values"), [(16, 10), (10, 16)])
-def test_values_of_another_width(keys: int, values: int) -> None:
-    """The scale is that of the keys as they came."""
-    q, k = torch.randn(2, 1, 2, 9, keys)
-    v = torch.randn(1, 2, 9, values)
-    got, _ = attention(torch.nn.Identity(), q, k, v, None)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(got.transpose(1, 2), want, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("entries", [1, 2])
 @pytest.mark.parametrize("added", [True, False])
 def test_a_ready_made_mask_that_hides_keys(entries: int, added: bool) -> None:

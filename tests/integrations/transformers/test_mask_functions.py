@@ -127,19 +127,13 @@ def test_limits_of_the_distance(one: int, other: int) -> None:
     ("function", "said"),
     [
         (lambda b, h, q, k: q * 2 >= k, "unsupported operand"),
-        (lambda b, h, q, k: (q % 4 == 0) & (k <= q), "unsupported operand"),
         (lambda b, h, q, k: abs(q - k) >= 3, "least distance in both directions"),
-        (lambda b, h, q, k: -abs(q - k) < 3, "computes with an absolute distance"),
         (lambda b, h, q, k: q >= 3, "a number other than 0"),
-        (lambda b, h, q, k: q > 3, "above a number"),
-        (lambda b, h, q, k: q <= q + 1, "a position of the other of the two"),
         (lambda b, h, q, k: torch.ones(()), "it returns Tensor"),
-        (lambda b, h, q, k: (k <= q) & torch.ones((), dtype=torch.bool), "joins a rule with Tensor"),
         (lambda b, h, q, k: torch.ones(2, 4, dtype=torch.bool)[b, q], "hides queries by a table"),
         (lambda b, h, q, k: k // 4 == q // 3, "different sizes"),
         (lambda b, h, q, k: (k // 4 == q // 4) & (k // 3 == q // 3), "two chunk sizes"),
         (lambda b, h, q, k: q.new_zeros((), dtype=torch.bool), "allows no pair"),
-        (lambda b, h, q, k: torch.arange(8)[None][b, q + 1] == torch.arange(8)[None][b, k], "elsewhere than at"),
     ],
 )
 def test_what_cannot_be_read(function, said: str) -> None:

@@ -62,19 +62,10 @@ def gradients(model, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return gradients_of(model)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
-    model, batch = model_of("llama").train(), batch_of("llama", "left")
-    set_pattern(model, LONGNET)
-    want = gradients(model, batch)
-    model.activation_checkpointing_enable()
-    for name, grad in gradients(model, batch).items():
-        assert torch.equal(grad, want[name])
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_one_graph_for_all_values() -> None:
-    """Padding on either side, and inside, and packed sequences: values are not read while a model is traced."""
+    """Padding on either side, and inside: values are not read while a model is traced."""
     model = model_of("llama", num_hidden_layers=1).train()
     set_pattern(model, LONGNET)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -88,12 +79,6 @@ def test_one_graph_for_all_values() -> None:
         got.pow(2).sum().backward()
         for name, x in model.named_parameters():
             torch.testing.assert_close(x.grad, grads[name], rtol=1e-3, atol=1e-4)
-    positions = torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    packed = {"position_ids": positions, "use_cache": False}
-    with torch.no_grad():
-        got, want = (run(tokens(), **packed).logits for run in (compiled, model))
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     assert dict(counters["graph_break"]) == before
 
 
@@ -113,13 +98,10 @@ def test_bad_patterns_change_nothing() -> None:
             set_pattern(model, pattern)
     with pytest.raises(ValueError, match="compose must be one of"):
         set_pattern(model, LONGNET, compose="or")
-    assert model.config._attn_implementation == before
-    assert torch.equal(logits(model), want)
-
-
-def test_models_without_layers_of_this_kind() -> None:
     with pytest.raises(TypeError, match="model is a PreTrainedModel of transformers or contains one; got Linear"):
         set_pattern(nn.Linear(2, 2), LONGNET)
+    assert model.config._attn_implementation == before
+    assert torch.equal(logits(model), want)
 
 
 CALLS = [
