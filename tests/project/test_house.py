@@ -24,54 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first: a room imports from those before it, at the top of a file or inside a function, and from the room
 # itself, not from its files. `root` is the package's own `__init__`, from which the commands import as users do.
 _ROOMS = """
-
+_torch_private masks.core masks.patterns masks.extend masks.recipes masks.text masks.orders masks.blocks
+masks.plan_cache masks.planning masks.attended masks.inspection masks
+schedules _validate engines biases _engine_choice tuning memory _attend decoding observe
+refinement distributed.group distributed.wire distributed.counts
+distributed._exchange_plan distributed._exchange distributed._ring distributed._heads distributed._attend distributed
+_over_ranks selection nn _plan_size _plan integrations root testing viewer cli __main__
 """
 ROOMS = _ROOMS.split()
-    "_torch_private",
-    "masks.core",
-    "masks.patterns",
-    "masks.extend",
-    "masks.recipes",
-    "masks.text",
-    "masks.orders",
-    "masks.blocks",
-    "masks.plan_cache",
-    "masks.planning",
-    "masks.attended",
-    "masks.inspection",
-    "masks",
-    "schedules",
-    "_validate",
-    "engines",
-    "biases",
-    "_engine_choice",
-    "tuning",
-    "memory",
-    "_attend",
-    "decoding",
-    "observe",
-    "refinement",
-    "distributed.group",
-    "distributed.wire",
-    "distributed.counts",
-    "distributed._exchange_plan",
-    "distributed._exchange",
-    "distributed._ring",
-    "distributed._heads",
-    "distributed._attend",
-    "distributed",
-    "_over_ranks",
-    "selection",
-    "nn",
-    "_plan_size",
-    "_plan",
-    "integrations",
-    "root",
-    "testing",
-    "viewer",
-    "cli",
-    "__main__",
-]
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 USERS = {"testing", "viewer", "cli"}
 EXTRAS = {"hypothesis", "matplotlib", "tqdm", "transformers"}
