@@ -1,8 +1,6 @@
 """The benchmark: peers, rules and counts agree with the library's reference; every measure runs at tiny sizes."""
 
 import json
-import os
-import time
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,12 +8,10 @@ import pytest
 import torch
 
 import flexdilated as fd
-from bench import __main__, ranks, roofline
+from bench import __main__, roofline
 from bench.__main__ import main
-from bench._checks import Contestant, by_definition, check_forward, check_training, compare
-from bench._jobs import Job, Problem, Size, interleave
-from bench._measures import Gap, Row, Timing, at_least, at_most
-from bench._processes import DiedApart, TookTooLong, each_apart, run_apart
+from bench._checks import by_definition, check_forward, check_training
+from bench._jobs import Problem, Size
 from bench._report import results_page
 from bench._rules import LONGNET_4, LONGNET_5, LongNet, Union, dense, longnet_n
 from bench._run import MEASURES
@@ -80,21 +76,6 @@ def test_check_sees_a_wrong_attention(change) -> None:
         check_training(wrong, problem, spec)
 
 
-def test_jobs_take_turns_and_rows_become_data() -> None:
-    order = []
-    jobs = [Job(name, lambda given, name=name: order.append((name, given)), prepare=lambda: 7) for name in "ab"]
-    timings = interleave(jobs, repeats=2)
-    assert order == [("a", 7), ("b", 7)] * 2
-    assert [(timing.name, len(timing.seconds)) for timing in timings] == [("a", 2), ("b", 2)]
-    row = Row("speed", at_least(0.5), 0.25, (Timing("job", (3.0, 1.0, 2.0)),), {"why": "test"})
-    assert row.to_data() == {
-        **{"measure": "speed", "target": "≥ 0.5", "measured": 0.25, "measured_text": "0.25", "met": False},
-        "timings": [{"name": "job", "repeats": 3, "median_s": 2.0, "spread_s": 2.0}],
-        "detail": {"why": "test"},
-    }
-    assert Row("bound", at_most(2, "s"), 2.0).met
-
-
 def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert main(["--list"]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == list(MEASURES)
@@ -146,36 +127,6 @@ def test_a_pattern_that_is_a_key_too_wide_is_not_timed(monkeypatch) -> None:
         roofline.roofline(**{**MEASURES["roofline"].small, "cases": (case,)})
 
 
-def test_contestants_that_fail_or_are_wrong() -> None:
-    """Failing contestants and jobs are left out and named, wrong ones are timed and named."""
-    problem = Problem.draw(Size(256, num_heads=4, head_dim=16), dtype=torch.bfloat16)
-
-    def broken(q, k, v):
-        raise RuntimeError("out of memory")
-
-    def wrong(q, k, v):
-        return LONGNET_TINY.attention()(q, k, v) * 1.1
-
-    contestants = [
-        Contestant(name, attention, problem, LONGNET_TINY)
-        for name, attention in (("right", LONGNET_TINY.attention()), ("wrong", wrong), ("broken", broken))
-    ]
-    jobs = [Job("beside", lambda _: None), Job("odd job", lambda _: broken(1, 2, 3))]
-    for part in ("forward", "backward", "forward + backward"):
-        found = compare(contestants, part, repeats=2, tolerance=2e-2, jobs=jobs)
-        assert list(found.timings) == ["right", "wrong", "beside"]
-        assert all(len(timing.seconds) == 2 for timing in found.timings.values())
-        assert found.failed == dict.fromkeys(("broken", "odd job"), "RuntimeError: out of memory")
-        assert list(found.objections) == ["wrong"]
-        gap = found.row("r", at_least(1), "broken", "right")
-        assert isinstance(gap, Gap)
-        assert gap.reason == "broken: RuntimeError: out of memory"
-        marked = found.row("r", at_least(1), "right", "wrong")
-        assert [text.partition(":")[0] for text in marked.not_verified] == ["wrong"]
-        assert found.row("r", at_least(1), "right", "beside").not_verified == ()
-    assert compare(contestants, "forward", repeats=1, tolerance=None).objections == {}
-
-
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("spec", OVER_RANKS, ids=lambda spec: spec.label)
 def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
@@ -198,40 +149,3 @@ def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
     for num_tokens in (100, 1000) if spec.causal else ():
         masks = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
         assert torch.equal(sum(mask.sum((0, 2)) for mask in masks), keys_of_queries(spec, num_tokens, 5))
-
-
-def test_a_plan_that_sends_more_shows(monkeypatch) -> None:
-    case = longnet_n(65536).shrunk(16), 4096, 8, (Heads(4, 2),)
-    counts = ranks.token_counts
-    assert ranks.counted_row(*case).measured == 1
-    more = lambda *args, **kw: {"exchange": counts(*args, **kw)["exchange"] + 1}  # noqa: E731
-    monkeypatch.setattr(ranks, "token_counts", more)
-    row = ranks.counted_row(*case)
-    assert row.measured > 1
-    assert not row.met
-
-
-def test_results_come_one_by_one() -> None:
-    """Those before an error, an end or a limit are there."""
-    with pytest.raises(DiedApart, match="ValueError: invalid literal"):
-        run_apart(int, "no number")
-    assert list(each_apart(yields, 3, None, limit_s=250)) == [0, 1, 2]
-    for last, error, message in (
-        ("raise", DiedApart, "ValueError: planted"),
-        ("exit", DiedApart, "exit code 7"),
-        ("sleep", TookTooLong, "no result within 2 s"),
-    ):
-        found = each_apart(yields, 1, last, limit_s=2 if last == "sleep" else 250)
-        assert next(found) == 0
-        with pytest.raises(error, match=message):
-            next(found)
-
-
-def yields(number, last):
-    yield from range(number)
-    if last == "raise":
-        raise ValueError("planted")
-    if last == "exit":
-        os._exit(7)
-    if last == "sleep":
-        time.sleep(600)

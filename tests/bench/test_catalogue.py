@@ -5,12 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench import catalogue
-from bench._catalogue import ENTRIES, MILLION, PICTURED, Entry, dense
+from bench._catalogue import ENTRIES, MILLION, Entry
 from bench._run import MEASURES
-from bench.catalogue import OVERVIEW, draw_all, file_name, picture, shown_heads
+from bench.catalogue import OVERVIEW, draw_all, file_name
 from flexdilated import masks
 from flexdilated.masks.core._expression import CONSTRUCTORS
 
@@ -40,23 +39,6 @@ def test_every_pattern_and_every_recipe_has_a_section_an_entry_and_pictures() ->
     names = sorted(path.name for path in PICTURES.iterdir())
     assert names == sorted([*map(file_name, ENTRIES), OVERVIEW])
     assert f"(images/catalogue/{OVERVIEW})" in TEXT
-
-
-@each_entry
-def test_what_is_drawn(entry: Entry) -> None:
-    """The dense mask, pair by pair, and a second head only where it differs."""
-    heads = shown_heads(entry)
-    allowed = [
-        torch.stack([dense(branch, head, entry.num_heads, PICTURED) for branch in entry.pictured().branches()]).any(0)
-        for head in heads
-    ]
-    assert [torch.equal(allowed[0], other) for other in allowed[1:]] in ([], [False])
-    assert entry.num_heads > 1 or heads == (0,)
-    assert all(bool(each.any()) and bool(each.all()) == (entry.name == "every") for each in allowed)
-    for axes, expected in zip(picture(entry, heads).axes, allowed, strict=True):
-        drawn = torch.from_numpy(axes.images[0].get_array().data.copy())
-        blue = drawn[..., 0] < drawn[..., 2]
-        assert torch.equal(blue, expected)
 
 
 @each_entry

@@ -79,7 +79,6 @@ def test_an_attend_that_is_wrong(monkeypatch, capsys) -> None:
     ("pattern", "most"),
     [
         ("neighborhood((3, 4), 1)", "12 tokens, as it takes no more,"),
-        ("block_list([[1], [0, 1], [2]], block=4)", "20 tokens,"),
         ("neighborhood((4, 4), 1) & ~block_list([[3], [0, 1]], block=4)", "16 tokens, as it takes no more,"),
     ],
 )

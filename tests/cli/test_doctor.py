@@ -10,7 +10,6 @@ import torch
 import flexdilated as fd
 from flexdilated import _engine_choice
 from flexdilated.cli import _device, main
-from flexdilated.cli._terminal import find
 
 
 def examine(capsys) -> tuple[int, str]:
@@ -138,16 +137,3 @@ def test_what_is_said_of_extras_the_environment_and_torch(capsys, monkeypatch) -
     assert status == 1
     for said in ("does not parse", "got 'lots'", "Attention does not work on this machine."):
         assert said in printed
-
-
-def test_a_copy_that_setuptools_brings_is_not_installed(tmp_path, monkeypatch) -> None:
-    """torch puts such copies on the path when it looks for a compiler; later processes do not have them."""
-    copies = tmp_path / "setuptools" / "_vendor"
-    copies.mkdir(parents=True)
-    (copies / "brought_along.py").touch()
-    (tmp_path / "installed_here.py").touch()
-    for folder in (copies, tmp_path):
-        monkeypatch.syspath_prepend(folder)
-    assert find("brought_along") is None
-    assert find("installed_here") is not None
-    assert find("nowhere_at_all") is None

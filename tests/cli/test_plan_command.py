@@ -54,24 +54,6 @@ def pairs_of(text: str, *, tokens: int, heads: int) -> int:
     )
 
 
-@pytest.mark.usefixtures("made_up_memory")
-@pytest.mark.parametrize(
-    ("text", "branches"), [(LONGNET, [1, 2]), ("longnet((2048, 4096), (1, 4)) & causal()", ["all"])]
-)
-def test_report_lists_the_chosen_terms_and_all_options(text, branches, capsys) -> None:
-    found = data_of(capsys, text, "-n", "8K", *SMALL)
-    described = masks.describe(masks.parse(text), 8192, num_heads=4, head_dim=16)
-    options = [option for branch in described.branches for option in branch.options]
-    assert [option["layout"] for option in found["options"]] == [option.layout for option in options]
-    assert [option["predicted_s"] for option in found["options"]] == [option.cost.seconds for option in options]
-    assert [option["branch"] for option in found["options"] if option["chosen"]] == branches
-    terms = [term for branch in described.branches for term in branch.options[0].terms]
-    assert sum(term["terms"] for term in found["terms"]) == len(terms)
-    slots = sum(len(term.heads) * term.folds * term.q.num_slots for term in terms)
-    listed = (term["terms"] * term["heads"] * term["folds"] * term["queries"] for term in found["terms"])
-    assert sum(listed) == slots
-
-
 def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 16, "dtype": torch.bfloat16, "batch": 3}
@@ -236,14 +218,3 @@ def test_plan_of_ranks_is_what_the_command_prints(capsys) -> None:
     )
     assert [line.split()[0] for line in table.splitlines()[3:]] == ["0", "1", "2", "max", "max"]
     assert table.splitlines()[-1].split()[-1] == f"{loads.max_over_mean['pairs']:.4f}"
-
-
-def test_zero_padding_and_run_time_values_count_over_ranks(capsys, tmp_path) -> None:
-    padded = "longnet((16, 64), (1, 4), padding='zeros')"
-    plain = data_of(capsys, padded.replace(", padding='zeros'", ""), "-n", "100", "--heads", "4", "--ranks", "3")
-    assert data_of(capsys, padded, "-n", "100", "--heads", "4", "--ranks", "3")["ranks"] == plain["ranks"]
-    torch.save(torch.arange(64) // 32, tmp_path / "d.pt")
-    found = data_of(capsys, "documents('d')", "--bind", f"d={tmp_path / 'd.pt'}", "--heads", "1", "--ranks", "2")
-    assert found["ranks"]["pairs"] == [32 * 32] * 2
-    assert found["ranks"]["received_forward"] == [0, 0]
-    assert found["max_over_mean"]["received_forward"] == 1

@@ -102,17 +102,6 @@ def test_a_configuration_is_plain_data(case: Case) -> None:
         assert fd.LongNetConfig(**sizes, pattern=text, causal=False) == config
 
 
-@torch.no_grad()
-def test_caches_attend_by_the_pattern() -> None:
-    """Pieces equal one pass, also in `generate`."""
-    model, tokens = model_of(pattern=WINDOW), tokens_of()
-    caches = model.new_caches()
-    steps = torch.cat([model(part, caches=caches) for part in tokens.split((20, 1, 1, 15), dim=1)], dim=1)
-    assert_close(steps, model(tokens), **TIGHT)
-    drawn = model.generate(tokens, max_new_tokens=3, temperature=0)
-    assert_close(drawn[:, N], model(tokens)[:, -1].argmax(-1))
-
-
 def test_the_order_is_planned_where_one_length_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned for 8,192 tokens; natural order for run-time tensors and for a grid, which limits the tokens."""
     asked = []

@@ -138,15 +138,3 @@ def test_generation_takes_the_likeliest_token_of_the_whole_pass():
     source, tokens = tokens_of(31, 23), tokens_of(3)
     drawn = model.generate(source, tokens, max_new_tokens=6, temperature=0, prefill_chunk=2)
     assert_close(drawn[:, 3:], model(source, drawn[:, :-1])[:, 2:].argmax(-1))
-
-
-@pytest.mark.slow
-def test_encoder_and_decoder_compile():
-    torch.compiler.reset()
-    model = pair_of(depth=1, segment_lengths=(16,), dilation_rates=(2,)).float()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")  # blocks' ops are compiled elsewhere
-    for lengths in ((31, 12), (40, 9)):
-        source, tokens = tokens_of(lengths[0], 23), tokens_of(lengths[1])
-        torch._dynamo.mark_dynamic(source, 1)  # one graph for both lengths
-        torch._dynamo.mark_dynamic(tokens, 1)
-        assert_close(compiled(source, tokens), model(source, tokens), rtol=1e-5, atol=1e-5)

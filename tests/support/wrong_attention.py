@@ -6,7 +6,6 @@ Each takes q (B, H, N, D), k and v (B, G, N, D). `Dense(rule)` is right; a rule 
 from __future__ import annotations
 
 import functools
-import os
 import time
 from typing import Any
 
@@ -290,17 +289,4 @@ def raises_on_a_rank(mesh: Any) -> nn.Module:
     if mesh.get_rank() == 1:
         raise ZeroDivisionError("by this rank\nand no other")
     time.sleep(3600)
-    return over_ranks(mesh)
-
-
-def ends_on_a_rank(mesh: Any) -> nn.Module:
-    if mesh.get_rank() == 1:
-        os._exit(7)
-    time.sleep(3600)
-    return over_ranks(mesh)
-
-
-def hangs_on_a_rank(mesh: Any) -> nn.Module:
-    if mesh.get_rank() == 0:
-        time.sleep(3600)
     return over_ranks(mesh)

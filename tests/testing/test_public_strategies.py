@@ -115,20 +115,6 @@ def test_what_is_drawn_binds(data) -> None:
     masks.documents(ids).bind(num_heads=1, num_queries=9, num_keys=9)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (lambda: fst.patterns(num_heads=0), "num_heads must be at least 1"),
-        (lambda: fst.lengths([0]), "an edge must be at least 1"),
-        (lambda: fst.tensors((2,), values=["odd"]), "values must be some of 'ordinary'"),
-        (lambda: fst.document_lengths(0), "num_tokens must be at least 1"),
-    ],
-)
-def test_bad_arguments(strategy, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        smallest(strategy())
-
-
 def test_without_hypothesis(monkeypatch) -> None:
     """The rest of flexdilated.testing works, and the error says what to install."""
     monkeypatch.setattr(flexdilated, "testing", flexdilated.testing)  # importing it again sets it

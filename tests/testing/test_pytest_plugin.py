@@ -62,20 +62,6 @@ def test_the_device(pytester) -> None:
     assert run("hpu")[0] == {"skipped": 1}  # of which torch has no module
 
 
-def test_a_profile_by_option(tmp_path) -> None:
-    """hypothesis's own option loads it; all others stay."""
-    code = """
-    from hypothesis import settings
-
-    def test_profile():
-        assert settings().max_examples == 15
-        assert settings.get_profile("team").max_examples == 77
-        assert settings.get_profile("default").max_examples == 100
-    """
-    own = "from hypothesis import settings; settings.register_profile('team', max_examples=77)"
-    run_pytest(tmp_path, code, "-p", "_hypothesis_pytestplugin", "--hypothesis-profile=flexdilated-dev", conftest=own)
-
-
 def test_profiles() -> None:
     """Ours may be named, one of a user's with our prefix, and any other; one that exists is left as it is."""
     register_profiles()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 from flexdilated import masks
-from tests.support.browser import Tab
-from tests.support.viewer_pages import SAMPLED, Shown, hold, look, sampled
+from tests.support.viewer_pages import Shown, hold, look, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -57,32 +54,6 @@ def alternating(heads: int, number: int) -> list[int]:
     """The first and the last head in turn, and the other way round."""
     ends = [0, heads - 1]
     return [ends[(view + number) % 2] for view in range(3)]
-
-
-def test_a_million_tokens(show):
-    """A window of 65 keys is seen among a million, and what is drawn is as full as the rule says."""
-    pattern = masks.local_window(left=64, right=0) + (masks.longnet([4096, 65536], [1, 16]) & masks.causal())
-    large = {"width": 1600, "height": 1200}  # the pairs of fewer pixels would be more to count here
-    tab = show(pattern, 1 << 20, num_heads=4, window=large, link="q=0&k=0&span=1048576&head=1&block=0")
-    assert tab.evaluate("viewer.state.view.scale") > 900
-    case = Shown(pattern, 1 << 20)
-    found = sampled(tab, torch.Generator().manual_seed(0), 12)
-    assert hold(found, lambda q, k: case.counts(1, q, k)) >= 3
-    diagonal = sampled_diagonal(tab, 200)
-    assert not any(cell["empty"] for cell in diagonal)
-
-
-def sampled_diagonal(tab: Tab, number: int) -> list[dict[str, Any]]:
-    places = [[(each + 0.5) / number] * 2 for each in range(number)]
-    return tab.evaluate(f"{SAMPLED}({json.dumps({'places': places})})")
-
-
-@pytest.mark.parametrize(("tokens", "keys"), [(1, 5), (3, 1), (2**31 - 1, 2**31 - 1)])
-def test_any_size(show, tokens, keys):
-    tab = show(masks.longnet([4, 2**31 - 1], [1, 3]), tokens, num_keys=keys, num_heads=2)
-    assert tab.evaluate("viewer.state.image.density.isDrawn")
-    found = tab.evaluate(f"{SAMPLED}({json.dumps({'places': [[0, 0]]})})")[0]
-    assert not found["empty"]
 
 
 # Bounds of a union with strides left out, over a grid, decide few tiles.

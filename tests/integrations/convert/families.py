@@ -126,7 +126,6 @@ FAMILIES = {
     "x-transformers": Family(language_model, words, 24, 2, fused=False),
     "x-transformers, flash": Family(lambda: language_model(attn_flash=True), words, 24, 2),
     "x-transformers, grouped": Family(lambda: language_model(attn_kv_heads=2, attn_flash=True), words, 24, 2),
-    "x-transformers, one key head": Family(lambda: language_model(attn_one_kv_head=True), words, 24, 2, fused=False),
     "x-transformers, sinks": Family(lambda: language_model(attn_head_learned_sink=True), words, 24, 2, fused=False),
     "x-transformers, encoder": Family(x_encoder, words, 24, 2),
 }

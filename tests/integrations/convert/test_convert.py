@@ -83,17 +83,14 @@ def test_copies_and_pickles_are_converted(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["timm", "timm, EVA", "x-transformers"])
+@pytest.mark.parametrize("name", ["timm, EVA", "x-transformers"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled(name: str) -> None:
-    """In one graph, with all gradients; torch's own attention, which is in the other models, in the tests below."""
+    """In one graph; torch's own attention, which is in the other models, in the tests below."""
     model = model_of(name, depth=1).train()
     fd.convert(model, WINDOW)
-    want, grads = step(model, name)
-    got, ours = step(torch.compile(model, fullgraph=True, backend="eager"), name)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    for each, grad in grads.items():
-        torch.testing.assert_close(ours[f"_orig_mod.{each}"], grad, rtol=1e-3, atol=1e-4)
+    compiled = outputs(torch.compile(model, fullgraph=True, backend="eager"), name)
+    torch.testing.assert_close(compiled, outputs(model, name), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -179,7 +176,7 @@ def test_the_report_is_read() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own attention returns a view, too
 def test_fully_shard_stacks() -> None:
-    """FSDP exchanges classes too. Converted first, a model shards; what it was can be had before, not after."""
+    """FSDP exchanges classes too."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
@@ -194,15 +191,6 @@ def test_fully_shard_stacks() -> None:
         for layer in model.layers:
             fully_shard(layer.self_attn, mesh=mesh)
         torch.testing.assert_close(model(x), want, rtol=0, atol=1e-6)
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn was given another class, FSDPConvertedMultihead"):
-            fd.convert(model, None)
-        after = model_of("encoder")
-        for layer in after.layers:
-            fully_shard(layer.self_attn, mesh=mesh)
-        fd.convert(after, WINDOW)
-        torch.testing.assert_close(after(x), want, rtol=0, atol=1e-6)
-        fd.convert(after, None)
-        assert not torch.allclose(after(x), want, atol=1e-3)
     finally:
         dist.destroy_process_group()
 

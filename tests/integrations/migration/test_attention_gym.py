@@ -11,9 +11,7 @@ import torch
 from attn_gym import masks as gym
 from attn_gym import mods
 from attn_gym.masks.document_mask import length_to_offsets
-from attn_gym.masks.natten import morton_encode
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexdilated as fd
@@ -78,11 +76,6 @@ SAME = {
         gym.generate_global_sliding_window(2, SCATTERED),
     ),
     "prefix_lm": Pair(masks.prefix_lm(6), gym.generate_prefix_lm_mask(6)),
-    "batchify of a rule of positions": Pair(
-        masks.prefix_lm(6).per_document(torch.arange(200) // 16),
-        gym.batchify_mask_mod(gym.generate_prefix_lm_mask(6), 16),
-        TOKENS,
-    ),
     "doc_mask": Pair(
         masks.prefix_lm(6).per_document(DOCUMENTS),
         gym.generate_doc_mask_mod(gym.generate_prefix_lm_mask(6), OFFSETS),
@@ -153,31 +146,6 @@ def test_text_tokens_stand_in_front() -> None:
     assert torch.equal(counts(ours, 249) > 0, theirs.roll((9, 9), (-2, -1)))
 
 
-@pytest.mark.parametrize("order", ["tiled", "morton"])
-def test_orders_of_a_grid(order: str) -> None:
-    """Their tokens stand in tiles, or along a Z curve: in row-major order the rule is that of `neighborhood`."""
-    place = torch.cartesian_prod(torch.arange(16), torch.arange(16))  # of the row-major tokens: row, column
-    if order == "tiled":
-        theirs, (rows, columns) = gym.generate_tiled_natten(16, 16, 5, 3, 4, 8), (8, 4)
-        row, column = place.T
-        slot = (row // rows * (16 // columns) + column // columns) * rows * columns
-        slot = slot + row % rows * columns + column % columns
-    else:
-        theirs = gym.generate_morton_natten(16, 16, 5, 3)
-        slot = morton_encode(*place.flip(1).T)
-    assert torch.equal(slot.sort().values, torch.arange(256))
-    moved = create_mask(theirs, 1, 1, 256, 256, "cpu")[0]
-    assert torch.equal(counts(masks.neighborhood((16, 16), (1, 2)), 256) > 0, moved[:, slot][:, :, slot])
-
-
-def test_a_canvas_that_is_no_square() -> None:
-    """Theirs clamps rows to the width: in a grid of 20 rows of 6, row 10 sees rows 3 to 5, in NATTEN rows 9 to 11."""
-    theirs = create_mask(gym.generate_natten(6, 20, 3, 3), 1, 1, 120, 120, "cpu")[0, 0].view(20, 6, 20, 6)
-    ours = counts(masks.neighborhood((20, 6), 1), 120).view(20, 6, 20, 6)
-    assert theirs[10, 2].any(-1).nonzero().flatten().tolist() == [3, 4, 5]
-    assert ours[10, 2].any(-1).nonzero().flatten().tolist() == [9, 10, 11]
-
-
 def operands(num_heads: int = 4, num_tokens: int = 40) -> Tensor:
     return torch.randn(3, 2, num_heads, num_tokens, 16, generator=torch.Generator().manual_seed(0))
 
@@ -210,20 +178,6 @@ def test_score_functions_go_in_as_they_are(name: str) -> None:
     found = fd.attend(q, k, v, masks.causal(), score_mod=MODS[name], engine="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_rotary_part_of_latent_attention() -> None:
-    """Their score function takes dot products of rows of tensors; here these are more dims of q and k."""
-    q, k, v = operands()
-    q_rope, k_rope = (x[..., :8] for x in operands().flip(-1)[:2])
-    k_rope = k_rope[:, :1]
-    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
-    theirs = mods.generate_mla_rope_score_mod(q_rope, k_rope, 4, scale=0.4)
-    expected = flex_attention(q, k, v, score_mod=theirs, block_mask=block_mask, scale=0.3)
-    wide = torch.cat([q, q_rope * 0.4 / 0.3], -1), torch.cat([k, k_rope.expand(-1, 4, -1, -1)], -1), F.pad(v, (0, 8))
-    found = fd.attend(*wide, masks.causal(), scale=0.3)[..., :16]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 import flexdilated as fd
 from flexdilated import masks
-from tests.support import oracle
 from tests.support.vision import FOLDER
 
 SEGMENTS, RATES = (16, 64), (1, 4)
@@ -99,13 +98,6 @@ def test_faults_that_the_page_names(package: Any) -> None:
         theirs(package, heads_last(num_tokens=100))
 
 
-def test_any_number_of_tokens_here() -> None:
-    qkv = heads_last(num_tokens=100)
-    times = oracle.grouped(*(oracle.dilated(w, r, i % r) for i, (w, r) in enumerate(zip(SEGMENTS, RATES, strict=True))))
-    want = oracle.attention(*qkv.transpose(2, 3), oracle.counts(times, range(4), 4, *2 * [torch.arange(100)]))[0]
-    torch.testing.assert_close(ours(qkv, pattern_of(SEGMENTS, RATES)), want.transpose(1, 2))
-
-
 def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
     """The module of the page has their parameters; with one branch over all, and no division, it is dense."""
     module = page.MagnetoAttention
@@ -121,15 +113,3 @@ def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
     out = F.layer_norm(out, (64,), weights["norm.weight"], weights["norm.bias"])
     want = F.linear(out, weights["out_proj.weight"], weights["out_proj.bias"])
     torch.testing.assert_close(dense(x), want, rtol=1e-4, atol=1e-5)
-
-
-def test_the_fork_divides_by_the_number_of_branches() -> None:
-    """`DilatedAttention` of the fork, restated: no sum over tokens, and each head's output divided all the same."""
-    q, k, v = heads_last()
-    out = torch.zeros_like(q)
-    for i, (w, r) in enumerate(zip(SEGMENTS, RATES, strict=True)):
-        for begin in range(0, 128, w):
-            held = slice(begin + i % r, begin + w, r)
-            part = (x[:, held, 2 * i : 2 * i + 2].transpose(1, 2) for x in (q, k, v))
-            out[:, held, 2 * i : 2 * i + 2] = F.scaled_dot_product_attention(*part).transpose(1, 2) / len(RATES)
-    torch.testing.assert_close(out, ours(heads_last(), pattern_of(SEGMENTS, RATES)) / 2)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
-import flexdilated as fd
 from flexdilated.distributed import Sharding
 from flexdilated.integrations.torchscale import LongNetEncoder, LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
 from tests.integrations.torchscale.test_slide_encoder import slide
@@ -19,9 +18,7 @@ LAYERS = LongNetEncoderConfig(16, 2, 4, (8, 24, 60), (1, 2, 3))  # lengths that 
 SMALL = SlideEncoderConfig(LAYERS, tile_dim=6, grid_size=30)
 LENGTHS = (37, 20)  # of slides, which are filled up to 38 tiles
 KINDS = [
-    ("exchange", None, "exact", "cls", True),
     ("ring", None, "exact", "mean", True),
-    ("heads", None, "detached", "mean", False),
     ("auto", "zeros", "exact", "mean", True),
     ("exchange", "zeros", "detached", "cls", True),
     ("heads", "zeros", "exact", "cls", False),
@@ -85,15 +82,6 @@ def encode_tokens() -> None:
     assert_close(many(x[:, held], key_padding_mask=mask), one(x, key_padding_mask=mask)[:, held], **TIGHT)
     held = other.positions(dist.get_rank())
     assert_close(many(x[:, held], sharding=other), one(x[:, :30])[:, held], **TIGHT)
-    dropping = replace(LAYERS, attention_dropout=0.3)
-    many, one = LongNetEncoder(dropping, mesh=line(), sharding=sharding).double(), LongNetEncoder(dropping).double()
-    one.load_state_dict(many.state_dict())
-    held, found = sharding.positions(dist.get_rank()), []
-    for model, tokens in ((many, x[:, held]), (one, x)):
-        torch.manual_seed(1)
-        found.append(model(tokens))
-    assert_close(found[0], found[1][:, held], **TIGHT)
-    assert not torch.allclose(found[1], one.eval()(x))
 
 
 def live() -> str:
@@ -104,15 +92,7 @@ def live() -> str:
     one = SlideEncoder.from_checkpoint(weights, SMALL).double()
     half = slice(dist.get_rank() * 19, (dist.get_rank() + 1) * 19)
     assert_close(many(tiles[:, half], corners[:, half]), one(tiles, corners), **TIGHT)
-    one.load_state_dict(many.state_dict())
-    whole = fd.distributed.unshard(
-        many.encoder(many.embed(tiles[:, half], corners[:, half]), sharding=TOKENS), line(), TOKENS, dim=1
-    )
-    assert_close(whole, one.encoder(one.embed(tiles, corners)), **TIGHT)
     return repr(many)
-
-
-TOKENS = Sharding(39, 2, shard_lengths=(20, 19))  # a class token, and 38 tiles
 
 
 def encode() -> str:

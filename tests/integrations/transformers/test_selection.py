@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 from transformers import DynamicCache, StaticCache
 
@@ -44,17 +41,6 @@ def test_all_blocks_are_the_model_as_it_was() -> None:
             assert_close(one, other, rtol=1e-4, atol=1e-5)
         set_pattern(model, {1: selection(1)})
         assert (model(TOKENS, attention_mask=mask).logits[mask.bool()] - expected).abs().max() > 1e-3
-
-
-def test_a_row_padded_on_the_right_is_what_it_is_alone() -> None:
-    """On the left as well, where the padding is whole blocks."""
-    model = model_of("llama")
-    set_pattern(model, selection())
-    for real in (slice(0, 61), slice(16, 80)):
-        mask = torch.zeros(2, 80, dtype=torch.long)
-        mask[0], mask[1, real] = 1, 1
-        logits = model(TOKENS, attention_mask=mask).logits[1, real]
-        assert_close(logits, model(TOKENS[1:, real]).logits[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
@@ -122,14 +108,3 @@ def test_what_it_refuses() -> None:
         model(TOKENS[:, 75:], past_key_values=cache)
     with pytest.raises(ValueError, match="needs all keys: leave the cache to transformers"):
         model(TOKENS, past_key_values=FlexdilatedCache())
-
-
-def test_a_mesh_is_refused() -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        layer = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2)), mesh=mesh)
-        with pytest.raises(ValueError, match="without a mesh; layer 0 got one with mesh=1 rank"):
-            set_pattern(model_of("llama"), layer)
-    finally:
-        dist.destroy_process_group()
