@@ -51,22 +51,6 @@ def test_a_machine_without_a_compiler(capsys) -> None:
     assert printed.endswith("\nAttention works on this machine.\n")
 
 
-def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) -> None:
-    """Which engine is asked for, and of what: its kernels have tests of their own."""
-    monkeypatch.delenv("CXX")
-    attend, asked = _device.attend, []
-
-    def noted(q, k, v, pattern, *, engine):
-        asked.append(engine)
-        if engine == "flex" and not q.requires_grad:
-            engine = "reference"
-        return attend(q, k, v, pattern, engine=engine)
-
-    monkeypatch.setattr(_device, "attend", noted)
-    assert findings(examine(capsys)[1])["flex on cpu"].startswith("serves inference, error ")
-    assert set(asked) == {"flex", "flash", "aten", "portable", "reference"}
-
-
 def with_aten(change):
     """attend, with what "aten" gives changed."""
 

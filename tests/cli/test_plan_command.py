@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import flexdilated
 from flexdilated import masks
 from flexdilated.cli import main
-from flexdilated.cli._plan import longest, rounded, slope
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from flexdilated.nn._model_memory import model_memory
@@ -154,29 +151,6 @@ def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
 def test_a_grid_fits_at_most_as_a_whole(capsys) -> None:
     found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8")
     assert set(found["longest"][0].values()) == {8 << 30, 4096}
-
-
-@given(
-    constant=st.integers(0, 1 << 30), few=st.integers(1, 900), many=st.integers(1, 900),
-    bend=st.integers(0, 1 << 28), fits=st.integers(0, 30), most=st.integers(1, 1 << 30),
-)  # fmt: skip
-def test_longest_fits_and_twice_as_many_do_not(constant, few, many, bend, fits, most) -> None:
-    """Of peaks that are constant, then a line, then a steeper one; of a line it is the last that fits, rounded."""
-
-    def peak(tokens: int) -> int:
-        return constant + few * tokens + many * max(0, tokens - bend)
-
-    budget = peak(1 << fits)
-    found = longest(peak, budget, most=most)
-    assert found <= most
-    if found:
-        assert peak(found) <= budget
-        assert found == most or peak(2 * found) > budget
-    else:
-        assert peak(min(1024, most)) > budget
-    if bend == 0 and 1024 <= (budget - constant) // (few + many) < most:
-        assert found == rounded((budget - constant) // (few + many))
-        assert slope(peak, (10, 20)) == few + many
 
 
 RANKED = "longnet((32, 128, 512), (1, 4, 16)) & causal()"

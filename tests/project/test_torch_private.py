@@ -1,12 +1,9 @@
 """Private names of torch are in one file, are in the installed torch, and end in a clear error where they are not."""
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,59 +110,8 @@ def test_each_fault_that_is_worked_around_has_its_test() -> None:
     assert {name for name in named if f"def {name}(" not in written} == set()
 
 
-# Events at which a name is missed on any machine; those of accelerators, graphs and ranks are left out.
-_EVENTS = ("flexdilated is imported", "the viewer is imported", "attention is called")
-_EVENTS += ("engine 'aten' calls this kernel on CPU",)
-MISSED = [name for name, each in NAMES.items() if each.error in _EVENTS and not each.absent]
-
-# Takes names away, each in a process of its own, and says how what needs them then ends.
-_WITHOUT = """
-import json, os, sys
-import torch, torch._dynamo, torch.distributed, torch.nn.attention.flex_attention
-from pkgutil import resolve_name
-
-def hide(path):
-    module, _, attributes = path.partition(":")
-    *above, last = attributes.split(".")
-    if above[:1] == ["ops"]:
-        hide_operator([*above, last][2])
-    elif last == "_qkv_same_embed_dim":
-        torch.nn.TransformerEncoderLayer.forward = lambda self, *args: None
-    else:
-        delattr(resolve_name(f"{module}:{'.'.join(above)}") if above else resolve_name(module), last)
-
-def hide_operator(name):
-    kind = type(torch.ops.aten)
-    found = kind.__getattr__
-    def look_up(self, asked):
-        if asked == name:
-            raise AttributeError(asked)
-        return found(self, asked)
-    kind.__getattr__ = look_up
-    vars(torch.ops.aten).pop(name, None)
-
-for name, path in json.load(sys.stdin).items():
-    if os.fork() == 0:
-        hide(path)
-        try:
-            import flexdilated as fd, flexdilated.viewer
-            q = torch.randn(1, 2, 16, 8, requires_grad=True)
-            fd.attend(q, q, q, fd.masks.causal()).sum().backward()
-            ending = ["", ""]
-        except BaseException as error:
-            ending = [type(error).__name__, str(error)]
-        os.write(1, (json.dumps([name, *ending]) + "\\n").encode())
-        os._exit(0)
-    os.wait()
-"""
-
-
-@pytest.mark.slow
-def test_a_missing_name_ends_as_the_table_says() -> None:
-    isolated, hidden = {**os.environ, "PYTHONPATH": str(ROOT)}, json.dumps({name: NAMES[name].path for name in MISSED})
-    command = [sys.executable, "-c", _WITHOUT]
-    done = subprocess.run(command, input=hidden, env=isolated, capture_output=True, text=True, check=True)
-    endings = {name: tuple(ending) for name, *ending in map(json.loads, done.stdout.splitlines())}
-    assert endings == {name: ("ImportError", str(NAMES[name].missing())) for name in MISSED}
-    for name in NAMES:
-        assert f"torch {torch.__version__} has no {NAMES[name].dotted}" in str(NAMES[name].missing())
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_name_ends_in_an_error_that_says_what_to_do(name: str) -> None:
+    gone = replace(NAMES[name], path="torch:no_such_name", public="", probe=None)
+    with pytest.raises(ImportError, match=rf"torch {re.escape(torch.__version__)} has no torch\.no_such_name, which"):
+        gone.find()

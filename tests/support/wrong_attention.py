@@ -140,13 +140,6 @@ class NaNOnEmptyRows(Dense):
         return (scores + times.to(scores.dtype).log()).softmax(-1)
 
 
-class CycledHeads(Dense):
-    """Query head h reads key/value head h % G."""
-
-    def expand(self, x, num_heads):
-        return x.repeat(1, num_heads // x.shape[1], 1, 1)
-
-
 class StaleMask(Dense):
     """Keeps the mask of its longest call, and cuts the last rows and columns out of it for a shorter one."""
 
@@ -203,20 +196,6 @@ class HalfDenominators(WideSums):
         return functools.reduce(lambda total, part: (total + part).to(dtype), weights.unbind(-1)).float()
 
 
-class HalfMerge(WideSums):
-    """Blocks of 16 keys are merged by an lse that is kept in the dtype that came in."""
-
-    def summed(self, scores, v, dtype):
-        blocks = list(zip(scores.split(16, -1), v.split(16, 2), strict=True))
-        out, lse = torch.zeros_like(v), scores.new_full(scores.shape[:-1], -torch.inf)
-        for block, values in blocks:
-            new = block.logsumexp(-1)
-            both = torch.logaddexp(lse, new).to(dtype).float()
-            share, weights = (x - both[..., None] for x in (lse[..., None], block))
-            out, lse = share.exp() * out + weights.exp() @ values, both
-        return out
-
-
 class GrowingState(Dense):
     """Registers its mask as a buffer when it is first called."""
 
@@ -224,20 +203,6 @@ class GrowingState(Dense):
         times = super().times(q, k)
         self.register_buffer("mask", times)
         return times
-
-
-class FrozenWeight(Dense):
-    """Copies a parameter when it is first called, and then uses the copy."""
-
-    def __init__(self, *rules):
-        super().__init__(*rules)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.copy: Tensor | None = None
-
-    def forward(self, q, k, v):
-        if self.copy is None:
-            self.copy = self.gain.detach().clone()
-        return super().forward(q, k, v) * self.copy
 
 
 class BreaksGraphs(Dense):

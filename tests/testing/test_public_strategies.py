@@ -66,21 +66,6 @@ def test_every_kind_is_drawn() -> None:
     assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("pattern", "edges"),
-    [
-        (masks.longnet([64, 256], [1, 4]), (1, 4, 64, 256)),
-        (masks.local_window(left=3, right=5), (3, 5, 9)),
-        (masks.neighborhood((4, 5, 6), 1), (1, 4, 5, 6, 30, 120)),
-        (masks.block_list([[0], [1], [0, 2]], block=16), (16, 48)),
-        (masks.causal() & masks.documents(torch.tensor([0, 0, 1]), longest=2), (2,)),
-    ],
-    ids=repr,
-)
-def test_edges(pattern, edges) -> None:
-    assert fst.edges_of(pattern) == edges
-
-
 def test_lengths_lie_around_edges() -> None:
     drawn = set()
 

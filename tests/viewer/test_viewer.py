@@ -1,9 +1,10 @@
-"""The viewer in a browser: what wheel, pointers, keys, controls and links do, and how it explains a pair."""
+"""The viewer in a browser: wheel, pointers, keys, controls, links and reasons; pixels as full as the rule says."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 
 import pytest
 import torch
@@ -115,18 +116,6 @@ def test_controls_choose_head_order_and_blocks(show):
     assert tab.evaluate("viewer.state.view.scale") == pytest.approx(before / 2)
 
 
-def test_branches_can_be_hidden(show):
-    tab = show(LONGNET, 20_000, num_heads=4, link="q=5000&k=5000&span=60&head=0&block=0")
-    tab.evaluate("document.querySelectorAll('#legend input').forEach((box, at) => at === 1 || box.click())")
-    tab.settle()
-    only = Shown(masks.dilated(2048, 4, "interleaved") & masks.causal(), 20_000)
-    found = sampled(tab, torch.Generator().manual_seed(2))
-    for cell in found:
-        q, k = torch.tensor(int(cell["rows"][0])), torch.tensor(int(cell["columns"][0]))
-        assert cell["empty"] == (int(only.counts(0, q, k)) == 0)
-    assert 20 < sum(cell["empty"] for cell in found) < len(found)
-
-
 def test_a_link_restores_what_was_seen_and_one_without_sense_is_left_out(show):
     link = "q=1000&k=900&span=700&head=3&order=residue&block=64"
     first = show(LONGNET, 20_000, num_heads=4, link=link, window=SMALL)
@@ -186,3 +175,46 @@ def test_the_page_may_not_ask_a_network(browser, tmp_path):
     assert tab.evaluate("fetch('https://127.0.0.1:9/').then(() => 'reached', (error) => String(error))") != "reached"
     assert any("Content Security Policy" in fault for fault in tab.faults)
     tab.close()
+
+
+DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+# What drawing tells apart: branches, orders, heads, unequal sides, tables, and rules whose tiles are known or not.
+SHOWN = {
+    "longnet": Shown(LONGNET, 20_000),
+    "grid and strides": Shown(~masks.strided(7) & masks.neighborhood((60, 90), (4, 6)), 5_400),
+    "heads": Shown(
+        masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
+    ),
+    "packed": Shown(LONGNET.per_document(DOCUMENTS), 3_000),
+    "cross": Shown(masks.local_window(left=99, right=5), 4_000, keys=9_000),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pixels_are_as_full_as_the_rule_says(show, name):
+    """From afar, closer, and pair by pair; for two heads; in both orders."""
+    case = SHOWN[name]
+    generator = torch.Generator().manual_seed(len(name))
+    small = {"width": 560, "height": 420}
+    close = "q=0&k=0&span=30"  # a view that is counted at once
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small, link=close)
+    rate = tab.evaluate("viewer.state.data.residue")
+    assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
+    filled = 0
+    sides = case.tokens, case.keys or case.tokens
+    views = ((0, 0, 10**6), (sides[0] // 3, sides[1] // 3, 1500), (sides[0] // 4, sides[1] // 4, 60))
+    orders = ("natural", "residue") if rate else ("natural",)
+    for number, order in enumerate(orders):
+        layouts = [masks.Layout(size, rate if order == "residue" else 1).positions() for size in sides]
+        for head, (q, k, span) in zip(alternating(case.heads, number), views, strict=True):
+            look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
+            found = sampled(tab, generator)
+            counts = partial(case.counts_of_slots, head, layouts)
+            filled += hold(found, counts, tiles=order == "natural")
+    assert filled >= 2 * len(orders), "of three views in each"
+
+
+def alternating(heads: int, number: int) -> list[int]:
+    """The first and the last head in turn, and the other way round."""
+    ends = [0, heads - 1]
+    return [ends[(view + number) % 2] for view in range(3)]

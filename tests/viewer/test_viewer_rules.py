@@ -240,14 +240,3 @@ def test_tiles_are_counted_by_the_dense_rule(case):
             torch.testing.assert_close(grid[known], truth[known], rtol=1e-3, atol=1e-9)
             for share in (0, 1):
                 assert torch.equal(grid[known] == share, truth[known] == share)
-
-
-@pytest.mark.parametrize("rate", [1, 2, 3, 7, 40, 60])
-def test_orders_are_those_of_the_layout(tab, rate):
-    for tokens in (1, 2, 6, 41):
-        found = tab.evaluate(
-            f"(() => {{ const order = orderOf({tokens}, {rate}); const all = [...Array({tokens}).keys()];"
-            "return [all.map(order.position), all.map(order.slot)]; })()"
-        )
-        layout = masks.Layout(tokens, rate)
-        assert found == [layout.positions().tolist(), layout.slots().tolist()]

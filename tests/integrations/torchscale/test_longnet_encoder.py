@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-import flexdilated as fd
 from flexdilated.integrations.torchscale import LongNetEncoder, LongNetEncoderConfig
 from tests.integrations.torchscale import plain
 from tests.support.agreement import TIGHT
@@ -67,22 +66,6 @@ def test_the_two_gradients_of_the_merge_differ() -> None:
     x, name = torch.randn(2, 97, 24, dtype=torch.float64), "layers.0.self_attn.q_proj.weight"
     exact, detached = (gradients(encoder, encoder(x))[name] for encoder in (made(), made(merge_grad="detached")))
     assert (exact - detached).norm() > 0.01 * exact.norm()
-
-
-def test_exact_mode_is_one_attention() -> None:
-    """Without padding: the mixture over real tokens alone; it differs where a segment is not whole."""
-    exact = made(padding=None)
-    x = torch.randn(2, 97, 24, dtype=torch.float64)
-    attention = exact.layers[0].self_attn
-    q, k, v = attention.project(x)
-    out = fd.attend(q, k, v, fd.masks.longnet(*BRANCHES, offsets="contiguous"))
-    assert_close(attention(x), attention.out_proj(attention.inner_attn_ln(out.transpose(1, 2).flatten(2))), **TIGHT)
-    published = made()
-    assert (exact(x) - published(x)).norm() > 1e-3 * published(x).norm()
-    whole = LongNetEncoder.from_torchscale(SIZES | {"segment_length": "[10, 20]", "dilated_ratio": "[1, 2]"}).double()
-    same = LongNetEncoder(LongNetEncoderConfig(**{**vars(whole.config), "padding": None})).double()
-    same.load_state_dict(whole.state_dict())
-    assert_close(same(x[:, :80]), whole(x[:, :80]), **TIGHT)
 
 
 def test_training_leaves_out() -> None:

@@ -166,18 +166,6 @@ def test_models_that_are_only_registered() -> None:
         model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
 
 
-@torch.no_grad()
-def test_another_implementation_is_left_alone() -> None:
-    """The hooks of set_pattern do nothing there."""
-    model, plain = model_of("llama"), model_of("llama")
-    set_pattern(model, LONGNET)
-    segments = torch.ones(2, N, dtype=torch.long).cumsum(1)
-    for each in (model, plain):
-        each.set_attn_implementation("sdpa")
-    for options in ({"position_ids": sequences(20, 30)}, {"attention_mask": segments}):
-        assert torch.equal(model(tokens(), **options).logits, plain(tokens(), **options).logits)
-
-
 def new_cache(data: st.DataObject, config: Any) -> Callable[[], Any]:
     static = partial(StaticCache, config, max_cache_len=N + 9)
     return data.draw(st.sampled_from([partial(DynamicCache, config=config), static]))
