@@ -22,9 +22,7 @@ MEASURED = {
     "versions": {"python": "3.11", "torch": "2.13", "flexdilated": "0"},
     **{"commit": "abc", "date": "2026-01-02T03:04:05", "small": False},
 }
-FAST, SLOW, MISSED = (
-    Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (2, 2), (3, 1.4954))
-)
+FAST, MISSED = (Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (3, 1.4954)))
 GAP = Gap("LongNet, 4K: times as fast", at_least(1.5, "×"), "out of memory")
 SMALL = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0)
 UNCHECKED = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0, not_verified=("gradients",))

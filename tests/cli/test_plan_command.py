@@ -121,16 +121,6 @@ def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
         flexdilated.plan(masks.documents("ids"), 40)
 
 
-@pytest.mark.usefixtures("made_up_memory")
-@pytest.mark.slow
-def test_measured_options_stand_beside_the_predicted(capsys) -> None:
-    found = data_of(capsys, "dilated(256, 4) & causal()", "-n", "1K", *SMALL, "--measure")
-    assert len(found["measured"]) >= 1
-    assert all(each["measured_s"] > 0 and each["predicted_s"] > 0 for each in found["measured"])
-    assert main(["plan", "causal()", "-n", "1K", *SMALL, "--measure"]) == 0
-    assert "  measured\n" in capsys.readouterr().out
-
-
 def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
     """By the engine's own steps at that many tokens, and at an eighth more."""
     found = data_of(capsys, "causal()", *SMALL, "--dtype", "fp16", "--budget", str(32 / 1024))

@@ -102,16 +102,6 @@ def test_explain_prints_what_masks_explain_returns(capsys):
     assert capsys.readouterr().out.startswith("query 3072, key 1024, head 0 of 8: allowed")
 
 
-def test_explain_takes_tensors(capsys, tmp_path):
-    torch.save(torch.tensor([[0] * 30 + [1] * 30, [0] * 60]), tmp_path / "ids.pt")
-    given = ["--bind", f"ids={tmp_path / 'ids.pt'}", "--query", "35", "--key", "3"]
-    for batch, verdict in (("0", "not allowed"), ("1", "allowed")):
-        assert main(["explain", "causal().per_document(documents('ids'))", *given, "--batch", batch]) == 0
-        said = capsys.readouterr().out
-        assert said.startswith(f"query 35, key 3, head 0 of 8, batch entry {batch}: {verdict}\n")
-        assert "documents('ids')" in said
-
-
 FEW = ["--examples", "8", "--heads", "2", "--max-tokens", "20"]
 
 FILE = """
