@@ -152,15 +152,6 @@ def test_a_module_that_raises_fails() -> None:
     assert str(report).startswith("no_long_ones, claimed to be local_window(left=2, right=0), H=4")
 
 
-def test_pages_of_an_error_are_cut() -> None:
-    def failing(q, k, v):
-        raise ValueError("\n".join([repr(torch.randn(20, 20))] * 4) + "x" * 10_000)
-
-    text = str(examine_attention_module(lambda: failing, CAUSAL[0], skip=COMPILING))
-    assert len(text.splitlines()) < 60
-    assert max(map(len, text.splitlines())) < 300
-
-
 def test_heads_may_come_after_tokens_and_an_output_may_be_none() -> None:
     calls = Calls(layout="BNHD")
     for change, words in {

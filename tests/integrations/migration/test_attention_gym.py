@@ -178,15 +178,3 @@ def test_score_functions_go_in_as_they_are(name: str) -> None:
     found = fd.attend(q, k, v, masks.causal(), score_mod=MODS[name], engine="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("what", ["function", "block mask"])
-def test_flex_attention_line_by_line(what: str) -> None:
-    """`create_block_mask` and `flex_attention`, and the one line in their place."""
-    rule = gym.generate_prefix_lm_mask(6)
-    block_mask = create_block_mask(rule, None, None, 40, 40, device="cpu")
-    q, k, v = operands()
-    expected = flex_attention(q, k, v, block_mask=block_mask, scale=0.3)
-    pattern = masks.custom(rule if what == "function" else block_mask)
-    torch.testing.assert_close(fd.attend(q, k, v, pattern, scale=0.3), expected, rtol=1e-4, atol=1e-5)

@@ -193,6 +193,22 @@ def as_read(function) -> Tensor:
 sizes = st.integers(1, _LENGTH + 3)
 
 
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def ids_of(parts: list[int]) -> Tensor:
+    """Sequences of these lengths, and one more to the end, (2, N); the second entry is one sequence."""
+    ids = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))[:_LENGTH]
+    first = torch.cat([ids, torch.full((_LENGTH - len(ids),), len(parts))])
+    return torch.stack([first, torch.zeros_like(first)])
+
+
+def positions_in(ids: Tensor) -> Tensor:
+    """How many tokens of its own sequence come before each."""
+    same = ids[:, :, None] == ids[:, None, :]
+    return same.long().tril(-1).sum(-1)
+
+
 plain = st.one_of(
     st.just(rules.causal_mask_function),
     st.just(rules.bidirectional_mask_function),
@@ -213,6 +229,26 @@ def test_rules_of_positions(one, other) -> None:
         assert torch.equal(as_read(both), evaluated(both))
     either = rules.or_masks(one, other)
     assert torch.equal(as_read(either), evaluated(either))
+
+
+@given(plain, lengths)
+def test_packed_sequences(rule, parts: list[int]) -> None:
+    ids = ids_of(parts)
+    if hasattr(rules, "packed_sequence_compatibility_function"):
+        packed = rules.packed_sequence_compatibility_function(rule, positions_in(ids), ids)
+    else:  # since transformers 5.24
+        remapped = rules.remap_positions_for_packed_sequence(rule, positions_in(ids))
+        packed = rules.and_masks(remapped, rules.packed_sequence_mask_function(ids))
+    assert torch.equal(as_read(packed), evaluated(packed))
+
+
+@given(plain, lengths, st.lists(st.booleans(), min_size=2 * _LENGTH, max_size=2 * _LENGTH))
+def test_groups_that_see_each_other_and_keys_that_are_hidden(rule, parts: list[int], visible: list[bool]) -> None:
+    """Groups as of the tokens of an image: those with negative ids are in none."""
+    seen, ids = torch.tensor(visible).view(2, -1), ids_of(parts)
+    either = rules.or_masks(rule, rules.blockwise_overlay(torch.where(ids % 3 == 1, -1, ids)))
+    for function in (either, rules.and_masks(rule, rules.padding_mask_function(seen))):
+        assert torch.equal(as_read(function), evaluated(function))
 
 
 distances = st.integers(-_LENGTH - 2, _LENGTH + 2)
