@@ -132,17 +132,6 @@ def test_xpos_goes_as_far_as_it_says():
         model.half()(tokens)
 
 
-@torch.no_grad()
-def test_learned_positions_end():
-    model = model_of(CONFIGS["learned"])
-    caches = model.new_caches()
-    model(input_of(TINY, 30), caches=caches)
-    with pytest.raises(
-        ValueError, match=r"has 37 learned positions: make it with more max_positions, .*; got 38 tokens"
-    ):
-        model(input_of(TINY, 8), caches=caches)
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout", "drop_path"])
 def test_dropout_is_of_training(kind, checkpoint):

@@ -11,9 +11,11 @@ import pytest
 import torch
 import x_transformers
 from torch import nn
+from torch.nn import functional as F
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.integrations.convert._rule import GivenPattern, call_rule
 from tests.integrations.passes import assert_dropout_trains
 from tests.support.vision import vision
 
@@ -191,6 +193,15 @@ def test_checkpointing_changes_nothing() -> None:
     out, ours = step(model, "timm")
     assert torch.equal(out, want)
     assert all(torch.equal(ours[each], grads[each]) for each in grads)
+
+
+def test_a_mask_of_keys_is_padding_for_one_query_too() -> None:
+    """It might be read as a row of pairs."""
+    q, (k, v) = torch.randn(3, 2, 1, 8), torch.randn(2, 3, 2, 5, 8)
+    mask = (torch.arange(5) < torch.tensor([5, 3, 1])[:, None])[:, None, None]
+    rule = call_rule(GivenPattern("it", masks.every(), by_name=True), mask, (3, 1, 5), is_causal=False)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(fd.attend(q, k, v, rule), wanted, rtol=1e-4, atol=1e-5)
 
 
 DROPPING = {
