@@ -1,7 +1,6 @@
-"""The benchmark: peers and oracle agree with the library's reference; every measure runs at tiny sizes."""
+"""The benchmark: peers, rules and counts agree with the library's reference; every measure runs at tiny sizes."""
 
 import json
-import os
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -9,20 +8,22 @@ import pytest
 import torch
 
 import flexdilated as fd
-from bench import __main__, _run, roofline
+from bench import __main__
 from bench.__main__ import main
 from bench._checks import by_definition, check_forward, check_training
-from bench._jobs import Job, Problem, Size, interleave, peak_bytes
-from bench._measures import Row, Timing, at_least, at_most
+from bench._jobs import Problem, Size
 from bench._report import results_page
-from bench._rules import LONGNET_4, LongNet, Union, dense
+from bench._rules import LONGNET_4, LONGNET_5, LongNet, Union, dense, longnet_n
 from bench._run import MEASURES
 from bench.peers import branch_loop, dense_attention
-from flexdilated import masks
+from bench.ranks import Heads, keys_of_queries, least_received, shard_ranges
+from flexdilated.distributed import Sharding
 
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
+LONGNET_TINY = LONGNET_5.shrunk(64)
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60), causal=True)  # rates that divide nothing, one above its segment
+OVER_RANKS = [longnet_n(4096).shrunk(32), LONGNET_TINY.as_causal(), replace(ODD, causal=False), ODD]
 
 
 @pytest.mark.parametrize("spec", [*SPECS, replace(ODD, causal=False), ODD], ids=lambda spec: spec.label)
@@ -74,29 +75,6 @@ def test_check_sees_a_wrong_attention(change) -> None:
         check_training(wrong, problem, spec)
 
 
-def test_jobs_take_turns_and_rows_become_data() -> None:
-    order = []
-    jobs = [Job(name, lambda given, name=name: order.append((name, given)), prepare=lambda: 7) for name in "ab"]
-    timings = interleave(jobs, repeats=2)
-    assert order == [("a", 7), ("b", 7)] * 2
-    assert [(timing.name, len(timing.seconds)) for timing in timings] == [("a", 2), ("b", 2)]
-    row = Row("speed", at_least(0.5), 0.25, (Timing("job", (3.0, 1.0, 2.0)),), {"why": "test"})
-    assert row.to_data() == {
-        **{"measure": "speed", "target": "≥ 0.5", "measured": 0.25, "measured_text": "0.25", "met": False},
-        "timings": [{"name": "job", "repeats": 3, "median_s": 2.0, "spread_s": 2.0}],
-        "detail": {"why": "test"},
-    }
-    assert Row("bound", at_most(2, "s"), 2.0).met
-
-
-def allocate(megabytes):
-    return lambda: bytearray(megabytes << 20)
-
-
-def test_peak_memory_is_what_the_work_adds() -> None:
-    assert peak_bytes(allocate, 64) == pytest.approx(64 << 20, rel=0.05)
-
-
 def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert main(["--list"]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == list(MEASURES)
@@ -110,7 +88,7 @@ def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert asked == list(names.values())
 
 
-ELSEWHERE = {"catalogue", "rank_accuracy", "ring_memory"}  # other tests run them at these sizes
+ELSEWHERE = {"catalogue"}  # of which another test runs a part
 
 
 @pytest.mark.slow
@@ -140,26 +118,25 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request
         assert left_to_eager["measured"] == 0
 
 
-@pytest.mark.slow
-def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> None:
-    """From one command: a file for each, and their rows in one table; one that fails does not stop the others."""
-    apart = _run.run_apart
-
-    def fail_or(function, name, small):
-        return apart(os._exit, 3) if name == "plan_lookup" else apart(function, name, small)
-
-    monkeypatch.setattr(_run, "run_apart", fail_or)
-    assert main(["--small", "--out", str(tmp_path), "plan_lookup", "work_balance"]) == 1
-    table, err = capsys.readouterr()
-    assert "plan_lookup failed: the process ended with exit code 3" in err
-    assert err.endswith("failed: plan_lookup\n")
-    (path,) = tmp_path.iterdir()
-    assert all(row["measure"] in table for row in json.loads(path.read_text())["rows"])
-
-
-def test_a_pattern_that_is_a_key_too_wide_is_not_timed(monkeypatch) -> None:
-    attend, wide = fd.attend, masks.local_window(left=1024, right=0)
-    monkeypatch.setattr(fd, "attend", lambda q, k, v, pattern: attend(q, k, v, wide))
-    case = roofline.Case("narrow", "masks.local_window(left=9, right=0)")
-    with pytest.raises(AssertionError, match="out must be within"):
-        roofline.roofline(**{**MEASURES["roofline"].small, "cases": (case,)})
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("spec", OVER_RANKS, ids=lambda spec: spec.label)
+def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
+    num_tokens = 480
+    branches = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=4)
+    for num_ranks in (2, 4, 8):
+        shards = shard_ranges(num_tokens, num_ranks, order)
+        for rank, shard in enumerate(shards):
+            held = Sharding(num_tokens, num_ranks, order=order).positions(rank)
+            assert held.tolist() == [token for piece in shard for token in piece]
+        for heads in (Heads(4, 4), Heads(4, 2), Heads(4, 1)):
+            wanted = []
+            for shard in shards:
+                rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in shard])
+                seen = torch.stack([branch[:, rows].any(1) for branch in branches]).any(0)
+                by_kv_head = seen.view(heads.num_kv_heads, -1, num_tokens).any(1)
+                by_kv_head[:, rows] = False
+                wanted.append(int(by_kv_head.sum()))
+            assert least_received(spec, num_tokens, shards, heads) == wanted
+    for num_tokens in (100, 1000) if spec.causal else ():
+        masks = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
+        assert torch.equal(sum(mask.sum((0, 2)) for mask in masks), keys_of_queries(spec, num_tokens, 5))

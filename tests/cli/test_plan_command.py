@@ -1,4 +1,4 @@
-"""The plan command: its tables and its data, the longest sequence that fits, and what it refuses."""
+"""The plan command: tables and data, the longest sequence that fits, and the loads of ranks."""
 
 import functools
 import json
@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import flexdilated
 from flexdilated import masks
 from flexdilated.cli import main
-from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
-from flexdilated.engines.kernels import _kernel
-from flexdilated.masks.core import bytes_text, seconds_text, tokens_text
-from flexdilated.memory._memory import NOWHERE, AttentionSize, LiveBytes, attention_memory
+from flexdilated.distributed import Sharding
+from flexdilated.memory._memory import AttentionSize, attention_memory
 from flexdilated.nn._model_memory import model_memory
 from tests.support import commands
 
@@ -55,34 +51,6 @@ def pairs_of(text: str, *, tokens: int, heads: int) -> int:
     )
 
 
-@pytest.mark.usefixtures("made_up_memory")
-@pytest.mark.parametrize(
-    ("text", "branches"), [(LONGNET, [1, 2]), ("longnet((2048, 4096), (1, 4)) & causal()", ["all"])]
-)
-def test_report_lists_the_chosen_terms_and_all_options(text, branches, capsys) -> None:
-    found = data_of(capsys, text, "-n", "8K", *SMALL)
-    described = masks.describe(masks.parse(text), 8192, num_heads=4, head_dim=16)
-    options = [option for branch in described.branches for option in branch.options]
-    assert [option["layout"] for option in found["options"]] == [option.layout for option in options]
-    assert [option["predicted_s"] for option in found["options"]] == [option.cost.seconds for option in options]
-    assert [option["branch"] for option in found["options"] if option["chosen"]] == branches
-    terms = [term for branch in described.branches for term in branch.options[0].terms]
-    assert sum(term["terms"] for term in found["terms"]) == len(terms)
-    slots = sum(len(term.heads) * term.folds * term.q.num_slots for term in terms)
-    listed = (term["terms"] * term["heads"] * term["folds"] * term["queries"] for term in found["terms"])
-    assert sum(listed) == slots
-
-
-@pytest.mark.usefixtures("made_up_memory")
-def test_batch_multiplies_work_and_tensors_and_not_lists(capsys) -> None:
-    one, three = (data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--batch", batch) for batch in ("1", "3"))
-    for name in ("useful_pairs", "computed_pairs", "forward_flops", "backward_flops"):
-        assert three[name] == 3 * one[name]
-    assert three["block_list_bytes"] == one["block_list_bytes"]
-    assert three["memory"]["attention"]["inputs"] == 3 * one["memory"]["attention"]["inputs"]
-    assert three["memory"]["model"]["weights"] == one["memory"]["model"]["weights"]
-
-
 def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 16, "dtype": torch.bfloat16, "batch": 3}
@@ -105,7 +73,6 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert found.backward_flops == (6 * 32 + 4 * 16) * found.useful_pairs
         assert (found.engine, found.embed_dim) == ("aten" if device == "cpu" else "flex", 128)
         assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
-        assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -125,26 +92,12 @@ def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(de
     assert found.model_memory.training_peak > 0
 
 
-@pytest.mark.usefixtures("made_up_memory")
-def test_a_budget_with_dropout_is_that_of_its_engine(capsys) -> None:
-    for words, options in (([], {}), (["--dropout-p", "0.1"], {"dropout_p": 0.1})):
-        (line,) = data_of(capsys, LONGNET, *SMALL, *words, "--budget", "1")["longest"]
-        tokens, sizes = line["attention, training"], {"num_heads": 4, "head_dim": 16, "layers": 2, **options}
-        peaks = [
-            flexdilated.plan(masks.parse(LONGNET), each, **sizes).attention_memory for each in (tokens, 2 * tokens)
-        ]
-        assert peaks[0].training_peak <= 1 << 30 < peaks[1].training_peak
-
-
 @pytest.mark.parametrize(
     ("options", "engine"),
     [
         ({"engine": "portable"}, "portable"),
-        ({"engine": "aten"}, "aten"),
         ({"score_mod": lambda score, b, h, q, k: score + h}, "portable"),
         ({"score_mod": lambda score, b, h, q, k: score + h, "device": "cuda"}, "flex"),
-        ({"engine": "portable", "device": "cuda"}, "portable"),
-        ({"head_dim": 8, "device": "cuda"}, "portable"),
         ({"value_dim": 8, "device": "cuda"}, "portable"),
     ],
 )
@@ -168,16 +121,6 @@ def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
         flexdilated.plan(masks.documents("ids"), 40)
 
 
-@pytest.mark.usefixtures("made_up_memory")
-@pytest.mark.slow
-def test_measured_options_stand_beside_the_predicted(capsys) -> None:
-    found = data_of(capsys, "dilated(256, 4) & causal()", "-n", "1K", *SMALL, "--measure")
-    assert len(found["measured"]) >= 1
-    assert all(each["measured_s"] > 0 and each["predicted_s"] > 0 for each in found["measured"])
-    assert main(["plan", "causal()", "-n", "1K", *SMALL, "--measure"]) == 0
-    assert "  measured\n" in capsys.readouterr().out
-
-
 def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
     """By the engine's own steps at that many tokens, and at an eighth more."""
     found = data_of(capsys, "causal()", *SMALL, "--dtype", "fp16", "--budget", str(32 / 1024))
@@ -195,71 +138,47 @@ def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
 
 
 @pytest.mark.usefixtures("made_up_memory")
-def test_the_table_has_a_line_for_each_memory_and_a_grid_fits_at_most_as_a_whole(capsys) -> None:
-    assert main(["plan", "causal()", *SMALL, "--budget"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    sizes = [line.split("  ")[0] for line in lines if line[:1].isdigit() and "GiB" in line]
-    assert sizes == [bytes_text(budget) for budget in BUDGETS] == [f"{g} GiB" for g in (8, 16, 24, 40, 48, 80, 96, 141)]
+def test_a_grid_fits_at_most_as_a_whole(capsys) -> None:
     found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8")
     assert set(found["longest"][0].values()) == {8 << 30, 4096}
-    assert longest_bound(masks.neighborhood((64, 64), 3)) == 4096
 
 
-@given(
-    constant=st.integers(0, 1 << 30), few=st.integers(1, 900), many=st.integers(1, 900),
-    bend=st.integers(0, 1 << 28), fits=st.integers(0, 30), most=st.integers(1, 1 << 30),
-)  # fmt: skip
-def test_longest_fits_and_twice_as_many_do_not(constant, few, many, bend, fits, most) -> None:
-    """Of peaks that are constant, then a line, then a steeper one; of a line it is the last that fits, rounded."""
-
-    def peak(tokens: int) -> int:
-        return constant + few * tokens + many * max(0, tokens - bend)
-
-    budget = peak(1 << fits)
-    found = longest(peak, budget, most=most)
-    assert found <= most
-    if found:
-        assert peak(found) <= budget
-        assert found == most or peak(2 * found) > budget
-    else:
-        assert peak(min(1024, most)) > budget
-    if bend == 0 and 1024 <= (budget - constant) // (few + many) < most:
-        assert found == rounded((budget - constant) // (few + many))
-        assert slope(peak, (10, 20)) == few + many
+RANKED = "longnet((32, 128, 512), (1, 4, 16)) & causal()"
+SIZES = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "-n", "500"]
 
 
-def test_sizes_as_text() -> None:
-    assert [tokens_text(number) for number in (0, 1000, 4096, 3 << 20)] == ["0", "1,000", "4K", "3M"]
-    assert [bytes_text(number) for number in (0, 999, 1024, 1 << 30, 141 << 30, 1 << 50)] == [
-        "0 B", "999 B", "1 KiB", "1 GiB", "141 GiB", "1,024 TiB",
-    ]  # fmt: skip
-    assert [seconds_text(number) for number in (0, 2.5e-6, 1e-3, 0.1234, 1, 4321)] == [
-        "0 us", "2.5 us", "1 ms", "123 ms", "1 s", "4,321 s",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "ranks", "schedule"), [("contiguous", 1, "ring"), ("contiguous", 3, "exchange"), ("zigzag", 8, "ring")]
+)
+def test_pairs_of_ranks_are_those_of_the_dense_rule(capsys, order, ranks, schedule) -> None:
+    """Looked at one by one; what is received is compared with what ranks send in tests/distributed/test_loads.py."""
+    asked = ["--ranks", str(ranks), "--order", order, "--schedule", schedule, "--batch", "3"]
+    found, sharding = data_of(capsys, RANKED, *SIZES, *asked), Sharding(500, ranks, order)
+    position, heads = torch.arange(500), torch.arange(4)[:, None, None]
+    branches = [each.bind(num_heads=4, num_queries=500, num_keys=500) for each in masks.parse(RANKED).branches()]
+    allowed = [branch.mask_mod()(torch.tensor(0), heads, position[:, None], position) for branch in branches]
+    pairs = torch.stack([each.expand(4, 500, 500).sum((0, 2)) for each in allowed]).sum(0)
+    columns = found["ranks"]
+    assert columns["tokens"] == list(sharding.lengths)
+    assert columns["pairs"] == [3 * int(pairs[sharding.positions(rank)].sum()) for rank in range(ranks)]
+    assert list(found["max_over_mean"]) == list(columns)[1:]
+    for name, ratio in found["max_over_mean"].items():
+        assert ratio == (pytest.approx(max(columns[name]) * ranks / sum(columns[name])) if any(columns[name]) else 1)
+    assert (found["num_ranks"], found["order"], found["schedule"], found["reason"]) == (ranks, order, schedule, None)
 
 
-@pytest.mark.usefixtures("made_up_memory")
-def test_a_billion_tokens_are_counted_where_no_blocks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    billion = 1 << 30
-    told = masks.describe(masks.dilated(segment=2048, rate=4), billion, num_heads=1)
-    assert told.useful_pairs == billion * 2048 // 16
-    assert main(["plan", "longnet((2048, 4096), (1, 2))", "-n", str(billion)]) == 0
-    assert "dense" in capsys.readouterr().out
-
-
-def test_two_of_many_alike_calls_tell_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision problems are copied to float32 a few at a time; without values the others are left out."""
-    monkeypatch.setattr(_kernel, "_FLOAT32_BYTES", 1)
-    with NOWHERE:
-        q, k, v, out, grad = (torch.empty(12, 2, 64, 16, dtype=torch.float16) for _ in range(5))
-        lse = torch.empty(12, 2, 64)
-    peaks = {}
-    for enough in (1, 2, 12):
-        monkeypatch.setattr(_kernel, "_ENOUGH", enough)
-        with LiveBytes(q, k, v, out, grad, lse) as memory:
-            _kernel.flash_backward(grad, q, k, v, out, lse, scale=0.25)
-        peaks[enough] = memory.peak
-    assert peaks[1] < peaks[2] == peaks[12]
-    assert _kernel._ENOUGH == 12
-    monkeypatch.undo()
-    assert _kernel._ENOUGH == 2
+def test_plan_of_ranks_is_what_the_command_prints(capsys) -> None:
+    pattern, sizes = masks.parse(RANKED), {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ranks": 3}
+    loads = flexdilated.plan(pattern, 500, **sizes, dtype=torch.bfloat16, order="zigzag", codec="int8")
+    arguments = [RANKED, *SIZES, "--ranks", "3", "--dtype", "bf16", "--order", "zigzag", "--codec", "int8"]
+    assert data_of(capsys, *arguments) == loads.to_data()
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert text == f"{loads}\n"
+    facts, table = text.split("\n\n")
+    assert max(map(len, text.splitlines())) <= 80
+    assert " ".join(facts.split()) == (
+        f"pattern {RANKED} ranks 3, 500 tokens, zigzag schedule exchange, int8 on the wire: {loads.reason}"
+    )
+    assert [line.split()[0] for line in table.splitlines()[3:]] == ["0", "1", "2", "max", "max"]
+    assert table.splitlines()[-1].split()[-1] == f"{loads.max_over_mean['pairs']:.4f}"

@@ -1,6 +1,5 @@
 """BlockSparseAttention and DilatedAttention: attend with a pattern inside, and their life as modules."""
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -24,19 +23,24 @@ def qkv(H: int = 4, G: int = 4, N: int = 37, M: int = 37) -> tuple[Tensor, Tenso
     return q, k, v
 
 
-@settings(max_examples=8)  # the call is attend's; these are its options, handed on
-@given(st.data(), st.booleans())
-def test_is_the_oracle(data, sinks):
-    """Any queries over any keys, grouped key/value heads, with and without sinks, and all the gradients."""
+@settings(max_examples=12)  # the call is attend's; these are its options, handed on
+@given(st.data(), st.booleans(), st.booleans(), st.booleans())
+def test_is_the_oracle(data, sinks, capped, padded):
+    """Any queries over any keys, grouped key/value heads, sinks, a score_mod, padding, and all the gradients."""
     case = data.draw(cases().filter(lambda case: case.num_heads == case.num_heads_global))
     inputs = data.draw(tensors(case))
     options = {"sinks": True, "num_heads": case.num_heads} if sinks else {}
     module = fd.BlockSparseAttention(case.twin.pattern, enable_gqa=True, scale=0.7, block_size=8, **options).double()
-    parameters = tuple(module.parameters())
+    parameters, call, counts = tuple(module.parameters()), {}, case.counts()
     for sink in parameters:
         torch.nn.init.normal_(sink)
-    out = module(*inputs, q_offset=case.q_offset, k_offset=case.k_offset)
-    truth, _ = oracle.attention(*inputs, case.counts(), 0.7, *parameters)
+    if padded:
+        hidden = torch.rand(len(inputs[0]), case.num_keys, generator=torch.Generator().manual_seed(0)) < 0.4
+        call["key_padding_mask"], counts = hidden, counts * ~hidden[:, None, None]
+    if capped:
+        call["score_mod"] = lambda score, b, h, q_idx, k_idx: torch.tanh(score)
+    out = module(*inputs, q_offset=case.q_offset, k_offset=case.k_offset, **call)
+    truth, _ = oracle.attention(*inputs, counts, 0.7, *parameters, **({"modify": torch.tanh} if capped else {}))
     assert_close(out, truth, **TIGHT)
     if not out.requires_grad:
         return
@@ -44,27 +48,6 @@ def test_is_the_oracle(data, sinks):
     found = torch.autograd.grad(out, (*inputs, *parameters), cotangent)
     for one, other in zip(found, torch.autograd.grad(truth, (*inputs, *parameters), cotangent), strict=True):
         assert_close(one, other, **TIGHT)
-
-
-def test_a_score_mod_in_a_call():
-    module = fd.BlockSparseAttention(PATTERN, engine="reference")
-
-    def capped(score, b, h, q_idx, k_idx):
-        return torch.tanh(score)
-
-    counts = oracle.counts(RULE, range(4), 4, torch.arange(37), torch.arange(37))
-    truth, _ = oracle.attention(*qkv(), counts, modify=torch.tanh)
-    assert_close(module(*qkv(), score_mod=capped), truth, **TIGHT)
-
-
-def test_bindings_in_a_call():
-    packed = masks.causal() & masks.documents("ids")
-    ids = torch.tensor([[0] * 10 + [1] * 27, [0] * 30 + [1] * 7])
-    found = fd.BlockSparseAttention(packed)(*qkv(), bindings={"ids": ids})
-    first = fd.attend(*(x[:1, :, :10] for x in qkv()), masks.causal())
-    second = fd.attend(*(x[1:, :, 30:] for x in qkv()), masks.causal())
-    assert_close(found[:1, :, :10], first, **TIGHT)
-    assert_close(found[1:, :, 30:], second, **TIGHT)
 
 
 def test_sinks_are_a_parameter():
@@ -121,34 +104,3 @@ def test_the_options_of_dilated_attention():
     module, other = fd.DilatedAttention([8, 16], [2, 4], True, **options), fd.BlockSparseAttention(PATTERN, **options)
     assert repr(module) == repr(other).replace("BlockSparse", "Dilated")
     assert_close(module(*qkv(G=2)), other(*qkv(G=2)), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_compiles_once_for_all_lengths():
-    """One graph for the first length and one for the others, with a gradient for the sinks."""
-    torch.compiler.reset()
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    module = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4).double()
-    compiled = torch.compile(module, fullgraph=True, backend=keep)
-    for N in (37, 50, 61):
-        inputs = qkv(N=N, M=N)
-        found = torch.autograd.grad(compiled(*inputs).square().sum(), module.sinks)
-        assert_close(found, torch.autograd.grad(module(*inputs).square().sum(), module.sinks))
-    assert len(graphs) <= 2
-
-
-@pytest.mark.parametrize("k_offset", [0, 3])
-def test_a_padding_mask_hides_keys(k_offset):
-    """Keys that are marked are out for every query, in each batch entry its own; the rest is as without them."""
-    module = fd.BlockSparseAttention(masks.causal())
-    q, k, v = torch.randn(3, 2, 2, 9, 4, dtype=torch.float64)
-    padding = torch.zeros(2, 9, dtype=torch.bool)
-    padding[0, 6:], padding[1, 1::3] = True, True
-    out = module(q, k, v, key_padding_mask=padding, q_offset=k_offset, k_offset=k_offset)
-    counts = torch.ones(9, 9).tril().expand(2, 2, 9, 9) * ~padding[:, None, None, :]
-    assert_close(out, oracle.attention(q, k, v, counts.long())[0])

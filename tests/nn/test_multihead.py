@@ -61,49 +61,30 @@ def future():
     return torch.ones(N, N, dtype=torch.bool).triu(1)
 
 
-BRANCHES = (3, 8, 64), (1, 2, 3)
-PATTERNS = {
-    "one whole branch": ({}, oracle.every()),
-    "branches": ({"segments": BRANCHES[0], "rates": BRANCHES[1]}, oracle.longnet(*BRANCHES)),
-    "a mixture": (
-        {"pattern": masks.longnet((3, 8), (1, 2)) + masks.local_window(left=2, right=1)},
-        oracle.total(oracle.longnet((3, 8), (1, 2)), oracle.local_window(2, 1)),
-    ),
-}
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("batch", [B, None])
 @settings(max_examples=12)
 @given(data=st.data())
 def test_it_is_torchs_attention(batch, batch_first, data) -> None:
-    """Which takes the logarithm of how often a pair counts as its mask; for one whole branch, no mask, but padding.
+    """With one branch over all tokens: any widths, self and cross attention, with and without bias and causal order.
 
-    Any widths of keys and values, self and cross attention, with and without bias and causal order; padding in
-    booleans and floats, at either end and in the middle.
+    Padding in booleans and floats, at either end and in the middle. Other patterns are in the test below.
     """
-    padded, bias = data.draw(st.booleans()), data.draw(st.booleans())
-    options, rule = PATTERNS[name := "one whole branch" if padded else data.draw(st.sampled_from([*PATTERNS]))]
-    causal = not padded and data.draw(st.booleans())
+    causal, bias, padding = data.draw(st.booleans()), data.draw(st.booleans()), None
     widths = data.draw(st.sampled_from([{}, {}, {"kdim": 7}, {"vdim": 5}, {"kdim": 7, "vdim": 5}]))
-    ours, torchs = pair(causal=causal, batch_first=batch_first, bias=bias, **options, **widths)
-    M = N if name == "a mixture" else data.draw(st.sampled_from([N, 7]))
+    ours, torchs = pair(causal=causal, batch_first=batch_first, bias=bias, **widths)
+    M = data.draw(st.sampled_from([N, 7]))
     how = {"batch": batch, "batch_first": batch_first, "lengths": (N, M, M)}
     tensors = inputs(E, widths.get("kdim", E), widths.get("vdim", E), **how)
     if not widths and N == M and data.draw(st.booleans()):
         tensors = tensors[:1] * 3
-    rule = oracle.both(rule, oracle.causal()) if causal else rule
-    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(M))
-    mask = counts.double().log().repeat(batch or 1, 1, 1) if causal or name != "one whole branch" else None
-    padding = None
-    if padded:
+    mask = torch.ones(N, M, dtype=torch.bool).triu(1) if causal else None
+    if not causal and data.draw(st.booleans()):
         padding = torch.rand(B, M, generator=torch.Generator().manual_seed(3)) < 0.4
         padding[:, 1], padding[0, :1], padding[1, -2:] = False, True, True
         padding = padding if batch else padding[0]
         if data.draw(st.booleans()):
             padding = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding, -torch.inf)
-    if mask is not None and not (mask > -torch.inf).any(-1).all():
-        return  # torch makes NaN of rows without keys
     assert_same_function(ours, torchs, tensors, mask=mask, is_causal=causal, padding=padding)
 
 
@@ -137,21 +118,14 @@ def test_many_sequences_of_few_tokens_are_likely_to_be_swapped() -> None:
     fd.MultiheadDilatedAttention(16, 4, [8], [1])(few, few, few)
 
 
-@pytest.mark.parametrize("called", [True, False])
-@pytest.mark.parametrize("beside", [None, "booleans", "floats"])
-def test_a_causal_module_takes_torchs_causal_mask(called, beside) -> None:
-    """torch wants the mask beside is_causal=True; here it says the same once more, as booleans or as floats."""
+def test_a_compiled_causal_module_takes_torchs_causal_mask() -> None:
     ours, torchs = pair(causal=True)
-    square = nn.Transformer.generate_square_subsequent_mask(N)
-    mask = {None: None, "booleans": future(), "floats": square}[beside]
-    x = inputs(E, E, E)
+    square, x = nn.Transformer.generate_square_subsequent_mask(N), inputs(E, E, E)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     expected, _ = torchs(*x, need_weights=False, attn_mask=square.double(), is_causal=True)
-    assert_close(ours(*x, attn_mask=mask, is_causal=called)[0], expected, **TOLERANCE)
-    if called and beside == "floats":
-        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-        assert_close(compiled(*x, attn_mask=mask, is_causal=True)[0], expected, **TOLERANCE)
-        with pytest.raises(RuntimeError, match="exactly torch's causal mask"):
-            compiled(*x, attn_mask=-square, is_causal=True)
+    assert_close(compiled(*x, attn_mask=square, is_causal=True)[0], expected, **TOLERANCE)
+    with pytest.raises(RuntimeError, match="exactly torch's causal mask"):
+        compiled(*x, attn_mask=-square, is_causal=True)
 
 
 @given(
@@ -159,8 +133,9 @@ def test_a_causal_module_takes_torchs_causal_mask(called, beside) -> None:
     place=st.one_of(st.none(), st.tuples(st.integers(0, N - 1), st.integers(0, N - 1))),
     kind=st.sampled_from(["booleans", "floats", "bias"]),
     diagonal=st.integers(1 - N, N),
+    called=st.booleans(),
 )
-def test_another_mask_is_refused(sizes, place, kind, diagonal) -> None:
+def test_another_mask_is_refused(sizes, place, kind, diagonal, called) -> None:
     """torch's begins at the first token, whichever side is longer: off by a diagonal, or by one pair, it is another."""
     ours, torchs = pair(causal=True)
     x = inputs(E, E, E, lengths=(sizes[0], sizes[1], sizes[1]))
@@ -173,7 +148,7 @@ def test_another_mask_is_refused(sizes, place, kind, diagonal) -> None:
             mask[-1, 0] = 0.5
         if kind != "bias" and torch.equal(hidden, torch.ones_like(hidden).triu(1)):
             expected, _ = torchs(*x, need_weights=False, attn_mask=hidden)
-            assert_close(ours(*x, attn_mask=mask, is_causal=True)[0], expected, **TOLERANCE)
+            assert_close(ours(*x, attn_mask=mask, is_causal=called)[0], expected, **TOLERANCE)
         else:
             with pytest.raises(ValueError, match=r"exactly torch's causal mask.*`pattern & other`"):
                 ours(*x, attn_mask=mask, is_causal=True)

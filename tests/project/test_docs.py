@@ -1,19 +1,25 @@
-"""The documentation: examples run and print what is shown, links lead on."""
+"""The documentation: examples run and print what is shown, links lead on; each public name has its place, once."""
 
+import doctest
+import inspect
 import io
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexdilated
+from flexdilated import biases, distributed, integrations, masks, schedules, selection, testing, viewer
 from flexdilated.engines.flex._flex import compiled_flex
 from tests.support.commands import make_memory_up
 from tests.support.vision import vision
@@ -125,3 +131,54 @@ def test_errors_that_the_faq_quotes_are_raised_somewhere() -> None:
     said = re.sub(r'"\s*f?"', "", "".join(sources))  # a text in several lines
     assert [quote for quote in quoted if quote not in said] == []
     assert len(quoted) > 8
+
+
+API = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md"))}
+SHOWN = [path for text in API.values() for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+NAMED = {path for text in API.values() for path in re.findall(r"`(flexdilated[\w.]*)`", text)}  # modules, and constants
+
+# What users import from.
+ROOMS = ["", ".masks", ".masks.recipes", ".masks.extend", ".distributed", ".selection.recipes", ".biases", ".schedules"]
+ROOMS += [".testing", ".viewer", *(f".integrations{each}" for each in ("", ".convert", ".torchscale", ".transformers"))]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_is_on_an_api_page(room: str) -> None:
+    room = f"flexdilated{room}"
+    public = {f"{room}.{name}" for name in import_module(room).__all__}
+    assert public - {*SHOWN, *NAMED} == set()
+    assert {path for path in SHOWN if path.rpartition(".")[0] == room} <= public
+
+
+def test_an_api_page_shows_what_is_public_and_shows_it_once() -> None:
+    assert {path: times for path, times in Counter(SHOWN).items() if times > 1} == {}
+    assert {path.rpartition(".")[0] for path in SHOWN} <= {f"flexdilated{room}" for room in ROOMS}
+
+
+PACKAGES = (flexdilated, masks, masks.extend, biases, schedules)
+PACKAGES += (distributed, integrations.torchscale, selection.recipes, testing, viewer)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory) -> Iterator[DeviceMesh]:
+    """One rank, as the examples of attention over ranks need."""
+    group = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{group}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_every_public_name_has_an_example_that_runs(package, mesh, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_memory_up(monkeypatch)  # no example prints a plan's bytes
+    given = {"fd": flexdilated, "masks": masks, "mesh": mesh, "testing": testing, "torch": torch, "viewer": viewer}
+    given["__name__"] = __name__  # the module of the functions that examples define
+    printed: list[str] = []
+    for name in package.__all__:
+        made = getattr(package, name)
+        if inspect.isclass(made) or inspect.isfunction(made):
+            example = doctest.DocTestParser().get_doctest(inspect.getdoc(made) or "", dict(given), name, None, 0)
+            assert example.examples, f"the docstring of {name} has no example"
+            doctest.DocTestRunner(verbose=False).run(example, out=printed.append)
+    assert printed == []

@@ -6,9 +6,7 @@ Each takes q (B, H, N, D), k and v (B, G, N, D). `Dense(rule)` is right; a rule 
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,20 +116,13 @@ class DetachedMerge(Dense):
         return (shares[..., None] * torch.stack(parts)).sum(0)
 
 
-class AveragedMerge(Dense):
-    """Branches are averaged, whatever their denominators."""
-
-    def forward(self, q, k, v):
-        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
-        scores = self.scores(q, k)
-        return torch.stack([self.weights(scores, times) @ v for times in self.branch_times(q, k)]).mean(0)
-
-
 class SummedMerge(Dense):
     """Branches are added up, each normalised by itself (darcstar)."""
 
     def forward(self, q, k, v):
-        return len(self.rules) * AveragedMerge(*self.rules)(q, k, v)
+        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
+        scores = self.scores(q, k)
+        return sum((self.weights(scores, times) @ v for times in self.branch_times(q, k)), torch.zeros_like(q))
 
 
 class OtherShards(Dense):
@@ -147,13 +138,6 @@ class NaNOnEmptyRows(Dense):
 
     def weights(self, scores, times):
         return (scores + times.to(scores.dtype).log()).softmax(-1)
-
-
-class CycledHeads(Dense):
-    """Query head h reads key/value head h % G."""
-
-    def expand(self, x, num_heads):
-        return x.repeat(1, num_heads // x.shape[1], 1, 1)
 
 
 class StaleMask(Dense):
@@ -182,23 +166,11 @@ class InPlace(Dense):
         return super().forward(q.mul_(2.0), k, v / 2) if q.is_leaf and not q.requires_grad else super().forward(q, k, v)
 
 
-class Noisy(Dense):
-    """Dropout in a module that is still in training mode."""
-
-    def forward(self, q, k, v):
-        return torch.nn.functional.dropout(super().forward(q, k, v), 0.1, self.training)
-
-
 class WideHalf(Dense):
     """Computes in float32, and does not come back."""
 
     def forward(self, q, k, v):
         return super().forward(q.float(), k.float(), v.float())
-
-
-def running_sum(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """Each partial sum rounded to the dtype; the last one, in float32."""
-    return functools.reduce(lambda total, part: (total + part).to(dtype), parts, torch.zeros((), dtype=dtype)).float()
 
 
 class WideSums(Dense):
@@ -211,10 +183,7 @@ class WideSums(Dense):
 
     def summed(self, scores, v, dtype):
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        return self.numerator(weights, v, dtype) / self.denominator(weights, dtype)[..., None]
-
-    def numerator(self, weights, v, dtype):
-        return weights @ v
+        return weights @ v / self.denominator(weights, dtype)[..., None]
 
     def denominator(self, weights, dtype):
         return weights.sum(-1)
@@ -224,28 +193,7 @@ class HalfDenominators(WideSums):
     """The denominator is summed in the dtype that came in."""
 
     def denominator(self, weights, dtype):
-        return running_sum(weights.unbind(-1), dtype)
-
-
-class HalfOutputs(WideSums):
-    """The output is accumulated in the dtype that came in."""
-
-    def numerator(self, weights, v, dtype):
-        return running_sum((w @ x for w, x in zip(weights.split(1, -1), v.split(1, 2), strict=True)), dtype)
-
-
-class HalfMerge(WideSums):
-    """Blocks of 16 keys are merged by an lse that is kept in the dtype that came in."""
-
-    def summed(self, scores, v, dtype):
-        blocks = list(zip(scores.split(16, -1), v.split(16, 2), strict=True))
-        out, lse = torch.zeros_like(v), scores.new_full(scores.shape[:-1], -torch.inf)
-        for block, values in blocks:
-            new = block.logsumexp(-1)
-            both = torch.logaddexp(lse, new).to(dtype).float()
-            share, weights = (x - both[..., None] for x in (lse[..., None], block))
-            out, lse = share.exp() * out + weights.exp() @ values, both
-        return out
+        return functools.reduce(lambda total, part: (total + part).to(dtype), weights.unbind(-1)).float()
 
 
 class GrowingState(Dense):
@@ -255,20 +203,6 @@ class GrowingState(Dense):
         times = super().times(q, k)
         self.register_buffer("mask", times)
         return times
-
-
-class FrozenWeight(Dense):
-    """Copies a parameter when it is first called, and then uses the copy."""
-
-    def __init__(self, *rules):
-        super().__init__(*rules)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.copy: Tensor | None = None
-
-    def forward(self, q, k, v):
-        if self.copy is None:
-            self.copy = self.gain.detach().clone()
-        return super().forward(q, k, v) * self.copy
 
 
 class BreaksGraphs(Dense):
@@ -320,17 +254,4 @@ def raises_on_a_rank(mesh: Any) -> nn.Module:
     if mesh.get_rank() == 1:
         raise ZeroDivisionError("by this rank\nand no other")
     time.sleep(3600)
-    return over_ranks(mesh)
-
-
-def ends_on_a_rank(mesh: Any) -> nn.Module:
-    if mesh.get_rank() == 1:
-        os._exit(7)
-    time.sleep(3600)
-    return over_ranks(mesh)
-
-
-def hangs_on_a_rank(mesh: Any) -> nn.Module:
-    if mesh.get_rank() == 0:
-        time.sleep(3600)
     return over_ranks(mesh)

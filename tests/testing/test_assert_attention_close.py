@@ -44,14 +44,6 @@ def test_attend_is_close(data) -> None:
     assert_attention_close(out, q, k, v, pattern, lse=lse, gradients=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_lse_of_scores_that_are_zero(dtype: torch.dtype) -> None:
-    """Nothing is rounded but the exponentials, which kernels for half precision approximate."""
-    q, v = torch.randn(2, 1, 2, 48, 8).to(dtype)
-    out, lse = fd.attend(q, torch.zeros_like(q), v, masks.causal(), return_lse=True)
-    assert_attention_close(out, q, torch.zeros_like(q), v, masks.causal(), lse=lse)
-
-
 def test_all_options_of_attend() -> None:
     """Offsets, heads that live elsewhere, sinks, a score_mod, run-time tensors, a scale."""
     q, k, v = inputs(12, dtype=torch.float32)
@@ -101,12 +93,8 @@ def test_the_report() -> None:
 
 WINDOW, CHUNKS = masks.local_window(left=3, right=0), masks.chunked(6)
 WRONG = {  # computed, claimed; more mistakes, of whole modules: test_wrong_modules.py
-    "a branch too few": (LADDER, LADDER + masks.first_tokens(2)),
-    "a branch twice": (masks.causal() + masks.causal() + WINDOW, masks.causal() + WINDOW),
     "a pair of two branches once": (WINDOW | CHUNKS, WINDOW + CHUNKS),
-    "causal order": (CHUNKS & masks.causal(), CHUNKS),
     "one key too few": (masks.local_window(left=2, right=0), WINDOW),
-    "one key too many": (masks.local_window(left=4, right=0), WINDOW),
     "another head": (masks.per_head([WINDOW, CHUNKS] * 2), masks.per_head([CHUNKS, WINDOW] * 2)),
 }
 
@@ -118,14 +106,6 @@ def test_a_wrong_pattern_is_found(mistake) -> None:
     assert found(fd.attend(q, k, v, computed, enable_gqa=True), q, k, v, claimed).startswith("out is wrong in ")
 
 
-def test_small_factors_are_found() -> None:
-    """Of many keys 1 in a million; of one key, whose output is its value, a few rounding errors."""
-    for tokens, factor in ((24, 1e-6), (1, 2.5e-15)):
-        q, k, v = inputs(tokens)
-        out = fd.attend(q, k, v, WINDOW)
-        assert "out is wrong" in found(out + factor * out.abs().amax(-1, keepdim=True), q, k, v, WINDOW)
-
-
 def test_rows_without_keys_are_exact() -> None:
     q, k, v = inputs(8)
     pattern = masks.dilated(8, 2)
@@ -134,11 +114,6 @@ def test_rows_without_keys_are_exact() -> None:
     broken = out.detach().clone()
     broken[1, 1, 3] = 1e-30
     assert "batch 1, head 1, query 3" in found(broken, q, k, v, pattern)
-    half = [x.detach().half() for x in (q, k, v)]
-    coarse = fd.attend(*half, pattern)
-    assert_attention_close(coarse, *half, pattern)
-    coarse[1, 1, 3] = 1e-7  # twice the smallest step of float16
-    assert "batch 1, head 1, query 3" in found(coarse, *half, pattern)
     assert "lse is wrong in 16 of 32 rows" in found(out, q, k, v, pattern, lse=lse.detach().clamp(min=-1e9))
     broken[1, 1, 3] = torch.nan
     assert "found     nan" in found(broken, q, k, v, pattern)

@@ -1,7 +1,5 @@
 """check_attention_module: right modules pass, whatever their call; the report, and the lengths that are tried."""
 
-import threading
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from flexdilated import masks
 from flexdilated.testing import (
     MODULE_CHECKS,
     Calls,
-    _check_module,
     check_attention_module,
     examine_attention_module,
     identity_projections,
@@ -54,16 +51,6 @@ def test_ours_pass(name) -> None:
     assert {result.name for result in report.results} == set(MODULE_CHECKS) - set(COMPILING)
 
 
-def test_on_the_device(flexdilated_device) -> None:
-    """Where --flexdilated-device says; kernels of accelerators want head dims from 16 on."""
-    dtype = torch.float32 if flexdilated_device.type == "cpu" else torch.bfloat16
-    checks = ["agreement", "coverage", "causality", "empty rows", "gradients", "determinism"]
-    pattern = masks.longnet([6, 12], [2, 3]) & masks.causal()
-    where = {"device": flexdilated_device, "dtype": dtype, "head_dim": 16, "lengths": [1, 5, 16, 33]}
-    report = check_attention_module(lambda: fd.BlockSparseAttention(pattern), pattern, checks=checks, **where)
-    assert [result.verdict for result in report.results] == ["passed"] * len(checks)
-
-
 @pytest.mark.slow
 def test_ours_pass_the_slow_checks() -> None:
     report = check_attention_module(lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], checks=COMPILING)
@@ -81,10 +68,6 @@ def test_multihead_modules_pass() -> None:
     assert [result.name for result in report.failures] == ["empty rows"]
     assert "all of batch 1 hidden by padding: " in report["empty rows"].detail
     assert "got nan" in report["empty rows"].detail
-    # With projections, and the default call: the report says how the module was called.
-    detail = examine_attention_module(ours, pattern, checks=["agreement"])["agreement"].detail
-    assert "got (2, 4, 1, 8); called with q, k and v of (batch, heads, tokens, head dim)" in detail
-    assert "takes calls=testing.Calls(layout='BNE')" in detail
 
 
 SECOND_RESULTS = {
@@ -121,9 +104,6 @@ def test_documents_may_cut_or_restart() -> None:
     assert not examine_attention_module(factory, pattern, calls=Calls(packed=cut), **options).passed
 
 
-# Lengths.
-
-
 def test_lengths_can_be_given() -> None:
     """For modules that take only some; a check that needs two lengths does not apply to one."""
 
@@ -135,60 +115,29 @@ def test_lengths_can_be_given() -> None:
     assert report["agreement"].detail.startswith("3 lengths from 4 to 12: ")
     one = check_attention_module(lambda: fours, WINDOW[0], lengths=[8], checks=["agreement", "recompilation"])
     assert [result.verdict for result in one.results] == ["passed", "does not apply"]
-    failed = examine_attention_module(lambda: fours, WINDOW[0], lengths=[8, 9], checks=["agreement"])
-    assert failed["agreement"].detail == "9 tokens, ordinary values: raises AssertionError: assert (9 % 4) == 0"
 
 
 def test_lengths_that_a_pattern_does_not_take_are_not_tried() -> None:
-    """Neither at first nor to find a shorter case: a list of blocks needs those that it names, a grid its tokens."""
-    pattern = masks.block_list([[0], [1], [2]], block=2)
-
-    class Stale(fd.BlockSparseAttention):
-        before = 0
-
-        def forward(self, q, k, v):
-            out, stale = super().forward(q, k, v), self.before not in (0, q.shape[2])
-            self.before = q.shape[2]
-            return out * 2 if stale else out
-
-    checks = ["agreement", "lengths", "coverage"]
-    report = examine_attention_module(lambda: Stale(pattern), pattern, max_tokens=7, checks=checks)
-    assert [result.name for result in report.failures] == ["lengths"]
-    assert "a used module gives" in report["lengths"].detail
-    grid = masks.neighborhood((3, 4), (1, 1))
-    report = check_attention_module(lambda: fd.BlockSparseAttention(grid), grid, **{**SMALL, "max_tokens": 12})
-    assert report["agreement"].verdict == "passed"
+    """A list of blocks needs those that it names, a grid its tokens."""
+    for pattern in (masks.block_list([[0], [1], [2]], block=2), masks.neighborhood((3, 4), (1, 1))):
+        options = {**SMALL, "max_tokens": 12}
+        report = check_attention_module(lambda: fd.BlockSparseAttention(pattern), pattern, **options)  # noqa: B023
+        assert report["agreement"].verdict == "passed"
 
 
 class LateLeak(wrong_attention.Dense):
-    """Sees all keys in sequences of more than `most` tokens, if their number is no multiple of 64."""
-
-    most = 64
+    """Sees all keys in sequences of more than 5 tokens."""
 
     def times(self, q, k):
         times = super().times(q, k)
-        return torch.ones_like(times) if q.shape[2] > self.most and q.shape[2] % 64 else times
+        return torch.ones_like(times) if q.shape[2] > 5 else times
 
 
-def test_the_shortest_failing_case_is_reported(monkeypatch) -> None:
-    """Wrong from 6 tokens on, which is no length that is tried at first; without time to shrink, the first failing."""
-    monkeypatch.setattr(LateLeak, "most", 5)
+def test_the_shortest_failing_case_is_reported() -> None:
+    """Wrong from 6 tokens on, which is no length that is tried at first."""
     options = {"max_tokens": 32, "examples": 3, "checks": ["agreement", "causality", "coverage"]}
     report = examine_attention_module(lambda: LateLeak(*WINDOW[1]), WINDOW[0], **options)
     assert [result.detail[:8] for result in report.failures] == ["6 tokens"] * 3, str(report)
-    monkeypatch.setattr(_check_module, "_SHRINK_S", 0.0)
-    report = examine_attention_module(lambda: LateLeak(*WINDOW[1]), WINDOW[0], **options)
-    assert [result.detail[:8] for result in report.failures] == ["7 tokens"] * 3, str(report)
-
-
-def test_a_mistake_beyond_64_tokens_is_found() -> None:
-    report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], checks=["agreement", "coverage"])
-    assert report["agreement"].detail.startswith("65 tokens, ordinary values: out is wrong")
-    assert report["coverage"].verdict == "passed"
-    assert report.lengths == "lengths drawn: 1, 2, 3, 4, 5, 7, 39, 40; in agreement also 65, 128, 257"
-
-
-# What a report says of modules that fail otherwise than by wrong numbers.
 
 
 def test_a_module_that_raises_fails() -> None:
@@ -203,50 +152,19 @@ def test_a_module_that_raises_fails() -> None:
     assert str(report).startswith("no_long_ones, claimed to be local_window(left=2, right=0), H=4")
 
 
-def test_pages_of_an_error_are_cut() -> None:
-    def failing(q, k, v):
-        raise ValueError("\n".join([repr(torch.randn(20, 20))] * 4) + "x" * 10_000)
-
-    text = str(examine_attention_module(lambda: failing, CAUSAL[0], skip=COMPILING))
-    assert len(text.splitlines()) < 60
-    assert max(map(len, text.splitlines())) < 300
-
-    def wordy(q, k, v):
-        raise RuntimeError("a long line of words " * 9 + "\nand another" * 40)
-
-    text = str(examine_attention_module(lambda: wordy, WINDOW[0], max_tokens=4, checks=["half precision", "padding"]))
-    assert max(map(len, text.partition("\nhalf precision:")[0].splitlines())) <= 120
-    assert text.endswith("\nand another\n... and 33 more lines")
-
-
-def test_a_module_that_cannot_be_copied() -> None:
-    class Locked(fd.BlockSparseAttention):
-        def __init__(self, pattern):
-            super().__init__(pattern)
-            self.lock = threading.Lock()
-
-    report = check_attention_module(lambda: Locked(WINDOW[0]), WINDOW[0], max_tokens=6, checks=["lengths", "agreement"])
-    assert report["lengths"].verdict == "does not apply"
-    assert report["lengths"].detail.startswith("the module cannot be copied: TypeError: cannot pickle")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda out: out, ""),
-        (lambda out: (), "the output must be a tensor; got tuple"),
-        (lambda out: out > 0, "the output must have a floating-point dtype; got torch.bool"),
-        (lambda out: out[:, :, :0], "the output must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
-    ],
-    ids=["right", "tuple", "bool", "shape"],
-)
-def test_heads_may_come_after_tokens_and_an_output_may_be_none(change, words) -> None:
-    def by_tokens(q, k, v):
-        return change(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
-
+def test_heads_may_come_after_tokens_and_an_output_may_be_none() -> None:
     calls = Calls(layout="BNHD")
-    report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
-    assert report.passed if not words else report["agreement"].detail == f"1 token, ordinary values: {words}"
+    for change, words in {
+        lambda out: out: "",
+        lambda out: (): "the output must be a tensor; got tuple",
+        lambda out: out[:, :, :0]: "the output must have shape (2, 1, 4, 8); got (2, 1, 0, 8)",
+    }.items():
+
+        def by_tokens(q, k, v, change=change):
+            return change(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
+
+        report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
+        assert report.passed if not words else report["agreement"].detail == f"1 token, ordinary values: {words}"
 
 
 def test_a_failed_check_raises_with_the_report() -> None:

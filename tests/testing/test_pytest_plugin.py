@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import settings
 
 from pytest_flexdilated import pytest_configure, register_profiles
@@ -63,34 +62,13 @@ def test_the_device(pytester) -> None:
     assert run("hpu")[0] == {"skipped": 1}  # of which torch has no module
 
 
-def test_the_default_device(flexdilated_device, request) -> None:
-    assert flexdilated_device == torch.device(request.config.getoption("--flexdilated-device"))
-
-
-def test_a_profile_by_option(tmp_path) -> None:
-    """hypothesis's own option loads it; all others stay."""
-    code = """
-    from hypothesis import settings
-
-    def test_profile():
-        assert settings().max_examples == 15
-        assert settings.get_profile("team").max_examples == 77
-        assert settings.get_profile("default").max_examples == 100
-    """
-    own = "from hypothesis import settings; settings.register_profile('team', max_examples=77)"
-    run_pytest(tmp_path, code, "-p", "_hypothesis_pytestplugin", "--hypothesis-profile=flexdilated-dev", conftest=own)
-
-
 def test_profiles() -> None:
-    """Ours may be named, one of a user's with our prefix, and any other; one that exists is left as it is."""
+    """Ours may be named, one of a user's with our prefix, and any other."""
     register_profiles()
     ci, dev, thorough = (settings.get_profile(f"flexdilated-{name}") for name in ("ci", "dev", "thorough"))
     assert (ci.max_examples, dev.max_examples, thorough.max_examples) == (60, 15, 2000)
     assert (ci.derandomize, dev.derandomize, thorough.derandomize) == (True, False, False)
     assert ci.deadline is dev.deadline is thorough.deadline is None
-    settings.register_profile("mine-ci", max_examples=3)
-    register_profiles("mine-")
-    assert [settings.get_profile(f"mine-{name}").max_examples for name in ("ci", "dev")] == [3, 15]
     settings.register_profile("flexdilated-own", max_examples=7)
     for profile in ("flexdilated-own", "flexdilated-thorough", "theirs", None):
         pytest_configure(SimpleNamespace(getoption=lambda option, default, profile=profile: profile))

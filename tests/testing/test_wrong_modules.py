@@ -1,26 +1,20 @@
 """check_attention_module: each wrong module fails the check that is about its mistake, in the shortest case."""
 
 import multiprocessing
-import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.testing import (
     Calls,
-    _over_ranks,
-    assert_attention_close,
     check_attention_module,
     examine_attention_module,
 )
 from tests.support import oracle, ranks, wrong_attention
 from tests.support.wrong_attention import (
     WithoutGradients,
-    ends_on_a_rank,
-    hangs_on_a_rank,
     over_ranks,
     raises_on_a_rank,
     without_ranks,
@@ -45,20 +39,16 @@ WRONG = {
     "summed merge": ("SummedMerge", SPARSE, {"agreement"}, {"isolation"}, "out is wrong"),
     "causal forgotten": ("Dense", FORGOTTEN, {"causality"}, {"lengths"}, "is hidden from query"),
     "other shards": ("OtherShards", CAUSAL, {"coverage"}, {"causality"}, "is allowed and takes no part"),
-    "averaged merge": ("AveragedMerge", SPARSE, {"agreement"}, {"isolation"}, "out is wrong"),
     "NaN on empty rows": ("NaNOnEmptyRows", GAPS, {"empty rows"}, {"agreement", "coverage"}, "must be 0; got nan"),
-    "cycled heads": ("CycledHeads", WINDOW, {"agreement", "coverage"}, {"causality"}, "out is wrong"),
     "stale mask": ("StaleMask", SEGMENTS, {"lengths"}, set(), "a used module gives"),
     "mixed batch": ("MixedBatch", WINDOW, {"batch"}, {"determinism"}, "differs from the same entry alone"),
     "in place": ("InPlace", WINDOW, {"determinism"}, {"gradients"}, "the call changes q"),
-    "noisy": ("Noisy", WINDOW, {"determinism"}, set(), "two calls with the same inputs"),
     "wide half": ("WideHalf", WINDOW, {"half precision"}, set(), "must have the dtype of q"),
     "growing state": ("GrowingState", WINDOW, {"state dict"}, {"agreement"}, "names in state_dict: mask"),
-    "frozen weight": ("FrozenWeight", WINDOW, {"state dict"}, set(), "after load_state_dict"),
 }
 # Mistakes that the checks above alone can see: all others must pass, apart from those named here.
 ALONE = {
-    **{"detached merge": set(), "stale mask": set(), "frozen weight": set(), "wide half": set()},
+    **{"detached merge": set(), "stale mask": set(), "wide half": set()},
     "NaN on empty rows": {"gradients", "half precision"},
 }
 SMALL = {"max_tokens": 14, "examples": 4, "skip": ("compile", "recompilation", "ranks")}
@@ -68,9 +58,8 @@ SMALL = {"max_tokens": 14, "examples": 4, "skip": ("compile", "recompilation", "
 def test_a_mistake_fails_its_check(mistake) -> None:
     name, (pattern, rules), failing, passing, words = WRONG[mistake]
     kind = getattr(wrong_attention, name)
-    heads = {"num_kv_heads": 2} if name == "CycledHeads" else {}
     checks = None if mistake in ALONE else [*failing, *passing]
-    report = examine_attention_module(lambda: kind(*rules), pattern, **SMALL, **heads, checks=checks)
+    report = examine_attention_module(lambda: kind(*rules), pattern, **SMALL, checks=checks)
     failed = {result.name for result in report.failures}
     assert failed >= failing, str(report)
     assert failed - ALONE.get(mistake, failed) <= failing, str(report)
@@ -84,59 +73,11 @@ def test_dense_attention_without_a_mistake_passes(claim, heads) -> None:
     assert check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **SMALL, **heads).passed
 
 
-def test_coverage_looks_at_every_key() -> None:
-    """Beyond the first head_dim keys too, which one call of the module can show."""
-
-    class LastKeyToo(wrong_attention.Dense):
-        def times(self, q, k):
-            return super().times(q, k) | (torch.arange(k.shape[2]) == 18)
-
-    report = examine_attention_module(lambda: LastKeyToo(*WINDOW[1]), WINDOW[0], lengths=[19], checks=["coverage"])
-    assert report["coverage"].detail.startswith("19 tokens: head 0, query 0, key 18 is not allowed and takes part")
-
-
-@pytest.mark.parametrize("name", ["HalfDenominators", "HalfOutputs", "HalfMerge"])
-def test_sums_in_half_precision_fail(name) -> None:
-    """Each is right in float32. With output alone too, over a few hundred tokens, where plain attention passes."""
-    module, checks = getattr(wrong_attention, name)(*CAUSAL[1]), ["agreement", "half precision"]
+def test_sums_in_half_precision_fail() -> None:
+    """Right in float32."""
+    module, checks = wrong_attention.HalfDenominators(*CAUSAL[1]), ["agreement", "half precision"]
     report = examine_attention_module(lambda: module, CAUSAL[0], checks=checks, lengths=[257])
     assert [result.name for result in report.failures] == ["half precision"], str(report)
-    with torch.no_grad():
-        q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-        for right in (by_sdpa(q, k, v), wrong_attention.WideSums(*CAUSAL[1])(q, k, v)):
-            assert_attention_close(right, q, k, v, CAUSAL[0])
-        with pytest.raises(AssertionError, match="out is wrong"):
-            assert_attention_close(module(q, k, v), q, k, v, CAUSAL[0])
-
-
-def by_flex(q, k, v):
-    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), enable_gqa=True)
-
-
-def by_sdpa(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-RIGHT = {
-    "sdpa": by_sdpa,
-    "flex": by_flex,
-    "attend": lambda q, k, v: fd.attend(q, k, v, CAUSAL[0], enable_gqa=True),
-    "wide sums": wrong_attention.WideSums(*CAUSAL[1]),
-    "weights in half precision": wrong_attention.Dense(*CAUSAL[1]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_modules_in_half_precision_pass(name) -> None:
-    """By no chance do they fail: few numbers in a row, that cancel, are where a budget may be too small."""
-    for seed in range(18 if name != "flex" else 6):
-        dtype, tokens, dim = (torch.bfloat16, torch.float16)[seed % 2], (3, 20, 67)[seed % 3], (1, 4, 16)[seed // 6]
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(2, heads, tokens, dim, generator=generator).to(dtype) for heads in (4, 2, 2))
-        backward = name != "flex"  # which has none on the CPU
-        q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
-        assert_attention_close(RIGHT[name](q, k, v), q, k, v, CAUSAL[0], gradients=backward)
 
 
 def no_mask(module, q, k, v, hidden):
@@ -146,10 +87,6 @@ def no_mask(module, q, k, v, hidden):
 def no_offset(module, q, k, v):
     steps = range(q.shape[2])
     return torch.cat([module(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in steps], 2)
-
-
-def of_the_first(module, q, k, v, hidden):
-    return module(q, k, v, key_padding_mask=hidden[:1].expand_as(hidden))
 
 
 def left_padding_forgotten(module, q, k, v, hidden):
@@ -163,7 +100,6 @@ def left_padding_forgotten(module, q, k, v, hidden):
     [
         ("padding", {"padded": no_mask}),
         ("padding", {"padded": left_padding_forgotten}),
-        ("padding", {"padded": of_the_first}),
         ("packing", {"packed": no_mask}),
         ("decoding", {"decoded": no_offset}),
     ],
@@ -207,20 +143,12 @@ def found_over_ranks(made, monkeypatch: pytest.MonkeyPatch) -> str:
         (without_ranks, "30 tokens on 2 ranks: out is wrong"),
         (WithoutGradients, "30 tokens on 2 ranks: dk is wrong"),
         (raises_on_a_rank, "30 tokens on 2 ranks: rank 1 of 2 raises ZeroDivisionError: by this rank\nand no other"),
-        (ends_on_a_rank, "30 tokens on 2 ranks: rank 1 of 2 ended with exit code 7"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_over_ranks(made, found, monkeypatch) -> None:
-    """Right; without the other rank's keys, without its gradients; one raises, or ends, while the other waits."""
+    """Right; without the other rank's keys, without its gradients; one raises while the other waits."""
     assert found_over_ranks(made, monkeypatch).startswith(found)
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs(monkeypatch) -> None:
-    monkeypatch.setattr(_over_ranks, "LIMIT_S", 2.0)
-    said = found_over_ranks(hangs_on_a_rank, monkeypatch)
-    assert re.search(r"ranks: rank (0|0 and 1) of 2 did not end within 2 s, and was ended$", said)
 
 
 def test_a_module_over_ranks_that_cannot_be_sent(monkeypatch) -> None:

@@ -1,9 +1,10 @@
-"""The viewer in a browser: what wheel, pointers, keys, controls and links do, and how it explains a pair."""
+"""The viewer in a browser: wheel, pointers, keys, controls, links and reasons; pixels as full as the rule says."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from tests.support.viewer_pages import Shown, hold, look, sampled
 pytestmark = pytest.mark.slow
 
 LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
-DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
 SMALL = {"width": 560, "height": 420}
 # Where an element stands in the window, and the slots under a place there.
 PLACE = "(() => {{ const box = document.querySelector('{}').getBoundingClientRect(); return [box.x, box.y]; }})()"
@@ -116,18 +116,6 @@ def test_controls_choose_head_order_and_blocks(show):
     assert tab.evaluate("viewer.state.view.scale") == pytest.approx(before / 2)
 
 
-def test_branches_can_be_hidden(show):
-    tab = show(LONGNET, 20_000, num_heads=4, link="q=5000&k=5000&span=60&head=0&block=0")
-    tab.evaluate("document.querySelectorAll('#legend input').forEach((box, at) => at === 1 || box.click())")
-    tab.settle()
-    only = Shown(masks.dilated(2048, 4, "interleaved") & masks.causal(), 20_000)
-    found = sampled(tab, torch.Generator().manual_seed(2))
-    for cell in found:
-        q, k = torch.tensor(int(cell["rows"][0])), torch.tensor(int(cell["columns"][0]))
-        assert cell["empty"] == (int(only.counts(0, q, k)) == 0)
-    assert 20 < sum(cell["empty"] for cell in found) < len(found)
-
-
 def test_a_link_restores_what_was_seen_and_one_without_sense_is_left_out(show):
     link = "q=1000&k=900&span=700&head=3&order=residue&block=64"
     first = show(LONGNET, 20_000, num_heads=4, link=link, window=SMALL)
@@ -174,50 +162,10 @@ def test_a_pair_is_explained_as_by_the_command_that_the_page_names(show, capsys)
     assert tab.evaluate("document.querySelector('.command')") is None
 
 
-def test_hovering_explains_what_is_under_the_pointer(show):
-    tab = show(LONGNET.per_document(DOCUMENTS), 3_000, num_heads=4, link="q=690&k=690&span=30&head=0&block=0")
-    for (query, key), says in {(703, 699): "not allowed", (703, 701): "allowed by 1 of 3 branches"}.items():
-        tab.move(*pixel_of(tab, query, key))
-        tab.wait(f"viewer.state.cursor?.q === {query} && viewer.state.cursor?.k === {key}")
-        said = tab.evaluate("document.getElementById('reasons').innerText")
-        assert f"query {query:,}, key {key:,}" in said
-        assert says in said
-
-
-def test_parts_for_other_heads_are_left_out(show):
-    heads = masks.per_head([masks.causal(), masks.strided(7)])
-    tab = show(heads, 600, num_heads=2, link="q=90&k=90&span=30&head=1&block=0")
-    tab.evaluate(GO_TO.format(100, 107))
-    (said,) = tab.evaluate("[...document.querySelectorAll('.branches ul')].map((list) => list.innerText)")
-    assert said.split("\n") == ["✓", "strided(7)", "key 107 is 7 tokens after query 100, 1 times 7"]
-
-
-def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:
-    """The middle of a pair, in pixels of the window."""
-    x, y = tab.evaluate(
-        "(() => { const { view } = viewer.state; const box = viewer.canvas.getBoundingClientRect();"
-        f"return [box.x + RULER.left + ({key} + 0.5 - view.k) / view.scale,"
-        f"box.y + RULER.top + ({query} + 0.5 - view.q) / view.scale]; }})()"
-    )
-    return x, y
-
-
 def choose(tab: Tab, field: str, value: str) -> None:
     change = "dispatchEvent(new Event('change', { bubbles: true }))"
     tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
     tab.settle()
-
-
-def test_narrow_windows_and_the_dark(show):
-    dark = {"width": 380, "height": 700, "dark": True}
-    tab = show(LONGNET, 20_000, num_heads=4, window=dark, link="q=4000&k=4000&span=3000&head=0&block=0")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 380
-    assert tab.evaluate("viewer.palette.paper.every((part) => part < 40)")
-    case = Shown(LONGNET, 20_000)
-    assert hold(sampled(tab, torch.Generator().manual_seed(3)), lambda q, k: case.counts(0, q, k)) > 20
-    tab.resize(900, 700)
-    tab.settle()
-    assert tab.evaluate("viewer.canvas.getBoundingClientRect().width") > 400
 
 
 def test_the_page_may_not_ask_a_network(browser, tmp_path):
@@ -227,3 +175,46 @@ def test_the_page_may_not_ask_a_network(browser, tmp_path):
     assert tab.evaluate("fetch('https://127.0.0.1:9/').then(() => 'reached', (error) => String(error))") != "reached"
     assert any("Content Security Policy" in fault for fault in tab.faults)
     tab.close()
+
+
+DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+# What drawing tells apart: branches, orders, heads, unequal sides, tables, and rules whose tiles are known or not.
+SHOWN = {
+    "longnet": Shown(LONGNET, 20_000),
+    "grid and strides": Shown(~masks.strided(7) & masks.neighborhood((60, 90), (4, 6)), 5_400),
+    "heads": Shown(
+        masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
+    ),
+    "packed": Shown(LONGNET.per_document(DOCUMENTS), 3_000),
+    "cross": Shown(masks.local_window(left=99, right=5), 4_000, keys=9_000),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pixels_are_as_full_as_the_rule_says(show, name):
+    """From afar, closer, and pair by pair; for two heads; in both orders."""
+    case = SHOWN[name]
+    generator = torch.Generator().manual_seed(len(name))
+    small = {"width": 560, "height": 420}
+    close = "q=0&k=0&span=30"  # a view that is counted at once
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small, link=close)
+    rate = tab.evaluate("viewer.state.data.residue")
+    assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
+    filled = 0
+    sides = case.tokens, case.keys or case.tokens
+    views = ((0, 0, 10**6), (sides[0] // 3, sides[1] // 3, 1500), (sides[0] // 4, sides[1] // 4, 60))
+    orders = ("natural", "residue") if rate else ("natural",)
+    for number, order in enumerate(orders):
+        layouts = [masks.Layout(size, rate if order == "residue" else 1).positions() for size in sides]
+        for head, (q, k, span) in zip(alternating(case.heads, number), views, strict=True):
+            look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
+            found = sampled(tab, generator)
+            counts = partial(case.counts_of_slots, head, layouts)
+            filled += hold(found, counts, tiles=order == "natural")
+    assert filled >= 2 * len(orders), "of three views in each"
+
+
+def alternating(heads: int, number: int) -> list[int]:
+    """The first and the last head in turn, and the other way round."""
+    ends = [0, heads - 1]
+    return [ends[(view + number) % 2] for view in range(3)]

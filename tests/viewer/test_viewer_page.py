@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.masks.core import Pair, Reason
 from flexdilated.viewer import _page, page
 from flexdilated.viewer._page import LARGEST_PAGE
 
@@ -57,65 +56,6 @@ def test_the_data_is_the_traced_pattern_and_its_sizes():
     assert (small["program"]["nodes"][: len(nodes)], small["program"]["tables"]) == (nodes, [])
     (branch,) = small["branches"]
     assert (branch["node"], [part["node"] for part in branch["parts"]]) == (10, [3, 9])
-
-
-def test_reasons_are_decisions_with_a_text_each():
-    (branch,) = data_of(page(masks.causal() & masks.first_tokens(3), 8))["branches"]
-    causal, first = (part["node"] for part in branch["parts"])
-    texts = ["all 2 parts allow it", *(f"forbidden by part{which} of 2" for which in (" 2", " 1", "s 1 and 2"))]
-    both, *others = ({"text": [text], "parts": [0, 1]} for text in texts)
-    one, other, none = others
-    assert branch["reason"] == {
-        "node": causal,
-        "yes": {"node": first, "yes": both, "no": one},
-        "no": {"node": first, "yes": other, "no": none},
-    }
-    marked = branch["parts"][1]["reason"]
-    assert marked["yes"] == {"text": ["key ", 2, " is one of the first 3"], "parts": []}
-
-
-def test_a_reason_that_calculates_is_left_out(monkeypatch):
-    """Numbers of a traced pair have no bits, methods or thousands; `explain` has."""
-
-    def reason(self: masks.Pattern, pair: Pair) -> Reason:
-        lag = pair.query - pair.key
-        texts = {0: "one token", 1: "neighbours"}
-        return Reason(self, pair.allowed_by(self), texts.get(lag, f"{lag & 3:,} of {lag.bit_length()} bits"))
-
-    monkeypatch.setattr(type(masks.local_window(left=3, right=0)), "reason", reason)
-    window = masks.local_window(left=3, right=0)
-    assert "2 of 2 bits" in str(masks.explain(window, query=5, key=3, num_tokens=8))
-    (branch,) = data_of(page(window, 8))["branches"]
-    assert branch["reason"] is None or branch["reason"]["text"] is None
-
-
-@pytest.mark.parametrize(("number", "texts"), [(8, True), (9, False)])
-def test_reasons_of_many_parts_are_left_out_and_the_parts_stay(number, texts):
-    union = masks.strided(2)
-    for stride in range(3, number + 2):
-        union = union | masks.strided(stride)
-    (branch,) = data_of(page(union, 8))["branches"]
-    assert ("node" in branch["reason"]) == texts
-    assert [part["phrase"] for part in branch["parts"]] == [repr(part) for part in union.parts]
-    assert texts or branch["reason"] == {"text": None, "parts": list(range(number))}
-
-
-def test_run_time_tensors_become_tables_of_runs():
-    ids = torch.tensor([[0, 0, 1, -1, -1, 4, 4, 4], [0, 0, 0, 0, 0, 0, 0, 0]])
-    both_sides = {"shape": [1, 16], "values": [0, 2, -1, 5, 0, 2, -2, 5], "counts": [2, 1, 2, 3] * 2}
-    numbers = {"shape": [1, 8], "values": [0, 1, -1, 2], "counts": [2, 1, 2, 3]}
-    starts, stops = ({"shape": [1, 3], "values": edges, "counts": [1] * 3} for edges in ([0, 2, 5], [2, 3, 8]))
-    assert tables_of(masks.documents(ids)) == [both_sides, numbers, starts, stops]
-    one, *of_reasons = tables_of(masks.documents(ids), batch=1)
-    assert one == {"shape": [1, 16], "values": [0], "counts": [16]}
-    assert [table["values"] for table in of_reasons] == [[0], [0], [8]]
-    hidden = torch.tensor([True, False, False, True, True, False, False, False])
-    both = masks.visible_keys(hidden) & masks.causal() | masks.visible_keys(hidden)
-    assert tables_of(both) == [{"shape": [1, 8], "values": [1, 0, 1, 0], "counts": [1, 2, 2, 3]}]
-
-
-def tables_of(pattern, **how):
-    return data_of(page(pattern, 8, **how))["program"]["tables"]
 
 
 def test_only_orders_that_are_a_change_are_offered():

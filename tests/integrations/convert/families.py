@@ -68,10 +68,6 @@ def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> Any:
     return vision()[0].create_model(name, **sizes | options)
 
 
-def parallel_vit() -> nn.Module:
-    return vit(block_fn=vision()[0].models.vision_transformer.ParallelScalingBlock)
-
-
 def gated_vit() -> nn.Module:
     """Its attention is of a subclass with the forward of timm's own class."""
 
@@ -118,7 +114,6 @@ FAMILIES = {
     "timm": Family(vit, images, 17, 2),
     "timm, qk_norm": Family(lambda: vit(qk_norm=True, reg_tokens=3, init_values=0.1), images, 20, 2),
     "timm, gated": Family(gated_vit, images, 17, 2),
-    "timm, parallel": Family(parallel_vit, images, 17, 2),
     "timm, EVA": Family(lambda **options: vit("eva02_tiny_patch14_224", **options), images, 17, 2),
     "timm, rotary": Family(lambda: vit("vit_small_patch16_rope_224"), images, 17, 2),
     "timm, Gemma 4": Family(gemma_vit, images, 16, 2),
@@ -126,7 +121,6 @@ FAMILIES = {
     "x-transformers": Family(language_model, words, 24, 2, fused=False),
     "x-transformers, flash": Family(lambda: language_model(attn_flash=True), words, 24, 2),
     "x-transformers, grouped": Family(lambda: language_model(attn_kv_heads=2, attn_flash=True), words, 24, 2),
-    "x-transformers, one key head": Family(lambda: language_model(attn_one_kv_head=True), words, 24, 2, fused=False),
     "x-transformers, sinks": Family(lambda: language_model(attn_head_learned_sink=True), words, 24, 2, fused=False),
     "x-transformers, encoder": Family(x_encoder, words, 24, 2),
 }

@@ -1,13 +1,19 @@
-"""With all pairs a converted model is what it was; with a pattern, what it is with the pattern's dense mask."""
+"""Converted models are what they were, or what they are with the dense mask; each option of x-transformers."""
 
 from __future__ import annotations
 
+import inspect
 from itertools import cycle
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import x_transformers
+from hypothesis import given
 from torch import nn
+from x_transformers import Decoder, Encoder, TransformerWrapper
+from x_transformers.x_transformers import Attention, AttentionLayers
 
 import flexdilated as fd
 from flexdilated import masks
@@ -16,8 +22,8 @@ from tests.integrations.passes import assert_same_step, counts
 from .families import (
     FAMILIES,
     HEADS,
+    WIDTH,
     dense_attention,
-    encoder,
     features,
     language_model,
     model_of,
@@ -88,25 +94,12 @@ def test_a_pattern_equals_its_dense_mask(name: str, pattern: str) -> None:
         torch.testing.assert_close(outputs(model.eval(), name), got[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("torchvision", 1), ("timm, qk_norm", 4), ("timm, EVA", 1)])
-def test_neighbourhoods_of_patches_behind_class_and_register_tokens(name: str, prefix: int) -> None:
-    """Against distances on the grid of 4 x 4 patches, by hand."""
-    model = model_of(name)
-    place = torch.cartesian_prod(torch.arange(4), torch.arange(4))
-    seen = torch.ones(prefix + 16, prefix + 16, dtype=torch.long)
-    centre = place.clamp(1, 2)  # NATTEN's windows stay whole at the edges
-    seen[prefix:, prefix:] = (centre[:, None] - place[None]).abs().amax(-1) <= 1
-    with dense_attention(seen.expand(HEADS, -1, -1)):
-        want = step(model, name)
-    fd.convert(model, masks.neighborhood((4, 4), 1).after(prefix) | masks.global_tokens(prefix))
-    assert_same_step(step(model, name), want)
-
-
+@pytest.mark.parametrize("name", ["encoder", "encoder, tokens first"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("hidden", [slice(15, 21), slice(8, 10)], ids=["right", "inside"])
-def test_padding_composes(train: bool, hidden: slice) -> None:
+def test_padding_composes(train: bool, hidden: slice, name: str) -> None:
     """In eval without gradients torch would make nested tensors of it, and run its fused kernels."""
-    model, (x,), rule = model_of("encoder"), features(), PATTERNS["class token"]
+    model, (x,), rule = model_of(name), FAMILIES[name].inputs(), PATTERNS["class token"]
     padding = torch.zeros(2, 21, dtype=torch.bool)
     padding[1, hidden] = True
     want = model(x, mask=counts(rule, 21)[0] == 0, src_key_padding_mask=padding)
@@ -114,20 +107,6 @@ def test_padding_composes(train: bool, hidden: slice) -> None:
     with torch.set_grad_enabled(train):
         got = model(x, src_key_padding_mask=padding)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_padding_on_the_left(batch_first: bool) -> None:
-    """A window depends on distances alone: the padded row is the row without its padding."""
-    torch.manual_seed(0)
-    model, (x,) = encoder(batch_first).eval(), features()
-    fd.convert(model, WINDOW)
-    padding = torch.zeros(2, 21, dtype=torch.bool)
-    padding[1, :6] = True
-    turned = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
-    got = turned(model(turned(x), src_key_padding_mask=padding))
-    torch.testing.assert_close(got[1:, 6:], turned(model(turned(x[1:, 6:]))), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -168,3 +147,76 @@ def test_x_transformers_padding_and_memories() -> None:
     got = model(tokens, mems=mems)
     fd.convert(model, None)
     torch.testing.assert_close(got, model(tokens, mems=mems), rtol=0, atol=1e-5)
+
+
+def _toggled(of: type) -> dict[str, bool]:
+    """Each boolean option, at the other value than its default."""
+    options = inspect.signature(of.__init__).parameters.items()
+    return {name: not option.default for name, option in options if isinstance(option.default, bool)}
+
+
+# Those that a Decoder and an Encoder, or other options, decide are no options of their attention.
+_NO_OPTIONS = {"causal", "attn_causal", "attn_learned_value_residual_mix", "attn_qkv_receive_diff_residuals", "verbose"}
+_OPTIONS: dict[str, Any] = _toggled(AttentionLayers)
+_OPTIONS |= {f"attn_{name}": value for name, value in _toggled(Attention).items()}
+_OPTIONS |= {"attn_value_dim_head": 8, "attn_kv_heads": 2, "attn_num_mem_kv": 2, "attn_sparse_topk": 4}
+_OPTIONS |= {"attn_max_attend_past": 4, "attn_gate_values_rank": 4, "shift_tokens": 1, "num_residual_streams": 2}
+_OPTIONS = {name: value for name, value in _OPTIONS.items() if name not in _NO_OPTIONS}
+_WITH = {
+    "attn_use_latent_q": {"attn_dim_latent_q": 16},
+    "attn_use_latent_kv": {"attn_dim_latent_kv": 16},
+    "attn_qk_norm_dim_scale": {"attn_qk_norm": True},
+    "rotary_xpos": {"rotary_pos_emb": True},
+    "cross_residual_attn": {"cross_attend": True},
+}
+
+
+def _model(layers: type, options: dict[str, Any]) -> Any:
+    """The model, or None where the library refuses the options, or the model its input."""
+    more = {name: value for option in options for name, value in _WITH.get(option, {}).items()}
+    try:
+        made: Any = layers(dim=WIDTH, depth=2, heads=HEADS, **{"attn_dim_head": 16, **more, **options})
+        model = TransformerWrapper(num_tokens=30, max_seq_len=64, attn_layers=made).eval()
+        _called(model)
+    except (AssertionError, TypeError):
+        return None
+    for x in model.parameters():
+        torch.nn.init.normal_(x, *((0.5, 0.3) if x.dim() < 2 else (0.0, x[0].numel() ** -0.5)))
+    return model
+
+
+@torch.no_grad()
+def _called(model: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    context = {"context": torch.randn(2, 9, WIDTH)} if model.attn_layers.cross_attend else {}
+    return model(torch.randint(30, (2, 20)), **context)
+
+
+def _hold(layers: type, options: dict[str, Any]) -> bool | None:
+    """Whether the model was converted, and then computes what it did; None for one that cannot be built."""
+    torch.manual_seed(0)
+    if (model := _model(layers, options)) is None:
+        return None
+    before = _called(model)
+    try:
+        fd.convert(model, masks.causal() if layers is Decoder else masks.every())
+    except ValueError:
+        return False
+    torch.testing.assert_close(_called(model), before, rtol=1e-4, atol=1e-4)
+    return True
+
+
+@given(st.sampled_from([Decoder, Encoder]), st.sets(st.sampled_from(list(_OPTIONS)), min_size=2, max_size=4))
+def test_drawn_options(layers: type, names: set[str]) -> None:
+    _hold(layers, {name: _OPTIONS[name] for name in sorted(names)})
+
+
+@pytest.mark.parametrize("layers", [Decoder, Encoder])
+def test_each_option(layers: type) -> None:
+    """Alone; few make a model that is not built, or not called in this way."""
+    found = {name: _hold(layers, {name: value}) for name, value in _OPTIONS.items()}
+    counts = [list(found.values()).count(kind) for kind in (True, False, None)]
+    assert counts[0] > 40
+    assert counts[1] > 15
+    assert counts[2] < 20
+    assert found["polar_pos_emb"] is False

@@ -11,9 +11,7 @@ import torch
 from attn_gym import masks as gym
 from attn_gym import mods
 from attn_gym.masks.document_mask import length_to_offsets
-from attn_gym.masks.natten import morton_encode
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexdilated as fd
@@ -22,7 +20,6 @@ from tests.integrations.passes import counts
 
 ANY = ((1, 1), (5, 5), (33, 33), (200, 200), (17, 64), (64, 17))
 TOKENS = ((200, 200),)
-FIRST_FIVE = torch.arange(200) < 5
 SCATTERED = torch.arange(200) % 37 == 3
 LENGTHS = [70, 1, 90, 39]
 OFFSETS = length_to_offsets(LENGTHS, "cpu")
@@ -74,29 +71,11 @@ SAME = {
     "dilated_sliding_window": Pair(
         masks.dilated_window(left=4, right=4, rate=3), gym.generate_dilated_sliding_window(12, 3)
     ),
-    "dilated_sliding_window, a ragged end": Pair(
-        masks.dilated_window(left=14 // 3, right=14 // 3, rate=3), gym.generate_dilated_sliding_window(14, 3)
-    ),
-    "dilated_sliding_window of rate 1": Pair(
-        masks.dilated_window(left=7, right=7, rate=1), gym.generate_dilated_sliding_window(7, 1)
-    ),
-    "global_sliding_window": Pair(
-        masks.local_window(left=2, right=2) | masks.global_tokens(5), gym.generate_global_sliding_window(2, FIRST_FIVE)
-    ),
     "global_sliding_window, tokens anywhere": Pair(
         masks.local_window(left=2, right=2) | masks.custom(marked(SCATTERED)),
         gym.generate_global_sliding_window(2, SCATTERED),
     ),
     "prefix_lm": Pair(masks.prefix_lm(6), gym.generate_prefix_lm_mask(6)),
-    "batchify": Pair(
-        masks.chunked(16) & masks.causal(),
-        gym.batchify_mask_mod(gym.causal_mask, 16),
-    ),
-    "batchify of a rule of positions": Pair(
-        masks.prefix_lm(6).per_document(torch.arange(200) // 16),
-        gym.batchify_mask_mod(gym.generate_prefix_lm_mask(6), 16),
-        TOKENS,
-    ),
     "doc_mask": Pair(
         masks.prefix_lm(6).per_document(DOCUMENTS),
         gym.generate_doc_mask_mod(gym.generate_prefix_lm_mask(6), OFFSETS),
@@ -123,11 +102,6 @@ SAME = {
         gym.generate_sta_mask_mod_3d((6, 8, 4), (6, 6, 2), (2, 2, 2)),
         ((192, 192),),
     ),
-    "spatial_head": Pair(
-        masks.local_window(left=31, right=31) | masks.global_tokens(10),
-        gym.generate_spatial_head_mask_mod(10, 5, 19, 2, round_width=16),
-        ((105, 105),),
-    ),
     "spatial_head with a sink": Pair(
         masks.local_window(left=31, right=31) | masks.global_tokens(10) | masks.first_tokens(10 + 19),
         gym.generate_spatial_head_mask_mod(10, 5, 19, 2, attn_sink=True, round_width=16),
@@ -144,12 +118,6 @@ SAME = {
         gym.generate_jetspec_training_mask_mod(20, 8),
         ((40, 60),),
         q_offset=20,
-    ),
-    "vsa": Pair(
-        masks.selected_blocks(TILES[None], block=8, most=TILES.shape[-1]),
-        gym.generate_vsa_mask_mod(TILES[None], 8),
-        ((40, 40),),
-        num_heads=2,
     ),
     "vsa with padded tiles": Pair(
         masks.selected_blocks(TILES[None], block=8, most=TILES.shape[-1])
@@ -171,61 +139,11 @@ def test_same_pairs(name: str, num_queries: int, num_keys: int) -> None:
     assert expected.any()
 
 
-@pytest.mark.parametrize("name", [name for name, case in SAME.items() if case.sizes in (ANY, TOKENS)])
-def test_same_blocks(name: str) -> None:
-    """Ours from closed forms, theirs from every pair: the same blocks, and the same ones full."""
-    case = SAME[name]
-    found = masks.block_mask(case.ours, 200, num_heads=1, block_size=16)
-    expected = create_block_mask(case.theirs, 1, 1, 200, 200, device="cpu", BLOCK_SIZE=16)
-    assert torch.equal(found.to_dense(), expected.to_dense())
-    assert found.full_kv_num_blocks is not None
-    assert expected.full_kv_num_blocks is not None
-    assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
-
-
-def test_every_mask_has_its_row() -> None:
-    """A mask function that attention-gym adds, or renames, is seen here."""
-    rows = {name.partition(",")[0].partition(" ")[0] for name in SAME}
-    made = {name.removeprefix("generate_") for name in vars(gym) if name.startswith("generate_")}
-    short = {name.removesuffix("_2d").removesuffix("_3d").removesuffix("_mod").removesuffix("_mask") for name in made}
-    rows = {name.removesuffix("_2d").removesuffix("_3d").removesuffix("_mask") for name in rows}
-    below, as_they_are = (
-        {"tiled_natten", "morton_natten"},
-        {"shared_prefix", "temporal_head"},
-    )  # masks.custom takes them
-    assert short - rows == below | as_they_are
-
-
 def test_text_tokens_stand_in_front() -> None:
     """Theirs stand behind the grid, ours before it: `after` begins the grid's rule behind them."""
     theirs = create_mask(gym.generate_sta_mask_mod_2d((16, 15), (12, 15), (4, 3), 9), 1, 1, 249, 249, "cpu")[0]
     ours = masks.blockwise(masks.neighborhood((4, 5), (1, 2)), 12).after(9) | masks.global_tokens(9)
     assert torch.equal(counts(ours, 249) > 0, theirs.roll((9, 9), (-2, -1)))
-
-
-@pytest.mark.parametrize("order", ["tiled", "morton"])
-def test_orders_of_a_grid(order: str) -> None:
-    """Their tokens stand in tiles, or along a Z curve: in row-major order the rule is that of `neighborhood`."""
-    place = torch.cartesian_prod(torch.arange(16), torch.arange(16))  # of the row-major tokens: row, column
-    if order == "tiled":
-        theirs, (rows, columns) = gym.generate_tiled_natten(16, 16, 5, 3, 4, 8), (8, 4)
-        row, column = place.T
-        slot = (row // rows * (16 // columns) + column // columns) * rows * columns
-        slot = slot + row % rows * columns + column % columns
-    else:
-        theirs = gym.generate_morton_natten(16, 16, 5, 3)
-        slot = morton_encode(*place.flip(1).T)
-    assert torch.equal(slot.sort().values, torch.arange(256))
-    moved = create_mask(theirs, 1, 1, 256, 256, "cpu")[0]
-    assert torch.equal(counts(masks.neighborhood((16, 16), (1, 2)), 256) > 0, moved[:, slot][:, :, slot])
-
-
-def test_a_canvas_that_is_no_square() -> None:
-    """Theirs clamps rows to the width: in a grid of 20 rows of 6, row 10 sees rows 3 to 5, in NATTEN rows 9 to 11."""
-    theirs = create_mask(gym.generate_natten(6, 20, 3, 3), 1, 1, 120, 120, "cpu")[0, 0].view(20, 6, 20, 6)
-    ours = counts(masks.neighborhood((20, 6), 1), 120).view(20, 6, 20, 6)
-    assert theirs[10, 2].any(-1).nonzero().flatten().tolist() == [3, 4, 5]
-    assert ours[10, 2].any(-1).nonzero().flatten().tolist() == [9, 10, 11]
 
 
 def operands(num_heads: int = 4, num_tokens: int = 40) -> Tensor:
@@ -260,39 +178,3 @@ def test_score_functions_go_in_as_they_are(name: str) -> None:
     found = fd.attend(q, k, v, masks.causal(), score_mod=MODS[name], engine="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
-
-
-def test_activations_in_place_of_softmax() -> None:
-    """Their trick needs the lse, which `attend` returns as well."""
-    q, k, v = operands()
-    score_mod = mods.generate_activation_score_mod(torch.sigmoid, 0.5)
-    out, lse = fd.attend(q, k, v, masks.every(), score_mod=score_mod, engine="reference", return_lse=True)
-    found = mods.undo_softmax(out, lse, v.sum(-2, keepdim=True), 0.5)
-    expected = torch.sigmoid(q @ k.mT * 16**-0.5) @ v
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_rotary_part_of_latent_attention() -> None:
-    """Their score function takes dot products of rows of tensors; here these are more dims of q and k."""
-    q, k, v = operands()
-    q_rope, k_rope = (x[..., :8] for x in operands().flip(-1)[:2])
-    k_rope = k_rope[:, :1]
-    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
-    theirs = mods.generate_mla_rope_score_mod(q_rope, k_rope, 4, scale=0.4)
-    expected = flex_attention(q, k, v, score_mod=theirs, block_mask=block_mask, scale=0.3)
-    wide = torch.cat([q, q_rope * 0.4 / 0.3], -1), torch.cat([k, k_rope.expand(-1, 4, -1, -1)], -1), F.pad(v, (0, 8))
-    found = fd.attend(*wide, masks.causal(), scale=0.3)[..., :16]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("what", ["function", "block mask"])
-def test_flex_attention_line_by_line(what: str) -> None:
-    """`create_block_mask` and `flex_attention`, and the one line in their place."""
-    rule = gym.generate_prefix_lm_mask(6)
-    block_mask = create_block_mask(rule, None, None, 40, 40, device="cpu")
-    q, k, v = operands()
-    expected = flex_attention(q, k, v, block_mask=block_mask, scale=0.3)
-    pattern = masks.custom(rule if what == "function" else block_mask)
-    torch.testing.assert_close(fd.attend(q, k, v, pattern, scale=0.3), expected, rtol=1e-4, atol=1e-5)

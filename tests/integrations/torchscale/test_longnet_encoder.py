@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-import flexdilated as fd
 from flexdilated.integrations.torchscale import LongNetEncoder, LongNetEncoderConfig
 from tests.integrations.torchscale import plain
 from tests.support.agreement import TIGHT
@@ -64,44 +62,6 @@ def test_outputs_and_gradients_are_published(branches, N, merge_grad) -> None:
         assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_two_gradients_of_the_merge_differ() -> None:
-    x, name = torch.randn(2, 97, 24, dtype=torch.float64), "layers.0.self_attn.q_proj.weight"
-    exact, detached = (gradients(encoder, encoder(x))[name] for encoder in (made(), made(merge_grad="detached")))
-    assert (exact - detached).norm() > 0.01 * exact.norm()
-
-
-def test_exact_mode_is_one_attention() -> None:
-    """Without padding: the mixture over real tokens alone; it differs where a segment is not whole."""
-    exact = made(padding=None)
-    x = torch.randn(2, 97, 24, dtype=torch.float64)
-    attention = exact.layers[0].self_attn
-    q, k, v = attention.project(x)
-    out = fd.attend(q, k, v, fd.masks.longnet(*BRANCHES, offsets="contiguous"))
-    assert_close(attention(x), attention.out_proj(attention.inner_attn_ln(out.transpose(1, 2).flatten(2))), **TIGHT)
-    published = made()
-    assert (exact(x) - published(x)).norm() > 1e-3 * published(x).norm()
-    whole = LongNetEncoder.from_torchscale(SIZES | {"segment_length": "[10, 20]", "dilated_ratio": "[1, 2]"}).double()
-    same = LongNetEncoder(LongNetEncoderConfig(**{**vars(whole.config), "padding": None})).double()
-    same.load_state_dict(whole.state_dict())
-    assert_close(same(x[:, :80]), whole(x[:, :80]), **TIGHT)
-
-
-@pytest.mark.slow
-def test_it_compiles() -> None:
-    """In one graph for two lengths, with rows that are shifted at one of them in a branch and at both.
-
-    The slide encoder goes through AOT.
-    """
-    torch.manual_seed(0)
-    branches = {"segment_length": "[20, 50]", "dilated_ratio": "[3, 4]"}
-    encoder = LongNetEncoder.from_torchscale(SIZES | branches, merge_grad="detached").double().layers[0]
-    compiled = torch.compile(encoder, fullgraph=True, backend="eager")
-    for N in (40, 97):
-        x = torch.randn(2, N, 24, dtype=torch.float64)
-        torch._dynamo.mark_dynamic(x, 1)
-        assert_close(compiled(x), encoder(x), **TIGHT)
-
-
 def test_training_leaves_out() -> None:
     """Dropout, and layers left out for some rows, more of them the later they are; nothing in eval mode."""
     x = torch.randn(2, 40, 24, dtype=torch.float64)
@@ -118,14 +78,6 @@ def test_training_leaves_out() -> None:
     assert (mean - scale[0]).norm() < 0.25 * (scale[0] - first[0]).norm()
 
 
-def test_dtypes() -> None:
-    encoder = made().to(torch.bfloat16)
-    x = torch.randn(2, 40, 24)
-    assert encoder(x.bfloat16()).dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(made().float()(x).float(), encoder(x.bfloat16()).float(), rtol=0.1, atol=0.2)
-
-
 def test_configs_are_read() -> None:
     config = LongNetEncoderConfig.from_torchscale(
         SIZES | {"dropout": 0.1, "block_shift": True, "flash_attention": True}
@@ -140,44 +92,3 @@ def test_configs_are_read() -> None:
     assert bare.layer_norm is None
     x = torch.randn(1, 9, 24)
     assert torch.equal(bare(x), bare(x, all_layers=True)[-1])
-
-
-def test_unavailable_options_are_named_together() -> None:
-    refused = {"deepnorm": True, "moe_freq": 2, "vocab_size": 100, "xpos_rel_pos": True}
-    with pytest.raises(ValueError, match="cannot be made") as caught:
-        LongNetEncoderConfig.from_torchscale({"encoder_layers": 2, "segmentlength": "[8]"} | refused)
-    for name in (*refused, "segmentlength", "segment_length", "dilated_ratio"):
-        assert name in str(caught.value)
-    with pytest.raises(ValueError, match=r"such as '\[1024, 2048\]'; got '\[8, x\]'"):
-        LongNetEncoderConfig.from_torchscale(SIZES | {"segment_length": "[8, x]"})
-    with pytest.raises(ValueError, match="rel_pos_buckets"):
-        LongNetEncoderConfig.from_torchscale(SIZES | {"rel_pos_buckets": 32, "max_rel_pos": 128})
-
-
-def test_misfit_keys_are_named_together() -> None:
-    weights = made().state_dict()
-    weights["layers.0.ffn.fc1.weight"] = torch.zeros(3, 4)
-    weights["decoder.weight"] = weights.pop("layers.1.self_attn.q_proj.bias")
-    with pytest.raises(ValueError, match="exactly the parameters of LongNetEncoder") as caught:
-        LongNetEncoder.from_torchscale(SIZES, weights)
-    for part in ("1 missing: layers.1.self_attn.q_proj.bias", "1 foreign: decoder.weight", "(3, 4) for (40, 24)"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"num_heads": 5}, "num_heads must divide"),
-        ({"merge_grad": "none"}, "merge_grad must be one of"),
-        ({"padding": "ones"}, "padding must be one of"),
-        ({"drop_path": 1.0}, "drop_path must be at least 0 and below 1"),
-        ({"norm_eps": 0}, "norm_eps must be above 0"),
-        ({"segment_lengths": (4,)}, "one entry for each branch"),
-        ({"engine": "fast"}, "engine must be"),
-        ({"ffn_dim": 0}, "ffn_dim must be at least 1"),
-    ],
-)
-def test_configs_are_checked(change, says) -> None:
-    fields = vars(LongNetEncoderConfig.from_torchscale(SIZES))
-    with pytest.raises(ValueError, match=says):
-        LongNetEncoderConfig(**fields | change)

@@ -1,9 +1,8 @@
-"""FlexdilatedCache: attention over all tokens, memory that stays bounded, and what it refuses."""
+"""FlexdilatedCache: attention over all tokens, bounded memory, refusals; layers that share keys or hold states."""
 
 from __future__ import annotations
 
 from inspect import signature
-from itertools import accumulate
 from random import Random
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from flexdilated import attend, masks
 from flexdilated.decoding import _held_keys, _reader
@@ -21,24 +20,13 @@ from flexdilated.integrations.transformers._attention import Visibility, attenti
 from flexdilated.integrations.transformers._mask_functions import Reading
 
 from .models import model_of, tokens
+from .tiny import tiny_config, tiny_model
 
 PATTERNS = {"longnet": masks.longnet((4, 32), (1, 4)), "window": masks.local_window(left=7, right=0)}
 
 
 def model_with(pattern: str) -> Any:
     return set_pattern(model_of("llama"), PATTERNS[pattern])
-
-
-@torch.no_grad()
-def test_memory_stays_bounded() -> None:
-    """A window keeps its keys, and the tokens that may be taken back, in whole pages."""
-    model, cache, most = model_with("window"), FlexdilatedCache(undo=8), 0
-    for begin in range(0, 600, 6):
-        seen = {"past_key_values": cache, "attention_mask": torch.ones(1, begin + 6, dtype=torch.long)}
-        model((tokens(1, 6) + begin) % 97, **seen)
-        most = max(most, cache.layers[0].keys.shape[2])
-    assert cache.get_seq_length() == 600
-    assert most <= 2 * (8 + 8 + 128)
 
 
 @torch.no_grad()
@@ -111,49 +99,6 @@ def test_a_prefill_holds_what_its_layer_needs() -> None:
     assert cache.layers[1].held.nbytes == 256 * one
 
 
-BOUNDED = [
-    masks.local_window(left=5, right=0),
-    masks.longnet((4, 32), (1, 4)) & masks.causal(),
-    masks.strided(7) & masks.local_window(left=40, right=0) | masks.first_tokens(2) & masks.causal(),
-    masks.chunked(16) & masks.causal(),
-    masks.per_head([masks.local_window(left=3, right=0), masks.causal()] * 2),
-]
-
-
-@given(data=st.data())
-@settings(max_examples=25)
-@torch.no_grad()
-def test_keys_that_several_rules_read(data: st.DataObject) -> None:
-    """By one rule or more, each twice, with values made of those returned and another scale: attention over all."""
-    rules = data.draw(st.lists(st.sampled_from(BOUNDED), min_size=1, max_size=3))
-    chunks = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
-    taken = data.draw(st.integers(0, 3))
-    q, k, v = torch.randn(3, 2, 4, sum(chunks), 16, generator=torch.Generator().manual_seed(0))
-    k, v = k[:, :2], v[:, :2]
-
-    def read(values: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
-        return [(values, 0.9), (values.flip(1), 0.1)]
-
-    whole = [attend(q, k, x, rule, scale=scale, enable_gqa=True) for rule in rules for x, scale in read(v)]
-    cache, module, page = FlexdilatedCache(undo=taken), torch.nn.Identity(), data.draw(st.integers(1, 8))
-
-    def step(new: slice) -> None:
-        keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
-        masked = [mask_of(rule, new) for rule in rules]
-        calls = [(*each, mask) for mask in masked for each in read(values)]
-        for (x, scale, mask), want in zip(calls, whole, strict=True):
-            got, _ = attention(module, q[:, :, new], keys, x, mask, scaling=scale)
-            torch.testing.assert_close(got.transpose(1, 2), want[:, :, new], rtol=0, atol=1e-5)
-
-    with mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page):
-        for stop, size in zip(accumulate(chunks), chunks, strict=True):
-            step(slice(stop - size, stop))
-            back = min(taken, stop)
-            if back:  # the last tokens once more
-                cache.crop(-back)
-                step(slice(stop - back, stop))
-
-
 @given(random=st.randoms(use_true_random=True))
 @settings(max_examples=40)
 @torch.no_grad()
@@ -201,6 +146,8 @@ def mask_of(rule: masks.Pattern | masks.Mixture, queries: slice) -> Visibility:
 @torch.no_grad()
 def test_what_it_refuses() -> None:
     model = model_with("longnet")
+    with torch.enable_grad(), pytest.raises(ValueError, match="a cache computes no gradients"):
+        model(tokens(), past_key_values=FlexdilatedCache())
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[1, :9] = 0
     with pytest.raises(ValueError, match="one rule holds for all rows; here it depends on 'padding'"):
@@ -241,7 +188,89 @@ def test_queries_of_other_tokens_are_refused(queries: slice) -> None:
         attention(torch.nn.Identity(), x[:, :, queries], keys, values, mask)
 
 
-def test_gradients_do_not_go_through_it() -> None:
-    model = model_with("longnet")
-    with pytest.raises(ValueError, match="a cache computes no gradients"):
-        model(tokens(), past_key_values=FlexdilatedCache())
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Two layers read the keys of two others; one of each pair has a window.
+    "gemma3n_text": (
+        "Gemma3nForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
+        },
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1}),  # caps scores
+    "diffllama": ("DiffLlamaForCausalLM", {"num_key_value_heads": 2}),  # attends twice, with the halves of its values
+    "qwen3_next": ("Qwen3NextForCausalLM", {}),  # linear attention beside
+    "lfm2": ("Lfm2ForCausalLM", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "falcon_h1": ("FalconH1ForCausalLM", {"mamba_chunk_size": 8}),  # Mamba and attention in each layer
+}
+RULES = {"none": {}, "window": masks.local_window(left=5, right=0), "longnet": masks.longnet((4, 32), (1, 4))}
+
+
+def family_of(name: str) -> Any:
+    """With weights so large that the next token depends on all that is seen."""
+    class_name, options = FAMILIES[name]
+    made = tiny_model(name, class_name, "causal", **options).eval()
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+    return made
+
+
+def written(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
+    return model.generate(tokens(), past_key_values=cache, max_new_tokens=10, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("pattern", RULES)
+def test_tokens_are_those_of_the_model(name: str, pattern: str) -> None:
+    """Without a pattern those that the model writes with its own attention; with one those of whole passes."""
+    model = family_of(name)
+    own = written(model)
+    set_pattern(model, RULES[pattern])
+    want = own if pattern == "none" else written(model, use_cache=False)
+    assert torch.equal(written(model, FlexdilatedCache(model.config, undo=0)), want)
+    if pattern == "longnet":
+        assert torch.equal(written(model, FlexdilatedCache(model.config), num_beams=2), written(model, num_beams=2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wide", [1, 3])
+def test_layers_that_share_keys_have_rules_of_their_own(wide: int) -> None:
+    """The reader that sees more comes first, or last: keys are kept for both."""
+    model, narrow = family_of("gemma3n_text"), masks.local_window(left=3, right=0)
+    set_pattern(model, {wide: masks.local_window(left=300, right=0), 4 - wide: narrow, 0: narrow, 2: narrow})
+    rows = tokens(1, 50).repeat(1, 16)
+    want, cache = model(rows, use_cache=False).logits, FlexdilatedCache(undo=0)
+    found = [model(part, past_key_values=cache).logits for part in rows.split([60] * 13 + [1] * 20, dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-4)
+    assert [layer.num_tokens for layer in cache.layers] == [800, 800]
+    assert cache.layers[0].keys.shape[2] < 400
+
+
+def test_families_that_need_another_cache() -> None:
+    """Each says which."""
+    model = family_of("qwen3_next")
+    set_pattern(model, {})
+    with pytest.raises(ValueError, match=r"states of linear attention .*: FlexdilatedCache\(model\.config\)"):
+        written(model, FlexdilatedCache())
+    model = tiny_model("deepseek_v3", "DeepseekV3ForCausalLM", "causal").eval()
+    set_pattern(model, {})
+    with pytest.raises(ValueError, match=r"from latents, leave the cache to transformers, a DynamicCache"):
+        written(model, FlexdilatedCache())
+    assert torch.equal(written(model, DynamicCache()), written(model, use_cache=False))
+    with pytest.raises(ValueError, match=r"the model needs a DynamicIndexedLayer\. Leave the cache to transformers"):
+        FlexdilatedCache(tiny_config("deepseek_v32"))
+
+
+@pytest.mark.parametrize("length", [20, 1])
+def test_an_encoder_decoder(length: int) -> None:
+    """Its self-attention takes the cache; alone it is refused, whatever the number of encoder tokens."""
+    model = tiny_model("bart", "BartForConditionalGeneration", "encoder-decoder").eval()
+    set_pattern(model, {})
+    row, options = tokens()[:, :length], {"max_new_tokens": 9, "do_sample": False}
+    want = model.generate(row, **options)
+    found = model.generate(row, past_key_values=EncoderDecoderCache(FlexdilatedCache(), DynamicCache()), **options)
+    assert torch.equal(found, want)
+    with pytest.raises(ValueError, match=r"give EncoderDecoderCache\(FlexdilatedCache\(\), DynamicCache\(\)\)"):
+        model.generate(row, past_key_values=FlexdilatedCache(), **options)

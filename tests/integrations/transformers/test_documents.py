@@ -21,7 +21,6 @@ from transformers.modeling_outputs import BaseModelOutput
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
-from flexdilated.integrations.transformers._documents import _RUNNING, _RUNNING_IN_THREAD
 
 from .models import model_of, tokens
 from .tiny import tiny_model
@@ -141,21 +140,15 @@ def test_packed_is_separate(name: str) -> None:
     """With a pattern, and with the model's windows and chunks, which begin in each document; with chosen blocks too."""
     model, positions = model_of(name), sequences(13, 2, 35)
     chosen = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(9), always=masks.chunked(8)))
-    want = torch.empty(0)
     for pattern in (LONGNET, chosen) if name == "llama" else (LONGNET,):
         set_pattern(model, pattern)
         want = apart(model, 13, 2, 35)
-        calls: list[dict[str, Any]] = [{}, {"labels": tokens()}]
-        if name not in ENCODERS:
-            calls += [{"use_cache": False}]
+        calls: list[dict[str, Any]] = [{}] if name in ENCODERS else [{}, {"use_cache": False}]
         if name not in ENCODERS and pattern is not chosen:
             calls += [{"past_key_values": StaticCache(config=model.config, max_cache_len=64)}]
         for options in calls:
             got = model(tokens(), position_ids=positions, **options).logits
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    if name == "llama":
-        got = model(tokens(), None, positions, return_dict=False)[0]
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -171,21 +164,6 @@ def test_models_that_are_only_registered() -> None:
     model(tokens(), past_key_values=cache)
     with pytest.raises(ValueError, match="cached keys do not record their document"):
         model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
-    encoder = model_of("bert")
-    encoder.set_attn_implementation("flexdilated")
-    assert encoder(tokens()).logits.isfinite().all()
-
-
-@torch.no_grad()
-def test_another_implementation_is_left_alone() -> None:
-    """The hooks of set_pattern do nothing there."""
-    model, plain = model_of("llama"), model_of("llama")
-    set_pattern(model, LONGNET)
-    segments = torch.ones(2, N, dtype=torch.long).cumsum(1)
-    for each in (model, plain):
-        each.set_attn_implementation("sdpa")
-    for options in ({"position_ids": sequences(20, 30)}, {"attention_mask": segments}):
-        assert torch.equal(model(tokens(), **options).logits, plain(tokens(), **options).logits)
 
 
 def new_cache(data: st.DataObject, config: Any) -> Callable[[], Any]:
@@ -302,65 +280,28 @@ def test_checkpointed_layers_keep_their_documents(name: str, reentrant: bool) ->
             torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-4 * float(y.grad.abs().max()) + 1e-7)
 
 
-def test_a_layer_without_a_mask_of_ours_is_not_recomputed() -> None:
-    """LayoutLM makes a mask itself, which cannot keep the documents. Without checkpointing it is served."""
-    model = tiny_model("layoutlm", "LayoutLMForMaskedLM", "masked").train()
-    set_pattern(model, {})
-    ids, positions = tokens()[:, :20], sequences(8, 12).expand(2, -1)
-    want = torch.cat([model(part).logits for part in ids.split([8, 12], dim=1)], 1)
-    model.activation_checkpointing_enable()
-    with pytest.raises(ValueError, match=r"call model\.gradient_checkpointing_disable\(\), or give each document"):
-        model(ids, position_ids=positions)
-    model(ids, position_ids=sequences(20))
-    model.gradient_checkpointing_disable()
-    torch.testing.assert_close(model(ids, position_ids=positions).logits, want, rtol=0, atol=1e-5)
-
-
-class LeavesOut(transformers.PreTrainedModel):
-    """A model that takes positions and does not hand them to the model within."""
-
-    config_class = transformers.LlamaConfig
-    _supports_sdpa = True
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner.config)
-        self.inner = inner
-
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None) -> Any:
-        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (partial(tiny_model, "bart", "BartForCausalLM", "causal"), "BartDecoder does not use position_ids"),
         (partial(tiny_model, "qwen3_next", "Qwen3NextForCausalLM"), "Qwen3NextModel mixes tokens outside of its atten"),
         (partial(tiny_model, "mobilebert", "MobileBertForMaskedLM"), "MobileBertModel mixes tokens outside of its att"),
-        (lambda: LeavesOut(model_of("llama")), "LeavesOut does not hand them to its layers"),
     ],
 )
 @torch.no_grad()
 def test_models_that_cannot_keep_documents_apart(make: Callable[[], Any], said: str) -> None:
-    """They take rows of one document, also with gaps, and what the error names: a row for each document, padded."""
+    """They take rows of one document, also with gaps."""
     model = set_pattern(make().eval(), {})
     ids, positions = tokens()[:, :20], torch.arange(20)[None]
     for fall in (positions % 8, positions % 19):
         with pytest.raises(ValueError, match=rf"{said}.*: give each document a row of its own, padded, with an att"):
             model(ids, position_ids=fall)
     model(ids, position_ids=positions + 9 * (positions > 7))
-    first, second = ids[:1, :8], ids[:1, 8:]
-    rows = torch.zeros(2, 12, dtype=torch.long)
-    rows[0, :8], rows[1] = first, second
-    mask = (torch.arange(12) < torch.tensor([[8], [12]])).long()
-    got = model(rows, attention_mask=mask).logits
-    torch.testing.assert_close(got[:1, :8], model(first).logits, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got[1:], model(second).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 @torch.no_grad()
 def test_an_attention_mask_of_segment_numbers_is_refused(name: str) -> None:
-    """And what the error names is served; bool and float masks are as ever."""
     t5 = name == "t5"
     model = tiny_model("t5", "T5ForConditionalGeneration", "encoder-decoder").eval() if t5 else model_of(name)
     set_pattern(model, {})
@@ -370,17 +311,10 @@ def test_an_attention_mask_of_segment_numbers_is_refused(name: str) -> None:
     for mask in (segments, segments.double()):
         with pytest.raises(ValueError, match=r"attention_mask must hold 0 and 1, .* write position_ids that begin at"):
             model(tokens(), attention_mask=mask, **more)
-    with pytest.raises(ValueError, match="attention_mask must hold 0 and 1"):
-        model(tokens(), attention_mask=segments, position_ids=sequences(N), **more)
     ones = segments.clamp(max=1)
     want = model(tokens(), attention_mask=ones, **more)[0]
     for mask in (ones.bool(), ones.int(), ones.double()):
         assert torch.equal(model(tokens(), attention_mask=mask, **more)[0], want)
-    if not t5:
-        positions = torch.stack([sequences(20, 30)[0], torch.arange(N)])
-        got = model(tokens(), attention_mask=ones, position_ids=positions).logits[0]
-        separate = [model(part).logits[0] for part in tokens()[:1, :40].split(20, dim=1)]
-        torch.testing.assert_close(got[:40], torch.cat(separate), rtol=0, atol=1e-5)
 
 
 def test_cross_attention_sees_every_key_of_any_document() -> None:
@@ -398,17 +332,6 @@ def test_cross_attention_sees_every_key_of_any_document() -> None:
     found = second(read, written)
     assert (found - second(torch.cat([-read[:, :1], read[:, 1:]], 1), written)).abs().max() > 1e-3
     assert torch.equal(found, second(read, torch.cat([93 - written[:, :8], written[:, 8:]], 1)))
-
-
-@torch.no_grad()
-def test_the_positions_of_a_decoder() -> None:
-    """Its tokens see each other within documents, and all of the encoder's."""
-    model = model_of("whisper")
-    set_pattern(model, {})
-    sound, ids = torch.randn(2, 16, 128), tokens()[:, :20]
-    parts = [model(sound, decoder_input_ids=part).logits for part in ids.split([8, 12], dim=1)]
-    got = model(sound, decoder_input_ids=ids, decoder_position_ids=sequences(8, 12)).logits
-    torch.testing.assert_close(got, torch.cat(parts, 1), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "bert"])
@@ -440,7 +363,7 @@ def test_one_graph_for_all_documents(name: str) -> None:
 
 @torch.no_grad()
 def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
-    """One token at a time, over a static cache, with the message of the error. A prefill in a graph is known later."""
+    """One token at a time, over a static cache, with the message of the error."""
     torch.compiler.reset()
     model = model_of("llama", num_hidden_layers=1)
     set_pattern(model, {})
@@ -455,25 +378,6 @@ def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
         torch.testing.assert_close(got[:, 0], want[:, place], rtol=0, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"cached keys do not record their document: .* with use_cache=False"):
         step(tokens()[:, :1], position_ids=torch.tensor([[3]]), past_key_values=past)
-    past = StaticCache(config=model.config, max_cache_len=64)
-    got = step(tokens()[:, :30], position_ids=sequences(20, 10), past_key_values=past).logits
-    torch.testing.assert_close(got, apart(model, 20, 10, rows=tokens()[:, :30]), rtol=0, atol=1e-5)
-    for run, error in ((model, ValueError), (step, RuntimeError)):
-        with pytest.raises(error, match="cached keys do not record their document"):
-            run(tokens()[:, :1], position_ids=torch.tensor([[30]]), past_key_values=past)
-
-
-@torch.no_grad()
-def test_layers_that_are_compiled_alone() -> None:
-    """They do not get the positions themselves."""
-    torch.compiler.reset()
-    model = MAKE["llama 4"]()
-    set_pattern(model, {})
-    want = apart(model, 20, 30)
-    for layer in model.model.layers:
-        layer.compile(backend="eager", fullgraph=True)
-    got = model(tokens(), position_ids=sequences(20, 30)).logits
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -485,20 +389,15 @@ def test_threads_and_errors_leave_no_trace() -> None:
         models[0](tokens() + 97, position_ids=sequences(20, 30))
     with pytest.raises(ValueError, match="forms no attention weights"):
         models[0](tokens(), position_ids=sequences(20, 30), output_attentions=True)
-    assert _RUNNING.call is None
-    assert _RUNNING_IN_THREAD.call is None
+
+    @torch.no_grad()
+    def run(fall: int) -> Tensor:
+        return first_output(models[fall % 2], input_ids=tokens(), position_ids=sequences(fall, N - fall))
+
     falls = [5, 11, 20, 33, 42]
-    want = [
-        first_output(models[fall % 2], input_ids=tokens(), position_ids=sequences(fall, N - fall)) for fall in falls
-    ]
-
-    def run(number: int) -> Tensor:
-        fall = falls[number % 5]
-        with torch.no_grad():
-            return first_output(models[fall % 2], input_ids=tokens(), position_ids=sequences(fall, N - fall))
-
+    want = [run(fall) for fall in falls]
     with ThreadPoolExecutor(5) as pool:
-        for number, got in enumerate(pool.map(run, range(40))):
+        for number, got in enumerate(pool.map(run, falls * 8)):
             assert torch.equal(got, want[number % 5])
 
 

@@ -1,16 +1,27 @@
-"""Without a pattern a model is what it is with SDPA; with one, what it is with the pattern's dense mask."""
+"""Models equal SDPA without a pattern, its dense mask with one; a family is served, or refused at once."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import masking_utils as rules
 
+import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.transformers import attention_layers, set_pattern
 from flexdilated.integrations.transformers._attention import attention
+from flexdilated.integrations.transformers._mask_functions import pattern_from_mask_function
+from flexdilated.masks.patterns import names
 from tests.integrations.passes import Step, assert_same_step, counts, gradients_of
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
+from .sweep import CALLS, PAGE, examine, page, results
+from .tiny import families, tiny_model
 
 # N tokens of a row, H heads
 
@@ -42,24 +53,6 @@ def test_equals_sdpa(name: str, padding: str | None) -> None:
     # gpt-oss has sinks, which sdpa does not take.
     want = step(model, name, padding, "eager" if name == "gpt-oss" else "sdpa")
     assert_same_step(step(model, name, padding, "flexdilated"), want)
-
-
-def test_a_soft_cap_is_that_of_gemma() -> None:
-    q, k, v = torch.randn(3, 1, 2, 9, 16)
-    capped, _ = attention(torch.nn.Identity(), q, k, v, None, softcap=0.5)
-    scores = 0.5 * torch.tanh(q @ k.mT / 4 / 0.5)
-    weights = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
-    torch.testing.assert_close(capped.transpose(1, 2), weights @ v, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("keys", "values"), [(16, 10), (10, 16)])
-def test_values_of_another_width(keys: int, values: int) -> None:
-    """The scale is that of the keys as they came."""
-    q, k = torch.randn(2, 1, 2, 9, keys)
-    v = torch.randn(1, 2, 9, values)
-    got, _ = attention(torch.nn.Identity(), q, k, v, None)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(got.transpose(1, 2), want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("entries", [1, 2])
@@ -109,3 +102,182 @@ def test_a_padded_row_is_the_row_alone(name: str, pattern: str) -> None:
 def test_all_layers_are_found() -> None:
     counts = {name: len(attention_layers(model_of(name))) for name in FAMILIES}
     assert counts == {name: {"llama4": 4, "whisper": 6}.get(name, 2) for name in FAMILIES}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+COMPILED = ("BertLMHeadModel", "Gemma4ForCausalLM")  # tracing takes longer than all the rest
+_BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in families()}
+
+
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        "Qwen2MoeForCausalLM",  # a window of 0 that no layer uses
+        "DeepseekV3ForCausalLM",  # values narrower than keys
+        "Gemma2ForCausalLM",  # capped scores
+        "T5ForConditionalGeneration",  # a learned bias for each head and distance
+        "InklingForCausalLM",  # a bias for each query
+        "BertLMHeadModel",  # a mask made once more of one that is there
+        "LayoutLMForMaskedLM",  # a padding mask of its own
+        "Gemma4ForCausalLM",  # rows taken from its mask
+        "BartForConditionalGeneration",
+    ],
+)
+def test_served(class_name: str) -> None:
+    model_type, kind = _BY_CLASS[class_name]
+    calls = [each for each in CALLS if each != "compiled" or class_name in COMPILED]
+    found = examine(model_type, class_name, kind, calls)
+    assert found["outcome"] == "serves", found
+    ways = ["plain", "padded", "pattern", "training", *(["dynamic", "static"] if kind == "causal" else [])]
+    assert {way: found[way] for way in ways} == dict.fromkeys(ways, "yes")
+    assert found["changes"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "said"),
+    [
+        ("DogeForCausalLM", r"DogeAttention, makes or changes the mask.*attn_implementation='sdpa' or 'eager' serves"),
+        ("DeepseekV32ForCausalLM", "DeepseekV32Attention, makes or changes the mask"),
+        ("Inkling2ForCausalLM", "Inkling2SlidingAttention, gives each query a sink logit of its own"),
+        ("GitForCausalLM", "GitSelfAttention, computes with a mask of queries and keys"),
+        ("T5Gemma2ForConditionalGeneration", "T5Gemma2MergedAttention, makes or changes the mask"),
+        (
+            "BloomForCausalLM",
+            "BloomForCausalLM has no layer that asks .* own code: attn_implementation='sdpa' or 'eager' keeps it, "
+            "or call flexdilated.attend",
+        ),
+        ("LongformerForMaskedLM", r"masks\.recipes\.longformer\(radius, num_global\) makes its pattern for any model"),
+        ("BigBirdForCausalLM", r"masks\.recipes\.bigbird\(num_tokens\) makes its pattern for any model"),
+    ],
+)
+def test_refused_at_once(class_name: str, said: str) -> None:
+    model_type, kind = _BY_CLASS[class_name]
+    model = tiny_model(model_type, class_name, kind).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=said):
+        set_pattern(model, masks.local_window(left=3, right=0))
+    assert model.config._attn_implementation == before
+
+
+def test_no_family_raises_later() -> None:
+    late = {name: row["why"] for name, row in results().items() if row["outcome"] == "raises later"}
+    assert late == {}
+
+
+def test_the_page_shows_the_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    (version,) = re.findall(r"of transformers ([\d.]+\d)", text)
+    assert text == page(results(), version)
+
+
+# B batch entries, N tokens
+
+_LENGTH = 24
+
+
+def evaluated(function) -> Tensor:
+    """(B, N, N) of a function of index tensors."""
+    entry, token = torch.arange(2), torch.arange(_LENGTH)
+    found = function(entry[:, None, None], torch.tensor(0), token[None, :, None], token[None, None, :])
+    return found.expand(2, _LENGTH, _LENGTH)
+
+
+def as_read(function) -> Tensor:
+    """(B, N, N) of the pattern that it is read as: whose value each query gets a share of."""
+    reading = pattern_from_mask_function(function, None)
+    pattern = reading.whole()
+    q, v = torch.zeros(2, 1, _LENGTH, 8), torch.eye(_LENGTH).expand(2, 1, -1, -1)
+    return fd.attend(q, q, v, pattern, bindings={name: reading.tensors[name] for name in names(pattern)})[:, 0] > 0
+
+
+sizes = st.integers(1, _LENGTH + 3)
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def ids_of(parts: list[int]) -> Tensor:
+    """Sequences of these lengths, and one more to the end, (2, N); the second entry is one sequence."""
+    ids = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))[:_LENGTH]
+    first = torch.cat([ids, torch.full((_LENGTH - len(ids),), len(parts))])
+    return torch.stack([first, torch.zeros_like(first)])
+
+
+def positions_in(ids: Tensor) -> Tensor:
+    """How many tokens of its own sequence come before each."""
+    same = ids[:, :, None] == ids[:, None, :]
+    return same.long().tril(-1).sum(-1)
+
+
+plain = st.one_of(
+    st.just(rules.causal_mask_function),
+    st.just(rules.bidirectional_mask_function),
+    st.builds(rules.sliding_window_causal_mask_function, sizes),
+    st.builds(rules.sliding_window_overlay, sizes),  # no limit to later keys
+    st.builds(lambda size: lambda b, h, q, k: k <= q + size, sizes),  # none to earlier ones
+    st.builds(rules.sliding_window_bidirectional_mask_function, sizes),
+    st.builds(lambda size: rules.chunked_causal_mask_function(size, torch.zeros(2, dtype=torch.long)), sizes),
+)
+
+
+@given(plain, plain)
+def test_rules_of_positions(one, other) -> None:
+    assert torch.equal(as_read(one), evaluated(one))
+    chunks = [each.__closure__ for each in (one, other) if each.__name__ == "and_mask"]
+    if len(chunks) < 2:  # two chunk sizes at once are refused
+        both = rules.and_masks(one, other)
+        assert torch.equal(as_read(both), evaluated(both))
+    either = rules.or_masks(one, other)
+    assert torch.equal(as_read(either), evaluated(either))
+
+
+@given(plain, lengths)
+def test_packed_sequences(rule, parts: list[int]) -> None:
+    ids = ids_of(parts)
+    if hasattr(rules, "packed_sequence_compatibility_function"):
+        packed = rules.packed_sequence_compatibility_function(rule, positions_in(ids), ids)
+    else:  # since transformers 5.24
+        remapped = rules.remap_positions_for_packed_sequence(rule, positions_in(ids))
+        packed = rules.and_masks(remapped, rules.packed_sequence_mask_function(ids))
+    assert torch.equal(as_read(packed), evaluated(packed))
+
+
+@given(plain, lengths, st.lists(st.booleans(), min_size=2 * _LENGTH, max_size=2 * _LENGTH))
+def test_groups_that_see_each_other_and_keys_that_are_hidden(rule, parts: list[int], visible: list[bool]) -> None:
+    """Groups as of the tokens of an image: those with negative ids are in none."""
+    seen, ids = torch.tensor(visible).view(2, -1), ids_of(parts)
+    either = rules.or_masks(rule, rules.blockwise_overlay(torch.where(ids % 3 == 1, -1, ids)))
+    for function in (either, rules.and_masks(rule, rules.padding_mask_function(seen))):
+        assert torch.equal(as_read(function), evaluated(function))
+
+
+distances = st.integers(-_LENGTH - 2, _LENGTH + 2)
+
+
+@given(distances, distances)
+def test_limits_of_the_distance(one: int, other: int) -> None:
+    """On either side of the diagonal, also where no pair is left."""
+    for rule in (
+        lambda b, h, q, k: (k + one <= q) & (q < k + other),
+        lambda b, h, q, k: (q - k >= one) & (q - k < other),
+        lambda b, h, q, k: ((q - k > one) & (k - q <= 0)) | ((q - k < 0) & (-(q - k) < other)),
+    ):
+        assert torch.equal(as_read(rule), evaluated(rule))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda b, h, q, k: q * 2 >= k, "unsupported operand"),
+        (lambda b, h, q, k: abs(q - k) >= 3, "least distance in both directions"),
+        (lambda b, h, q, k: q >= 3, "a number other than 0"),
+        (lambda b, h, q, k: torch.ones(()), "it returns Tensor"),
+        (lambda b, h, q, k: torch.ones(2, 4, dtype=torch.bool)[b, q], "hides queries by a table"),
+        (lambda b, h, q, k: k // 4 == q // 3, "different sizes"),
+        (lambda b, h, q, k: (k // 4 == q // 4) & (k // 3 == q // 3), "two chunk sizes"),
+        (lambda b, h, q, k: q.new_zeros((), dtype=torch.bool), "allows no pair"),
+    ],
+)
+def test_what_cannot_be_read(function, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        pattern_from_mask_function(function, None)

@@ -99,21 +99,6 @@ def test_tokens_depend_on_the_pattern() -> None:
 
 
 @torch.no_grad()
-def test_a_window_that_moves_with_the_cache() -> None:
-    """Sliding caches hand over keys that begin behind position 0."""
-    model = model_of("mistral", sliding_window=8)
-    set_pattern(model, masks.longnet((4, 16), (1, 2)))
-    row = tokens()[:1]
-    want = model(row, use_cache=False).logits
-    past, found = None, []
-    for part in row.split([20, 1, 1, 9, 1, 18], dim=1):
-        out = model(part, past_key_values=past, use_cache=True)
-        past = out.past_key_values
-        found.append(out.logits)
-    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
 def test_a_compiled_step_over_a_static_cache_reads_the_position_once() -> None:
     """One graph for all positions, in which one number comes to the host, however many layers there are."""
     torch.compiler.reset()

@@ -109,26 +109,10 @@ def test_a_tower_that_cannot_be_served_is_left_and_the_text_is_served() -> None:
         assert not hasattr(towers, "flexdilated_patterns")
         changed = (model(**batch).logits - dense).abs().max()
         assert changed < 1e-5 if pattern == {} else changed > 1e-3
-    tower = model.model.vision_tower(batch["pixel_values"].float(), image_sizes=batch["image_sizes"]).last_hidden_state
-    plain = _pixtral().model.vision_tower
-    plain.load_state_dict(model.model.vision_tower.state_dict())
-    assert torch.equal(tower, plain(batch["pixel_values"].float(), image_sizes=batch["image_sizes"]).last_hidden_state)
     with pytest.raises(
         ValueError, match=r"layer 1 keeps the attention of transformers, so it takes no pattern: model\.v"
     ):
         set_pattern(model, {1: WINDOW, 2: WINDOW})
-
-
-@leaves_the_tower
-@torch.no_grad()
-def test_a_model_served_in_part_is_saved_and_loaded_so(tmp_path) -> None:
-    model, batch = _pixtral(heads=2), batch_of("pixtral")
-    by_heads = masks.per_head([WINDOW, masks.causal(), WINDOW, WINDOW])  # the tower has 2
-    set_pattern(model, by_heads).save_pretrained(tmp_path)
-    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
-    set_pattern(again)
-    assert again.config.vision_config._attn_implementation == "sdpa"
-    assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
 def test_a_tower_alone_is_refused_by_its_own_name() -> None:

@@ -1,21 +1,25 @@
-"""Patterns given to layers: which get one, what is kept in the config, compiled and checkpointed models, bad input."""
+"""Patterns and selections given to layers: which get one, what the config keeps, dropout; Trainer and LoRA."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
+from torch.testing import assert_close
+from transformers import DynamicCache, StaticCache
 
-from flexdilated import masks
-from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
-from tests.integrations.passes import assert_dropout_trains, gradients_of
+import flexdilated as fd
+from flexdilated import integrations, masks
+from flexdilated.integrations.transformers import FlexdilatedCache, attention_layers, set_pattern
+from tests.integrations.passes import assert_dropout_trains
 
-from .models import NUM_HEADS, batch_of, model_of, real_logits, tokens
+from .models import batch_of, model_of, tokens
 
 LONGNET = masks.longnet((4, 16), (1, 2))
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 NARROW = masks.local_window(left=2, right=0)
 
 
@@ -56,91 +60,6 @@ def test_a_module_around_a_model() -> None:
     assert torch.equal(logits(wrapped[0]), logits(alone))
 
 
-def gradients(model, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    real_logits(model, batch, use_cache=False).pow(2).sum().backward()
-    return gradients_of(model)
-
-
-def test_gradient_checkpointing_changes_nothing() -> None:
-    model, batch = model_of("llama").train(), batch_of("llama", "left")
-    set_pattern(model, LONGNET)
-    want = gradients(model, batch)
-    model.activation_checkpointing_enable()
-    for name, grad in gradients(model, batch).items():
-        assert torch.equal(grad, want[name])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_one_graph_for_all_values() -> None:
-    """Padding on either side, and inside, and packed sequences: values are not read while a model is traced."""
-    model = model_of("llama", num_hidden_layers=1).train()
-    set_pattern(model, LONGNET)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    before = dict(counters["graph_break"])
-    for padding in ("left", "right", "inside"):
-        batch = batch_of("llama", padding)
-        want, grads = real_logits(model, batch, use_cache=False), gradients(model, batch)
-        got = real_logits(compiled, batch, use_cache=False)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-        model.zero_grad()
-        got.pow(2).sum().backward()
-        for name, x in model.named_parameters():
-            torch.testing.assert_close(x.grad, grads[name], rtol=1e-3, atol=1e-4)
-    positions = torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    packed = {"position_ids": positions, "use_cache": False}
-    with torch.no_grad():
-        got, want = (run(tokens(), **packed).logits for run in (compiled, model))
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    assert dict(counters["graph_break"]) == before
-
-
-def test_bad_patterns_change_nothing() -> None:
-    model = model_of("llama")
-    before, want = model.config._attn_implementation, logits(model)
-    for pattern, error, said in [
-        ({5: LONGNET}, ValueError, "numbered from 0 to 1; got 5"),
-        ({"0": LONGNET}, ValueError, "numbered from 0 to 1; got '0'"),
-        ({0: "causal"}, TypeError, "layer 0 must get a pattern or None; got 'causal'"),
-        ("causal", TypeError, "pattern must be a pattern, a mapping"),
-        (masks.causal() & masks.documents("ids"), ValueError, "no run-time tensors"),
-        (masks.per_head([NARROW] * (NUM_HEADS + 1)), ValueError, f"layer 0 has {NUM_HEADS} heads: "),
-        (None, ValueError, "config holds no patterns"),
-    ]:
-        with pytest.raises(error, match=said):
-            set_pattern(model, pattern)
-    with pytest.raises(ValueError, match="compose must be one of"):
-        set_pattern(model, LONGNET, compose="or")
-    assert model.config._attn_implementation == before
-    assert torch.equal(logits(model), want)
-
-
-def test_models_without_layers_of_this_kind() -> None:
-    with pytest.raises(TypeError, match="model is a PreTrainedModel of transformers or contains one; got Linear"):
-        set_pattern(nn.Linear(2, 2), LONGNET)
-
-
-CALLS = [
-    ({"output_attentions": True}, ValueError, "forms no attention weights: call without output_attentions=True"),
-    ({"attention_mask": torch.ones(2, 1, 50, 50) > 0}, ValueError, r"a ready-made mask of shape \(2, 1, 50, 50\)"),
-    ({"attention_mask": torch.full((2, 1, 1, 50), -1.0)}, ValueError, "which adds other numbers than 0 and less than"),
-    (
-        {"attention_mask": masks.block_mask(masks.causal(), 50, num_heads=1)},
-        TypeError,
-        r"give masks\.custom\(block_mask\) to set_pattern\(model, pattern\); got BlockMask",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "error", "said"), CALLS)
-def test_calls_that_it_does_not_serve(given: dict[str, Any], error: type[Exception], said: str) -> None:
-    model = set_pattern(model_of("llama"), LONGNET)
-    with pytest.raises(error, match=said):
-        model(tokens(), **given)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -165,3 +84,145 @@ def test_dropout_needs_all_keys_and_no_selection() -> None:
     refused = pytest.raises(ValueError, match=r"a FlexdilatedCache takes no dropout: leave the cache.*got dropout=0\.1")
     with torch.no_grad(), refused:
         model(tokens(), past_key_values=cache)
+
+
+def losses(model, folder: Path) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True, data_seed=0, seed=0,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in (*tokens(), *tokens())]
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_trainer(tmp_path: Path) -> None:
+    """Without a pattern the losses are those of SDPA; with one they fall as well, and are others."""
+    dense, same, sparse = (model_of("llama") for _ in range(3))
+    dense.set_attn_implementation("sdpa")
+    set_pattern(same, {})
+    set_pattern(sparse, LONGNET)
+    want = losses(dense, tmp_path)
+    assert losses(same, tmp_path) == pytest.approx(want, abs=1e-3)
+    found = losses(sparse, tmp_path)
+    assert found[-1] < found[0]
+    assert found != pytest.approx(want, abs=1e-3)
+
+
+def test_lora() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain, adapted = model_of("llama"), get_peft_model(model_of("llama"), LoraConfig(target_modules=["q_proj"]))
+    for model in (plain, adapted):
+        set_pattern(model, LONGNET)
+    assert len(attention_layers(adapted)) == 2
+    # An adapter begins as nothing.
+    torch.testing.assert_close(adapted(input_ids=tokens()).logits, plain(tokens()).logits, rtol=0, atol=1e-5)
+    adapted(input_ids=tokens(), labels=tokens()).loss.backward()
+    grads = {name for name, x in adapted.named_parameters() if x.grad is not None and bool(x.grad.any())}
+    assert len(grads) == 2
+    assert all("q_proj.lora_B" in name for name in grads)
+
+
+def test_what_is_needed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(integrations, "transformers")
+    monkeypatch.setattr(integrations, "version", lambda name: "4.57.1")
+    with pytest.raises(ImportError, match=r"needs transformers 5 or newer; got 4\.57\.1"):
+        integrations.transformers  # noqa: B018
+
+
+def selection(most: int = 2, gradient: str = "none", **options: Any) -> fd.SelectedAttention:
+    options = {"always": masks.chunked(8), **options}
+    return fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(most), **options), gradient)
+
+
+MORE = tokens(length=80)
+
+
+def test_all_blocks_are_the_model_as_it_was() -> None:
+    """Logits and gradients, with padding on either side; with few blocks they are others."""
+    model = model_of("llama")
+    for padding in (slice(0, 0), slice(0, 21), slice(60, 80)):
+        mask = torch.ones(2, 80, dtype=torch.long)
+        mask[1, padding] = 0
+        model.set_attn_implementation("sdpa")
+        expected = model(MORE, attention_mask=mask).logits[mask.bool()]
+        set_pattern(model, selection(10))
+        logits = model(MORE, attention_mask=mask).logits[mask.bool()]
+        assert_close(logits, expected, rtol=0, atol=1e-5)
+        weights = tuple(model.parameters())
+        found, wanted = (torch.autograd.grad(x.square().mean(), weights) for x in (logits, expected))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-5)
+        set_pattern(model, {1: selection(1)})
+        assert (model(MORE, attention_mask=mask).logits[mask.bool()] - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+def test_decoding_is_one_pass(gradient: str) -> None:
+    """In chunks and steps over a DynamicCache, and by generate."""
+    model, cache = model_of("llama"), DynamicCache()
+    set_pattern(model, selection(gradient=gradient))
+    with torch.no_grad():
+        whole = model(MORE).logits
+        parts = [model(part, past_key_values=cache).logits for part in MORE.split([50, 1, 1, 28], dim=1)]
+    assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-5)
+    found = model.generate(MORE, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    again = model.generate(MORE, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
+    assert found.equal(again)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", ["padding", "documents"])
+def test_a_cache_of_fixed_size_is_longer_than_its_tokens(kept: str) -> None:
+    """Masks and positions that say something of each key, in a prefill and, of one document, a step after it."""
+    model = model_of("llama")
+    set_pattern(model, selection())
+    given = {"attention_mask": torch.ones(2, 51, dtype=torch.long), "position_ids": torch.arange(51).expand(2, -1)}
+    ends = [(0, 50), (50, 51)]
+    if kept == "padding":
+        given["attention_mask"][1, :16] = 0
+    else:
+        ends.pop()
+        given = {"position_ids": torch.cat([torch.arange(24), torch.arange(27)]).expand(2, -1)}
+
+    def parts(past: Any) -> torch.Tensor:
+        found = []
+        for begin, end in ends:
+            mask = {name: x[:, :end] if name == "attention_mask" else x[:, begin:end] for name, x in given.items()}
+            found.append(model(MORE[:, begin:end], past_key_values=past, **mask).logits)
+        return torch.cat(found, 1)
+
+    fixed, grown = parts(StaticCache(config=model.config, max_cache_len=64)), parts(DynamicCache(config=model.config))
+    real = given.get("attention_mask", torch.ones(2, 51))[:, : ends[-1][1]].bool()
+    assert_close(fixed[real], grown[real], rtol=0, atol=1e-5)
+
+
+def test_replace_leaves_out_the_rule_of_the_model() -> None:
+    model = model_of("llama")
+    set_pattern(model, selection(10, within=masks.every()), compose="replace")
+    out = model(MORE).logits
+    set_pattern(model, masks.every(), compose="replace")
+    assert_close(out, model(MORE).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_a_selection_refuses() -> None:
+    model = model_of("llama")
+    set_pattern(model, selection(query_block=8, future_in_choice=True))
+    cache = DynamicCache()
+    model(MORE, past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=r"future_in_choice=True is for prefill only, .* got queries from position 80 on"
+    ):
+        model(MORE[:, :1], past_key_values=cache)
+    set_pattern(model, selection(query_block=8, query_summary="first"))
+    cache = DynamicCache()
+    model(MORE[:, :75], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"decode with query_block=1; got 8 and queries from position 75 on"):
+        model(MORE[:, 75:], past_key_values=cache)
+    with pytest.raises(ValueError, match="needs all keys: leave the cache to transformers"):
+        model(MORE, past_key_values=FlexdilatedCache())

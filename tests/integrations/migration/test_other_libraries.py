@@ -1,0 +1,229 @@
+"""What docs/integrations/migration.md writes in place of other libraries' attention.
+
+dilated-attention-pytorch 0.2.0 (https://github.com/fkodom/dilated-attention-pytorch) is run itself. Restated are
+NATTEN's neighbourhoods (https://github.com/SHI-Labs/NATTEN, its documentation of windows and dilation) and xFormers'
+attention biases (https://github.com/facebookresearch/xformers, `xformers/ops/fmha/attn_bias.py` before mslk).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.integrations.passes import counts
+from tests.project.test_docs import run
+from tests.support.vision import FOLDER
+
+SEGMENTS, RATES = (16, 64), (1, 4)
+
+
+@pytest.fixture(scope="module")
+def page() -> SimpleNamespace:
+    """What the examples of the page define."""
+    return SimpleNamespace(**run(Path(__file__).resolve().parents[3] / "docs" / "integrations" / "migration.md"))
+
+
+def xformers_ops() -> ModuleType:
+    """What the package uses of xformers, dense and in plain PyTorch; tensors are (batch, tokens, heads, head dim)."""
+
+    def memory_efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, op: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
+
+    ops: Any = ModuleType("xformers.ops")
+    ops.AttentionOp, ops.LowerTriangularMask = object, object
+    ops.memory_efficient_attention = memory_efficient_attention
+    return ops
+
+
+@pytest.fixture(scope="module")
+def package() -> ModuleType:
+    """The package's module of attention, whose import needs xformers."""
+    where = FOLDER / "dilated_attention_pytorch"
+    if not where.is_dir():
+        pytest.skip(f"dilated-attention-pytorch, which `make test` installs into {FOLDER}, is not there")
+    xformers: Any = ModuleType("xformers")
+    xformers.ops = xformers_ops()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (xformers, xformers.ops):
+            patch.setitem(sys.modules, module.__name__, module)
+        spec: Any = importlib.util.spec_from_file_location("dilated_attention", where / "dilated_attention.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def heads_last(num_heads: int = 4, num_tokens: int = 128, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(3, 2, num_tokens, num_heads, 8, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def pattern_of(segment_lengths: Sequence[int], dilation_rates: Sequence[int], causal: bool = False) -> masks.Pattern:
+    """The pairs of theirs, as docs/integrations/migration.md has them."""
+    branches = zip(segment_lengths, dilation_rates, strict=True)
+    groups = masks.head_groups([masks.dilated(w, r, offset=i % r) for i, (w, r) in enumerate(branches)])
+    return groups & masks.causal() if causal else groups
+
+
+def ours(qkv: Tensor, pattern: masks.Pattern) -> Tensor:
+    q, k, v = qkv.transpose(2, 3)
+    return fd.attend(q, k, v, pattern).transpose(1, 2)
+
+
+def theirs(package: Any, qkv: Tensor, *, causal: bool = False, **options: Any) -> Tensor:
+    return package.DilatedAttention(SEGMENTS, RATES, **options)(*qkv, is_causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_pairs_are_theirs_until_they_divide(package: Any, causal: bool) -> None:
+    """They divide each channel by its sum over all tokens, and by the number of branches."""
+    out = ours(heads_last(), pattern_of(SEGMENTS, RATES, causal))
+    torch.testing.assert_close(theirs(package, heads_last(), causal=causal), out / out.sum(1, keepdim=True) / 2)
+
+
+def test_faults_that_the_page_names(package: Any) -> None:
+    """Of theirs: later tokens change earlier rows, heads 10 and 11 of 12 stay empty, scale and dropout do nothing."""
+    plain, changed = theirs(package, heads_last(), causal=True), heads_last().clone()
+    changed[2, :, -1] += 1
+    moved = theirs(package, changed, causal=True)
+    assert int((plain != moved)[:, :-1].any(-1).any(-1).all(0).sum()) == 127
+    empty = ~package.DilatedAttention((8, 16, 32, 64, 128), (1, 2, 4, 6, 12))(*heads_last(12)).any(1).any(-1).any(0)
+    assert empty.nonzero().flatten().tolist() == [10, 11]
+    for option in ({"softmax_scale": 9.0}, {"attention_dropout": 0.9}):
+        assert torch.equal(theirs(package, heads_last(), causal=True, **option), plain)
+    out = ours(heads_last(), pattern_of(SEGMENTS, RATES))
+    turned = (theirs(package, heads_last()).sign() != out.sign())[out != 0].double().mean()
+    assert turned == pytest.approx(0.494, abs=1e-3)
+    with pytest.raises(Exception, match="can't divide axis"):
+        theirs(package, heads_last(num_tokens=100))
+
+
+def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
+    """The module of the page has their parameters; with one branch over all, and no division, it is dense."""
+    module = page.MagnetoAttention
+    weights = package.MultiheadDilatedAttention(64, 4, RATES, SEGMENTS).state_dict()
+    module(64, 4, pattern_of(SEGMENTS, RATES)).load_state_dict(weights)
+    dense = module(64, 4, masks.every())
+    dense.load_state_dict(weights)
+    torch.manual_seed(0)
+    x = torch.randn(2, 50, 64)
+    q, k, v = (F.linear(x, weights[f"{n}.weight"], weights[f"{n}.bias"]) for n in ("q_proj", "k_proj", "v_proj"))
+    heads = [y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (q, k, v)]
+    out = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    out = F.layer_norm(out, (64,), weights["norm.weight"], weights["norm.bias"])
+    want = F.linear(out, weights["out_proj.weight"], weights["out_proj.bias"])
+    torch.testing.assert_close(dense(x), want, rtol=1e-4, atol=1e-5)
+
+
+GRIDS = {
+    "na1d": ((23,), (5,), (2,)),
+    "na2d": ((7, 12), (3, 5), (1, 2)),
+    "na2d, one number": ((9, 9), 3, 2),
+    "na2d, all of the grid": ((5, 7), (5, 7), 1),
+    "na3d": ((4, 5, 6), (3, 1, 5), (1, 2, 1)),
+    "even": ((7, 12), (4, 6), (1, 2)),
+    "strides": ((9, 11), (4, 5), 1, (2, 3)),
+    "a causal axis": ((5, 6, 6), (3, 4, 3), 1, (2, 1, 3), (True, False, False)),
+    "causal, with rates": ((23,), 4, 2, 3, True),
+}
+
+
+def each_axis(number: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
+    return (number,) * len(grid) if isinstance(number, int) else number
+
+
+def window(place: int, length: int, size: int, dilation: int, stride: int = 1, is_causal: bool = False) -> list[int]:
+    """Of the tokens with the query's remainder, `size` in a row, with its leader as near their middle as can be."""
+    fellows = list(range(place % dilation, length, dilation))
+    group = fellows.index(place) // stride * stride
+    if is_causal:
+        leader = min(group + stride - 1, len(fellows) - 1)
+        return [each for each in fellows[max(leader - size + 1, 0) : leader + 1] if each <= place]
+    leader = min(group + stride // 2, len(fellows) - 1)
+    start = min(max(leader - size // 2, 0), len(fellows) - size)
+    return fellows[start : start + size]
+
+
+def dense_natten(q: Tensor, k: Tensor, v: Tensor, *numbers: Any) -> Tensor:
+    """Token by token; tensors are (batch, *grid, heads, head dim)."""
+    grid = tuple(q.shape[1:-2])
+    axes = list(zip(grid, *(each_axis(number, grid) for number in numbers), strict=True))
+    out = torch.empty_like(q)
+    for place in product(*map(range, grid)):
+        near = [torch.tensor(window(at, *axis)) for at, axis in zip(place, axes, strict=True)]
+        index = (slice(None), *torch.meshgrid(*near, indexing="ij"))
+        keys, values = (x[index].flatten(1, -3).transpose(1, 2) for x in (k, v))
+        query = q[(slice(None), *place)].unsqueeze(2)
+        out[(slice(None), *place)] = F.scaled_dot_product_attention(query, keys, values).squeeze(2)
+    return out
+
+
+def tensors(grid: tuple[int, ...]) -> Tensor:
+    return torch.randn(3, 2, *grid, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_same_function(page: SimpleNamespace, name: str) -> None:
+    """Outputs and gradients."""
+    grid, *numbers = GRIDS[name]
+    qkv = tensors(grid).requires_grad_()
+    options = dict(zip(("kernel_size", "dilation", "stride", "is_causal"), numbers, strict=False))
+    found = page.neighborhood_attention(*qkv, **options)
+    want = dense_natten(*qkv, *numbers)
+    torch.testing.assert_close(found, want)
+    grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (found, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_scale_and_grouped_heads(page: SimpleNamespace) -> None:
+    q, k, v = tensors((5, 6))
+    found = page.neighborhood_attention(q, k[..., :1, :], v[..., :1, :], 3, scale=0.7, enable_gqa=True)
+    k, v = (x[..., :1, :].expand(-1, -1, -1, 2, -1) for x in (k, v))
+    torch.testing.assert_close(found, dense_natten(q * (0.7 * 8**0.5), k, v, 3, 1))
+
+
+def band(num_queries: int, num_keys: int, left: int | None, right: int | None, bottom_right: bool = False) -> Tensor:
+    """Keys from `left` before the query to `right` after it, both at their index or counted from the last ones."""
+    shift = num_keys - num_queries if bottom_right else 0
+    pairs = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    pairs = pairs if left is None else pairs.triu(shift - left)
+    return pairs if right is None else pairs.tril(shift + right)
+
+
+def block_diagonal(
+    q_lengths: Sequence[int], k_lengths: Sequence[int], block: Callable[[int, int], Tensor] = torch.ones
+) -> Tensor:
+    """Block i holds `block(queries, keys)` of sequence i."""
+    pairs = torch.zeros(sum(q_lengths), sum(k_lengths), dtype=torch.bool)
+    edges = (pairwise(accumulate(each, initial=0)) for each in (q_lengths, k_lengths))
+    for (top, bottom), (left, right) in zip(*edges, strict=True):
+        pairs[top:bottom, left:right] = block(bottom - top, right - left)
+    return pairs
+
+
+def pairs(pattern: masks.Pattern, num_queries: int, num_keys: int, **offsets: int) -> Tensor:
+    return counts(pattern, num_queries, num_keys, **offsets)[0] > 0
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("q_lengths", [[2, 1, 3], [9, 1, 20]], ids=str)
+def test_other_lengths_of_keys(page: SimpleNamespace, q_lengths: list[int], bottom_right: bool) -> None:
+    N, M, k_lengths = sum(q_lengths), 40, [9, 5, 26]
+    made = page.block_diagonal(q_lengths, k_lengths)
+    assert torch.equal(pairs(made, N, M), block_diagonal(q_lengths, k_lengths))
+    for lookback in (None, 1, 6):
+        made = page.block_diagonal(q_lengths, k_lengths, causal=True, bottom_right=bottom_right, lookback=lookback)
+        left = None if lookback is None else lookback - 1
+        want = block_diagonal(q_lengths, k_lengths, lambda n, m, left=left: band(n, m, left, 0, bottom_right))
+        assert torch.equal(pairs(made, N, M), want)
