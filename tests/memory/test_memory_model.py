@@ -262,3 +262,16 @@ def test_predicted_peak_is_within_a_tenth_of_a_measured_one() -> None:
     call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
     found = model_memory(size, num_tokens, call, checkpoint=True)
     assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, True), 0.10)
+
+
+@pytest.mark.parametrize("value_dim", [32, 192])
+def test_flex_holds_values_of_another_head_dim_as_they_are(value_dim) -> None:
+    """In rows of q: values and outputs are of their own width, in what is gathered, made and kept."""
+    size = AttentionSize(4096, 4, 64, torch.bfloat16, value_dim=value_dim)
+    unit, v = 4096 * 4 * 64 * 2, value_dim / 64
+    found = [attention_memory(masks.parse(text), size, device="cuda") for text in ("causal()", "dilated(1024, 4)")]
+    rows = [[getattr(each, part) / unit for part in ("inference_peak", "kept", "backward_peak")] for each in found]
+    assert rows[0] == pytest.approx([2 + 2 * v, 2 + 2 * v, 4 + 4 * v], abs=0.1)
+    # Gathered q, k, v and their part are quarters.
+    kept = 2 + v + (2 + 2 * v) / 4 + v
+    assert rows[1][:2] == pytest.approx([max(2 + v + (2 + 2 * v) / 4, 2 + v + v / 4 + v), kept], abs=0.1)

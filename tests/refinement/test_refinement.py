@@ -40,6 +40,18 @@ def test_rows_add_up_to_one_in_every_dtype(dtype):
     torch.testing.assert_close(mass.sum(-1), torch.ones(4, 7), rtol=0, atol=own)
 
 
+def test_zero_keys_of_padding_take_their_share():
+    q, k, v = drawn()
+    padded = masks.longnet((16, 32), (1, 4), offsets="contiguous", padding="zeros")
+    _, lse = fd.attend(q, k, v, padded, return_lse=True)
+    mass = fd.block_mass(q, k, lse, padded, block=64)
+    own = fd.attend(q, k, v, padded.unpadded, return_lse=True)[1]
+    finite = own > -torch.inf
+    expected = torch.where(finite, (own - lse).exp(), 0.0).sum((0, 2)) / (lse > -torch.inf).sum((0, 2))
+    torch.testing.assert_close(mass[:, 0, 0], expected)
+    assert bool((mass < 1).all())
+
+
 def test_what_is_hidden_is_not_read():
     """NaN in keys that nobody sees, and in queries that see nothing."""
     q, k, v = drawn()

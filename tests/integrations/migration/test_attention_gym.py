@@ -11,7 +11,9 @@ import torch
 from attn_gym import masks as gym
 from attn_gym import mods
 from attn_gym.masks.document_mask import length_to_offsets
+from attn_gym.masks.natten import morton_encode
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexdilated as fd
@@ -178,3 +180,54 @@ def test_score_functions_go_in_as_they_are(name: str) -> None:
     found = fd.attend(q, k, v, masks.causal(), score_mod=MODS[name], engine="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
+
+
+@pytest.mark.parametrize("order", ["tiled", "morton"])
+def test_orders_of_a_grid(order: str) -> None:
+    """Their tokens stand in tiles, or along a Z curve: in row-major order the rule is that of `neighborhood`."""
+    place = torch.cartesian_prod(torch.arange(16), torch.arange(16))  # of the row-major tokens: row, column
+    if order == "tiled":
+        theirs, (rows, columns) = gym.generate_tiled_natten(16, 16, 5, 3, 4, 8), (8, 4)
+        row, column = place.T
+        slot = (row // rows * (16 // columns) + column // columns) * rows * columns
+        slot = slot + row % rows * columns + column % columns
+    else:
+        theirs = gym.generate_morton_natten(16, 16, 5, 3)
+        slot = morton_encode(*place.flip(1).T)
+    assert torch.equal(slot.sort().values, torch.arange(256))
+    moved = create_mask(theirs, 1, 1, 256, 256, "cpu")[0]
+    assert torch.equal(counts(masks.neighborhood((16, 16), (1, 2)), 256) > 0, moved[:, slot][:, :, slot])
+
+
+def test_a_canvas_that_is_no_square() -> None:
+    """Theirs clamps rows to the width: in a grid of 20 rows of 6, row 10 sees rows 3 to 5, in NATTEN rows 9 to 11."""
+    theirs = create_mask(gym.generate_natten(6, 20, 3, 3), 1, 1, 120, 120, "cpu")[0, 0].view(20, 6, 20, 6)
+    ours = counts(masks.neighborhood((20, 6), 1), 120).view(20, 6, 20, 6)
+    assert theirs[10, 2].any(-1).nonzero().flatten().tolist() == [3, 4, 5]
+    assert ours[10, 2].any(-1).nonzero().flatten().tolist() == [9, 10, 11]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_rotary_part_of_latent_attention() -> None:
+    """Their score function takes dot products of rows of tensors; here these are more dims of q and k."""
+    q, k, v = operands()
+    q_rope, k_rope = (x[..., :8] for x in operands().flip(-1)[:2])
+    k_rope = k_rope[:, :1]
+    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
+    theirs = mods.generate_mla_rope_score_mod(q_rope, k_rope, 4, scale=0.4)
+    expected = flex_attention(q, k, v, score_mod=theirs, block_mask=block_mask, scale=0.3)
+    wide = torch.cat([q, q_rope * 0.4 / 0.3], -1), torch.cat([k, k_rope.expand(-1, 4, -1, -1)], -1), F.pad(v, (0, 8))
+    found = fd.attend(*wide, masks.causal(), scale=0.3)[..., :16]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("what", ["function", "block mask"])
+def test_flex_attention_line_by_line(what: str) -> None:
+    """`create_block_mask` and `flex_attention`, and the one line in their place."""
+    rule = gym.generate_prefix_lm_mask(6)
+    block_mask = create_block_mask(rule, None, None, 40, 40, device="cpu")
+    q, k, v = operands()
+    expected = flex_attention(q, k, v, block_mask=block_mask, scale=0.3)
+    pattern = masks.custom(rule if what == "function" else block_mask)
+    torch.testing.assert_close(fd.attend(q, k, v, pattern, scale=0.3), expected, rtol=1e-4, atol=1e-5)

@@ -227,3 +227,24 @@ def test_other_lengths_of_keys(page: SimpleNamespace, q_lengths: list[int], bott
         left = None if lookback is None else lookback - 1
         want = block_diagonal(q_lengths, k_lengths, lambda n, m, left=left: band(n, m, left, 0, bottom_right))
         assert torch.equal(pairs(made, N, M), want)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_padded_and_gappy_keys(window: int | None) -> None:
+    """A query a row: theirs flat, (1, rows, heads, dim) and (1, rows * padding, heads, dim); here a batch of rows."""
+    lengths, start = torch.tensor([5, 16, 9]), torch.tensor([0, 3, 8])
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 3, 2, 8, dtype=torch.float64, generator=generator)
+    k, v = torch.randn(2, 1, 3 * 16, 2, 8, dtype=torch.float64, generator=generator)
+    t = torch.arange(16)
+    visible = t < lengths[:, None]
+    if window is not None:
+        visible &= t >= lengths[:, None] - window
+    for seen in (visible, (t >= start[:, None]) & (t < lengths[:, None])):
+        flat = torch.zeros(3, 3 * 16, dtype=torch.bool)
+        for row in range(3):
+            flat[row, row * 16 : (row + 1) * 16] = seen[row]
+        want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=flat)
+        rows = (x.unflatten(1, (3, -1)).squeeze(0).transpose(1, 2) for x in (q, k, v))
+        found = fd.attend(*rows, masks.visible_keys(seen))
+        torch.testing.assert_close(found[:, :, 0], want[0].transpose(0, 1))
