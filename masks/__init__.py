@@ -48,6 +48,7 @@ from .patterns import (
     random_blocks,
     same_document,
     selected_blocks,
+    selected_keys,
     strided,
     visible_keys,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "recommended_layout",
     "same_document",
     "selected_blocks",
+    "selected_keys",
     "set_machine",
     "show",
     "snapped",

@@ -30,5 +30,13 @@ from ._run_time import (
     tables,
 )
 from ._same_document import same_document
-from ._selected_blocks import SelectedBlocks, TableSplit, require_row, require_tables, selected_blocks, table_split
+from ._selected_blocks import (
+    SelectedBlocks,
+    TableSplit,
+    require_row,
+    require_tables,
+    selected_blocks,
+    selected_keys,
+    table_split,
+)
 from ._token_values import PADDING, Documents, KeySet, Lengths, Spans, VisibleKeys, documents, lengths, visible_keys

@@ -36,7 +36,7 @@ from ..core import (
     require_int,
 )
 from ._block_list import NOTHING, BlockTable, by_halving, padded
-from ._run_time import RunTime, Table, of_tensor
+from ._run_time import RunTime, Table, converted, of_tensor
 
 # B batch entries, T tables, R query blocks (rows), W entries of a row
 
@@ -61,7 +61,13 @@ class SelectedBlocks(RunTime):
         super().check()
 
     def phrase(self) -> Phrase:
+        if self.block == (1, 1):
+            return call("selected_keys", self.name, most=self.most)
         return call(self.kind, self.name, block=self.block, most=self.most)
+
+    @property
+    def _values(self) -> str:
+        return "selected keys" if self.block == (1, 1) else "selected blocks"
 
     def snapped(self, q_side: int, k_side: int) -> SelectedBlocks | None:
         """Return the pattern with block[0] rounded up to a divisor or multiple of q_side, and block[1] of k_side.
@@ -89,10 +95,11 @@ class SelectedBlocks(RunTime):
         beyond = (rows >= columns) & (rows < NOTHING)
         if bool(beyond.any()):
             batch, table, row, place = beyond.nonzero()[0].tolist()
+            number = f"the {columns} blocks of {self.block[1]} keys that {extent.keys} positions hold"
+            number = f"{extent.keys}, the number of positions" if self.block == (1, 1) else number
             raise ValueError(
-                f"selected blocks must be below the {columns} blocks of {self.block[1]} keys that {extent.keys} "
-                f"positions hold, or {_NONE} for none; got {int(rows[batch, table, row, place])} in row {row} of table "
-                f"{table}, batch entry {batch}"
+                f"{self._values} must be below {number}, or {_NONE} for none; got "
+                f"{int(rows[batch, table, row, place])} in row {row} of table {table}, batch entry {batch}"
             )
         return rows, first
 
@@ -103,17 +110,18 @@ class SelectedBlocks(RunTime):
         (batch, tables, rows, most), without dims of size 0 and with at most one row for each query block.
         """
         if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-            raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
+            raise TypeError(f"{self._values} must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
             raise ValueError(
-                f"selected blocks must have shape (tables, rows, most) or (batch, tables, rows, most), without "
+                f"{self._values} must have shape (tables, rows, most) or (batch, tables, rows, most), without "
                 f"empty dims and with most={self.most}; got {tuple(tensor.shape)}"
             )
         first = -(-extent.queries // self.block[0]) - tensor.shape[-2]
         if first < 0:
             raise ValueError(
-                f"selected blocks must have at most one row for each block of {self.block[0]} queries; got "
-                f"{tensor.shape[-2]} rows for {extent.queries} positions"
+                f"{self._values} must have at most one row for each "
+                f"{f'block of {self.block[0]} queries' if self.block[0] > 1 else 'query'}; got {tensor.shape[-2]} rows "
+                f"for {extent.queries} positions"
             )
         return first
 
@@ -159,7 +167,8 @@ class SelectedTable(Table):
 
     def described(self) -> str:
         tables, rows = self.rows.shape[1:3]
-        return f"{int((self.rows < NOTHING).sum())} blocks in {tables} x {rows} rows"
+        kind = "keys" if self.block == (1, 1) else "blocks"
+        return f"{int((self.rows < NOTHING).sum())} {kind} in {tables} x {rows} rows"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         held, step = self.on(device), self.batch_step(device)
@@ -205,6 +214,9 @@ class SelectedTable(Table):
         whose = f" of table {table}" if self.rows.shape[1] > 1 else ""
         where = f"whose row{whose} names key blocks {listing(names)}" if inside else "which has no row"
         text = f"{pair.the_query} is in block {row}, {where}; {pair.the_key} is in block {column}"
+        if self.block == (1, 1):
+            where = f"has a row{whose} that names keys {listing(names)}" if inside else "has no row"
+            text = f"{pair.the_query} {where}; {pair.the_key} is {'among them' if column in names else 'no such key'}"
         return Reason(self, column in names, text)
 
     def row(self, query: int, keys: range) -> Ranges | None:
@@ -294,6 +306,37 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
     12288
     """
     return of_tensor(SelectedBlocks, blocks, name, block=block, most=most)
+
+
+@constructor
+def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_keys") -> Pattern:
+    """Pattern in which each query sees the keys that a run-time table names: nearest neighbours, or top-k tokens.
+
+    It is `selected_blocks` with blocks of one token. `attend` gathers the listed keys, so work and memory follow the
+    number of entries, and the table may be new in each call.
+
+    keys: integers of shape (tables, queries, most) or (batch, tables, queries, most): the positions of the keys that
+        each query sees, in any order. -1 is an empty entry; a repeated key counts once. The number of tables divides
+        the number of heads: one for all heads, one for each key-value head, or one for each head. The last row is that
+        of the last query, so a call that continues a sequence needs rows for its own queries only. Or a string, the
+        name under which `attend(bindings=)` passes the tensor.
+    most: number of entries of each row; None takes it from the tensor.
+    name: name of the tensor in texts and errors, unless `keys` is a string. Names within a pattern must differ.
+
+    Raises ValueError for a string without `most`; `attend` and `bind` raise TypeError for a tensor without integers,
+    and ValueError for another shape or for keys beyond the last one.
+
+    >>> nearest = torch.tensor([[[0, -1], [0, 1], [0, 2]]])
+    >>> masks.describe(masks.selected_keys(nearest), 3).useful_pairs
+    5
+    """
+    if not isinstance(keys, str):
+        keys = converted(name, keys)
+        if most is None and keys.dim():
+            most = int(keys.shape[-1])
+    if most is None:
+        raise ValueError(f"selected_keys needs most=, the number of entries of each row, beside a name; got {keys!r}")
+    return of_tensor(SelectedBlocks, keys, name, block=(1, 1), most=most)
 
 
 @dataclass(frozen=True)

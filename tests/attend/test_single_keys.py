@@ -79,7 +79,7 @@ def test_only_listed_pairs_are_computed(chunks: list[_key_lists.ListChunk]) -> N
     """No block list is made; rows of very different lengths are padded by less than their own number."""
     table, rows = ragged(HUBS, 2000), len(HUBS)
     q, k, v = torch.randn(1, 4, rows, 8), *torch.randn(2, 1, 2, 2000, 8)
-    pattern = masks.selected_blocks(table, block=1, most=table.shape[2])
+    pattern = masks.selected_keys(table)
     with mock.patch.object(_portable_op, "_program", side_effect=AssertionError("block lists")):
         found = fd.attend(q, k, v, pattern, enable_gqa=True, engine="portable")
     assert_close(found, fd.attend(q, k, v, pattern, enable_gqa=True, engine="reference"))
@@ -93,7 +93,7 @@ def test_chunks_bound_the_gathered_bytes(chunks: list[_key_lists.ListChunk]) -> 
     table = ragged(torch.randint(1, 40, (300,), generator=torch.Generator().manual_seed(0)), 500)
     q, k, v = torch.randn(3, 6, 300, 8), *torch.randn(2, 3, 6, 500, 8)
     with mock.patch.object(_key_lists, "GATHERED_BYTES", 64 * 100):  # 100 keys and values of 8 floats
-        fd.attend(q, k, v, masks.selected_blocks(table, block=1, most=39), engine="portable")
+        fd.attend(q, k, v, masks.selected_keys(table), engine="portable")
     assert all(chunk.block.numel() <= 100 or chunk.block.shape[:2] == (1, 1) for chunk in chunks)
     assert sum(chunk.block.numel() for chunk in chunks) < 3 * 6 * 500 * 40
 
@@ -109,7 +109,7 @@ def test_chunks_bound_the_gathered_bytes(chunks: list[_key_lists.ListChunk]) -> 
 )
 def test_memory_is_predicted(tokens, widths, kv_heads, drops, beside, scored) -> None:
     table = ragged(torch.randint(1, 64, (tokens,), generator=torch.Generator().manual_seed(tokens)), tokens)
-    pattern = BESIDE[beside][0](masks.selected_blocks(table, block=1, most=table.shape[2]))
+    pattern = BESIDE[beside][0](masks.selected_keys(table))
     size = AttentionSize(tokens, 4, widths[0], torch.float32, 2, kv_heads, value_dim=widths[1])
     score_mod = (lambda score, b, h, q, k: score + (q - k) * 0.1) if scored else None
     found = attention_memory(
@@ -138,9 +138,24 @@ def test_memory_is_predicted(tokens, widths, kv_heads, drops, beside, scored) ->
 
 def test_a_plan_counts_the_gathered_pairs() -> None:
     table = ragged(torch.full((512,), 4), 512)
-    pattern = masks.selected_blocks(table, block=1, most=4)
+    pattern = masks.selected_keys(table)
     for engine in (None, "portable"):
         report = fd.plan(pattern, 512, num_heads=2, engine=engine, dropout_p=0.1 if engine is None else 0.0)
         assert (report.engine, report.computed_pairs) == ("portable", 2 * 512 * 4)
         assert "table, keys gathered" in str(report)
     assert fd.plan(pattern, 512, device="cuda").computed_pairs > 50 * report.computed_pairs
+
+
+def test_selected_keys_are_blocks_of_one_token() -> None:
+    """By value and by name; each prints and reads back."""
+    table = ragged(torch.full((8,), 3), 8)
+    carried = masks.selected_keys(table, name="near")
+    assert carried == masks.selected_blocks(table, block=1, most=3, name="near")
+    by_name = masks.selected_keys("near", most=3)
+    assert repr(by_name) == repr(carried) == "selected_keys('near', most=3)"
+    assert masks.parse(repr(by_name)) == masks.from_json(masks.to_json(by_name)) == by_name
+    q = torch.randn(3, 2, 8, 4)
+    for each, bindings in ((carried, None), (by_name, {"near": table})):
+        found = fd.attend(q, q, q, each & masks.causal(), bindings=bindings)
+        allowed = torch.zeros(8, 8, dtype=torch.bool).scatter(1, table[0], True).tril()
+        assert_close(found, fd.attend(q, q, q, masks.mask(allowed)))
