@@ -117,15 +117,16 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 
 
 def _middle(progression: Progression, period: int) -> Tensor:
-    """Return the number of terms before the cut of each progression near its middle.
+    """Return the number of terms of each progression before its cut.
 
-    The cut is before the first term from a multiple of `period` on, if that leaves terms on both sides, else after half
-    of the terms.
+    The cut is at the first multiple of `period` at or after the middle term, else at the multiple before that; it is
+    after half of the terms if neither leaves terms on both sides.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
-    for place in ((border - first + step - 1) // step, (border - period - first + step - 1) // step):
-        half = torch.where((place > 0) & (place < progression.count) & (half == progression.count // 2), place, half)
+    places = ((multiple - first + step - 1) // step for multiple in (border - period, border))
+    for place in places:  # the later one counts
+        half = torch.where((place > 0) & (place < progression.count), place, half)
     return half
 
 

@@ -3,6 +3,7 @@
 from math import gcd
 
 import torch
+from torch import Tensor
 
 from ..core import (
     OF_PATTERNS,
@@ -61,8 +62,11 @@ class Band(Pattern):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         least, most, step = self.limits()
         low, high, every = parameters(device, least or 0, most or 0, step)
-        if least is None or most is None:
+        if least is None and most is None:
             return lambda b, h, q, k: (q - k) % every == 0
+        if least is None or most is None:
+            near = _at_most(high) if least is None else _at_least(low)
+            return near if step == 1 else lambda b, h, q, k: ((q - k) % every == 0) & near(b, h, q, k)
         if step == 1:
             return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
         return lambda b, h, q, k: ((q - k) % every == 0) & ((k - q >= low) & (k - q <= high))
@@ -102,6 +106,14 @@ class Band(Pattern):
         start = keys.start if least is None else max(keys.start, query + least)
         stop = keys.stop if most is None else min(keys.stop, query + most + 1)
         return as_ranges(range(start + (query - start) % step, stop, step))
+
+
+def _at_most(high: Tensor) -> MaskMod:
+    return lambda b, h, q, k: k - q <= high
+
+
+def _at_least(low: Tensor) -> MaskMod:
+    return lambda b, h, q, k: k - q >= low
 
 
 @pattern_kind("causal")

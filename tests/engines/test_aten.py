@@ -95,8 +95,8 @@ def test_calls_of_other_lengths_share_the_mask(case, data, more, longer_first):
         masked_term(longer.pattern, 1, longer).bias(torch.float64)
     assert_plan_agrees(under_mask(bound), Layout(case.num_queries), drawn, case.counts(), 8)
     whole = masked_term(longer.pattern, 1, longer).weights.counts()
-    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._counted())
-    assert torch.equal(whole, CountedPairs(longer)._counted())
+    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._count_pairs())
+    assert torch.equal(whole, CountedPairs(longer)._count_pairs())
     masks.cache().clear()
 
 
@@ -122,7 +122,7 @@ def always_apart(without_masks, monkeypatch):
     """Keys are hidden apart from the rule however few they are, and in calls of any number of queries."""
     monkeypatch.setattr(KeySet, "are_scattered", True)
     monkeypatch.setattr(_aten_op, "takes_rows", lambda key: False)
-    monkeypatch.setattr(_aten_op, "_packed", lambda *_: None)
+    monkeypatch.setattr(_aten_op, "_joined_entries", lambda *_: None)
 
 
 @st.composite

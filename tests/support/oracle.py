@@ -297,6 +297,16 @@ def counts(rule: Rule, heads: range, num_heads: int, queries: Tensor, keys: Tens
     return torch.stack([rule(head, num_heads, queries, keys) for head in heads])
 
 
+def useful_pairs(segments: Sequence[int], rates: Sequence[int], *, num_heads: int, N: int, causal: bool) -> int:
+    """Pairs that a LongNet with interleaved offsets allows over N tokens, summed over branches and heads."""
+    pairs = 0
+    for w, r in zip(segments, rates, strict=True):
+        for head in range(num_heads):
+            lengths = (len(range(start + head % r, min(start + w, N), r)) for start in range(0, N, w))
+            pairs += sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
+    return pairs
+
+
 def attention(
     q: Tensor,
     k: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.masks.core import Owned, halves
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
 from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression, count_below, count_multiples
 from flexdilated.masks.core._check import LARGEST
@@ -247,3 +248,19 @@ def test_a_step_beyond_all_memory_between_keys():
     cache = fd.KVCache(pattern, num_heads=1)
     for step in v.detach().split(1, dim=2):
         assert torch.equal(cache.attend(q, step, step), step)
+
+
+@given(st.integers(0, 50), st.integers(2, 200), st.sampled_from([1, 3, 8]), st.sampled_from([1, 2]))
+def test_boxes_are_cut_near_their_middle_at_a_multiple(first, count, period, step):
+    """Less than a period after the half, where a multiple lies within; the parts have all terms in order."""
+    side = Progression(torch.tensor([first]), step, torch.tensor([count]))
+    none = torch.zeros(1, dtype=torch.int64)
+    parts = halves(Owned(none, Box(none, side, Progression(none, 1, none + 1))), period).box.q
+    begin, end = (range(int(parts.first[i]), 1 << 20, step)[: int(parts.count[i])] for i in (0, 1))
+    assert [*begin, *end] == [*range(first, 1 << 20, step)[:count]]
+    assert begin
+    assert end
+    middle = first + step * (count // 2)
+    multiple = -(-middle // period) * period
+    fits = [cut for cut in (multiple, multiple - period) if first < cut <= first + step * (count - 1)]
+    assert end[0] == (-(-(fits[0] - first) // step) * step + first if fits else middle)

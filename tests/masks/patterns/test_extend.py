@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.extend import Bounds, Box, OnePart, RunTime, Table, constructor, of_tensor, pattern_kind
+from flexdilated.masks.patterns._band import Band
 from flexdilated.testing import check_pattern
 from tests.support.agreement import assert_agrees
 from tests.support.strategies import sets
@@ -32,6 +33,29 @@ class Transposed(OnePart):
 
     def check_tokens(self, queries, keys):
         self.part.check_tokens(keys, queries)
+
+
+@pattern_kind("any_band")
+class AnyBand(Band):
+    """Pattern of one line: its limits, of which each may be missing."""
+
+    least: int | None = None  # type: ignore[assignment]
+    most: int | None = None  # type: ignore[assignment]
+    step: int = 1  # type: ignore[assignment]
+
+    def limits(self) -> tuple[int | None, int | None, int]:
+        return self.least, self.most, self.step
+
+
+@settings(max_examples=12)
+@given(st.none() | st.integers(-9, 9), st.none() | st.integers(0, 9), st.sampled_from([1, 2, 3]))
+def test_a_band_is_its_limits(least, length, step):
+    """In every face of the rule: mask, counts, rows and reasons."""
+    most = length if least is None or length is None else least + length
+    check_pattern(AnyBand(least, most, step), max_tokens=40, examples=5)
+    far = torch.arange(30) - torch.arange(30)[:, None]
+    allowed = (far % step == 0) & (far >= (-99 if least is None else least)) & (far <= (99 if most is None else most))
+    assert masks.describe(AnyBand(least, most, step), 30).useful_pairs == allowed.sum()
 
 
 @pattern_kind("same_label")
