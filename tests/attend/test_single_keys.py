@@ -128,10 +128,10 @@ def test_memory_is_predicted(tokens, widths, kv_heads, drops, beside, scored) ->
         Dropout.drawn(0.2, q.device) if drops else None
     )
     with torch.no_grad(), LiveBytes(q, k, v) as live:
-        out, lse = _portable_op._run_of(call, q, [table], features).forward(q, k, v)
+        out, lse = _portable_op.portable_run(call, q, [table], features).forward(q, k, v)
         forward = live.peak
         live.restart()
-        _portable_op._run_of(call, q, [table], features).backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
+        _portable_op.portable_run(call, q, [table], features).backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
     assert abs(found.forward_peak / forward - 1) < 0.02
     assert abs(found.backward_peak / live.peak - 1) < 0.02
 

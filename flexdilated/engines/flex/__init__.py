@@ -4,7 +4,8 @@ from ._flash import flash_cannot, flash_sides
 from ._flex import missing_compiler, run_flex
 from ._flex_op import allowed_on, flex
 from ._kernel_call import BACKEND, on_flash, options_text
-from ._portable_op import ListedKeys, Portable, portable, portable_gradients
+from ._portable_op import portable, portable_gradients
+from ._portable_run import ListedKeys, Portable
 from ._program import FlexProgram, FlexStep, make_flex_program
 from ._slots import SideGather as FlexSide
 from ._traced import let_trace

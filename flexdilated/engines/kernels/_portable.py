@@ -321,8 +321,8 @@ def gradients(
     lse: Float[Tensor, "B H N"],
     grad_out: Float[Tensor, "B H N E"],
     delta: Float[Tensor, "B H N"],
-) -> tuple[Tensor, ...]:
-    """Return (dq, dk, dv, gradient of each learned tensor) of attention over these problems.
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return (dq, dk, dv, [gradient of each learned tensor]) of attention over these problems.
 
     They may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
     lse is inf for queries without keys.
@@ -340,7 +340,7 @@ def gradients(
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
         for total, part in zip(of_learned, found, strict=True):
             total += 0 if part is None else part
-    return problems.queries(dq), problems.keys(dk), problems.keys(dv), *of_learned
+    return problems.queries(dq), problems.keys(dk), problems.keys(dv), of_learned
 
 
 def _chunk_gradients(

@@ -1,0 +1,208 @@
+"""The run of engine "portable": a program of engine flex, and a table of single keys, by plain torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...masks.core import Recorded
+from ...masks.planning import KeyLists
+from .._features import Features
+from .._gather import merge_
+from .._merge import OutAndLse, WholeRows, add_sinks, merge, nothing, sum_dtype, with_sinks
+from .._ops import autograd_on
+from .._score_mod import ScoreMod
+from ..kernels._key_lists import ListProblems
+from ..kernels._portable import BlockProblems, Scores, Span, attention, gradients, spans_of
+from ._flex import entered, operands_of
+from ._program import FlexProgram, FlexStep, tables_of
+
+# B batch, H query heads, N queries, D head dim
+
+
+class ListedKeys(NamedTuple):
+    """The pairs of a table of single keys, which are computed without a step of the program.
+
+    first: (head, position of a query, position of a key) of the call's first.
+    place, places: indices, among the branches of the pattern, of the one with the table and of each branch of the
+        program.
+    """
+
+    lists: KeyLists
+    first: tuple[int, int, int]
+    place: int
+    places: tuple[int, ...]
+
+    def problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems:
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        row_bytes = (k.shape[3] + v.shape[3]) * k.element_size()
+        return ListProblems(self.lists, sizes, self.first, row_bytes, is_meta=q.is_meta)
+
+
+@dataclass(frozen=True, eq=False)
+class Portable:
+    """A program with the features of one call.
+
+    features: with a score_mod that is a `Recorded`, or in a graph a function.
+    spans: of each step, in a graph; None eagerly, where they follow from the lengths of the steps' block lists.
+    of_table: pairs beside those of the program; None for none, and in a graph.
+    """
+
+    program: FlexProgram
+    features: Features
+    spans: tuple[tuple[Span, ...], ...] | None = None
+    of_table: ListedKeys | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that score_mod reads."""
+        score_mod = self.features.score_mod
+        return score_mod.tensors if isinstance(score_mod, Recorded) else ()
+
+    @property
+    def learned(self) -> tuple[Tensor, ...]:
+        """The tensors that score_mod reads and that require a gradient."""
+        return tuple(x for x in self.tensors if x.requires_grad)
+
+    def reading(self, tensors: Sequence[Tensor]) -> Portable:
+        """Return the same with other tensors in place of those that score_mod reads."""
+        score_mod = self.features.score_mod
+        if not isinstance(score_mod, Recorded):
+            return self
+        return replace(self, features=self.features._replace(score_mod=score_mod.reading(tensors)))
+
+    def with_sinks(self, sinks: Tensor | None) -> Portable:
+        return replace(self, features=self.features._replace(sinks=sinks))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (out in the dtype of q, natural lse in float32 or wider).
+
+        recorded: True where autograd or a graph records the operations, of which otherwise some work in place.
+        """
+        wide, sinks = sum_dtype(q), self.features.sinks
+        x, parts = (q.to(wide), k.to(wide), v.to(wide)), []
+        if self.program.steps:
+            parts.append(self._of_steps(*x, recorded=recorded))
+        if self.of_table is not None:
+            parts.append(attention(self.of_table.problems(*x), self._scores_of_table(), *x, recorded=recorded))
+        if not parts:
+            out, lse = nothing(q, k, v, sinks)
+            return out.contiguous(), lse
+        out, lse = parts[0] if len(parts) == 1 else _merged(*parts, recorded=recorded)
+        if sinks is not None:
+            out, lse = (with_sinks if recorded else add_sinks)(out, lse, sinks)
+        return out.to(q.dtype).contiguous(), lse.contiguous()
+
+    def _of_steps(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool) -> tuple[Tensor, Tensor]:
+        operands, total = entered(self.program.enter, q, k, v), None
+        for index, step in enumerate(self.program.steps):
+            hidden, (slots, rows, start) = step.hidden, step.queries
+            own = operands_of(step, tables_of(step), *operands)
+            spans = _spans(step, own[0]) if self.spans is None else self.spans[index]
+            out, lse = attention(
+                BlockProblems.of(step.mask, spans, *own[:2]), self._scores(step), *own, recorded=recorded
+            )
+            out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
+            lse = lse + log(step.structure.multiplicity)
+            part = slots.put(out, rows, start, q.shape[2], 0.0), slots.put(lse, rows, start, q.shape[2], -torch.inf)
+            total = part if total is None else _merged(total, part, recorded=recorded)
+        assert total is not None
+        if self.program.enter is None:
+            return total
+        slots, rows, start = self.program.enter[0]
+        out, lse = (slots.put(x, rows, start, q.shape[2], 0.0) for x in total)
+        return out, lse
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
+        """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype; these are leaves.
+
+        whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
+        """
+        wide = sum_dtype(q)
+        rows = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf), whole.grad_out.to(wide), whole.delta()
+        of_learned = [torch.zeros_like(x) for x in self.learned]
+        x, grads = [x.detach().to(wide) for x in (q, k, v)], None
+        if self.of_table is not None:
+            problems = self.of_table.problems(x[0], x[1], x[2])
+            *grads, of_learned = gradients(problems, self._scores_of_table(), x[0], x[1], x[2], *rows)
+        if grads is None or self.program.steps:
+            of_steps = self._gradients_of_steps(x, rows, of_learned)
+            grads = of_steps if grads is None else [a.add_(b) for a, b in zip(grads, of_steps, strict=True)]
+        return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_learned
+
+    def _gradients_of_steps(
+        self, x: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor], of_learned: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of x (q, k, v) in the program's pairs; those of `learned` are added to of_learned.
+
+        rows: (lse, gradient of out, delta) of the whole rows.
+        """
+        if self.program.enter is not None:
+            slots, at, start = self.program.enter[0]
+            lse, grad_out, delta = (slots.take(each, at, start, x[0].shape[2]) for each in rows)
+            rows = lse, grad_out, delta
+        with autograd_on():  # gradients pass the gathers by autograd
+            leaves = [each.requires_grad_() for each in x]
+            ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
+        inner = [each.detach().requires_grad_() for each in ordered]
+        for step in self.program.steps:
+            with autograd_on():
+                operands = [*operands_of(step, tables_of(step), inner[0], inner[1], inner[2])]
+            *of_operands, of_read = self._gradients_of_step(step, operands, rows)
+            for total, part in zip(of_learned, of_read, strict=True):
+                total += part
+            while operands:  # one at a time, each freed before the next gather
+                torch.autograd.backward([operands.pop()], [of_operands.pop()])
+        grads: Sequence[Tensor] = [torch.zeros_like(each) if each.grad is None else each.grad for each in inner]
+        return grads if self.program.enter is None else torch.autograd.grad(ordered, leaves, grads)
+
+    def _gradients_of_step(
+        self, step: FlexStep, operands: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return (dq, dk, dv of the step's operands, gradient of each tensor in `learned`); rows: of all queries."""
+        (slots, at, start), hidden = step.queries, step.hidden
+        lse, grad_out, delta = (
+            hidden.clear_queries(slots.take(each, at, start, operands[0].shape[2]), dim=2, value=value)
+            for each, value in zip(rows, (torch.inf, 0.0, 0.0), strict=True)
+        )
+        q, k, v = (x.detach() for x in operands)
+        problems = BlockProblems.of(step.mask, _spans(step, q), q, k)
+        lse = lse - log(step.structure.multiplicity)
+        return gradients(problems, self._scores(step), q, k, v, lse, grad_out, delta)
+
+    def _scores(self, step: FlexStep) -> Scores:
+        places = step.structure.places
+        if self.of_table is not None:
+            places = tuple(self.of_table.places[place] for place in places)
+        return self._scores_at(places, step.indices.at_positions)
+
+    def _scores_of_table(self) -> Scores:
+        assert self.of_table is not None
+        return self._scores_at((self.of_table.place,), lambda function: function)
+
+    def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Scores:
+        """places: the branches that are computed. at: gives a function the kernel's indices as heads and positions."""
+        shares, factor = None, 1.0
+        dropout, score_mod = self.features.dropout, self.features.score_mod
+        if dropout is not None:
+            shares, factor = at(dropout.shares(places)), 1 / (1 - dropout.p) / len(places)
+        score_mod = None if score_mod is None else at(score_mod)
+        return Scores(self.features.scale, score_mod, self.learned, shares, factor)
+
+
+def _merged(first: OutAndLse, second: OutAndLse, *, recorded: bool) -> OutAndLse:
+    """Merge two parts by lse, unless `recorded` in place of the first."""
+    if recorded:
+        return merge([first, second])
+    merge_(*first, *second)
+    return first
+
+
+def _spans(step: FlexStep, q: Float[Tensor, "B H N D"]) -> tuple[Span, ...]:
+    return spans_of(step.mask, step.list_lengths, q.shape[0] * q.shape[1])
