@@ -339,9 +339,8 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
     """
     if placement is not None:
-        queries = _located_side(
-            term.q, term.heads, term.heads, lambda head, tokens: tokens
-        )  # its queries are numbered as in q
+        # Queries of such a term are numbered as in q.
+        queries = _located_side(term.q, term.heads, term.heads, lambda head, tokens: tokens)
         return queries, _placed_keys(term, placement, groups)
     assert not isinstance(term.q, ListedOrder)
     assert not isinstance(term.k, ListedOrder)

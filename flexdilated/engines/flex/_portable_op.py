@@ -1,8 +1,9 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op. Ops take no
-functions: eagerly, a call with a score_mod is an autograd function of the recorded operations, which also keeps the
-tensors that they read; torch.compile traces the score_mod into its graph.
+For the backward are kept q, k, v, the output, its lse, and small tensors: sinks, run-time tensors, dropout's seed. A
+call without a score_mod is a custom op. Ops take no functions: eagerly, a call with a score_mod is an autograd function
+of the recorded operations, which also keeps the tensors that they read; torch.compile traces the score_mod into its
+graph.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ def _program(call: Call, bindings: list[Tensor], q: Tensor) -> FlexProgram:
 class ListedKeys(NamedTuple):
     """The pairs of a table of single keys, which are computed without a step of the program.
 
-    first: (head, position of a query, position of a key) of the call's first. place, places: indices, among the
-    branches of the pattern, of the one with the table and of each branch of the program.
+    first: (global index of the first head, position of the first query, position of the first key) of the call.
+    place: index of the branch with the table among the branches of the pattern.
+    places: the same index for each branch of the program.
     """
 
     lists: KeyLists
@@ -123,9 +125,11 @@ class ListedKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A program with the features of one call; spans: of each step, in a graph; None for those of the steps' tables.
+    """A program with the features of one call.
 
-    features.score_mod is a `Recorded`, or in a graph a function. of_table: pairs beside those of the program, or None.
+    features: its score_mod is a `Recorded`, or in a graph a function.
+    spans: spans of each step, in a graph; None to read them from the steps' tables.
+    of_table: further pairs, which are not in the program; None for none.
     """
 
     program: FlexProgram
@@ -135,7 +139,7 @@ class Portable:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that score_mod reads."""
+        """Tensors that score_mod reads; empty in a graph."""
         score_mod = self.features.score_mod
         return score_mod.tensors if isinstance(score_mod, Recorded) else ()
 
@@ -145,7 +149,7 @@ class Portable:
         return tuple(x for x in self.tensors if x.requires_grad)
 
     def reading(self, tensors: Sequence[Tensor]) -> Portable:
-        """Return the same with other tensors in place of those that score_mod reads."""
+        """Return this Portable with other tensors in place of those that its score_mod reads."""
         score_mod = self.features.score_mod
         if not isinstance(score_mod, Recorded):
             return self
@@ -194,7 +198,9 @@ class Portable:
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype; these are leaves.
+        """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype.
+
+        The tensors in `learned` are leaves.
 
         whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
         """
@@ -251,7 +257,7 @@ class Portable:
         grad_out: Tensor,
         delta: Tensor,
     ) -> list[Tensor]:
-        """Gradients of a step's operands and of `learned`; the other arguments: as in `gradients`."""
+        """Gradients of a step's operands (q, k, v) and of `learned`; lse, grad_out and delta: as in `gradients`."""
         q, k, v = (x.detach() for x in operands)
         lse = lse - log(step.structure.multiplicity)
         problems = BlockProblems.of(step.mask, _spans(step, q), q, k)
@@ -268,7 +274,11 @@ class Portable:
         return self._scores_at((self.of_table.place,), lambda function: function)
 
     def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Scores:
-        """places: the branches that are computed. at: gives a function the kernel's indices as heads and positions."""
+        """Return the `Scores` of some branches.
+
+        places: indices of the branches.
+        at: turns a function of heads and positions into one of the kernel's indices.
+        """
         shares, factor = None, 1.0
         dropout, score_mod = self.features.dropout, self.features.score_mod
         if dropout is not None:

@@ -123,7 +123,7 @@ class _Folding:
 
 
 def _blind(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
-    """True for queries without a key in x.visible, of keys 0 to i for query i if is_causal; None if there are none."""
+    """True for queries whose keys are all hidden by x.visible; None for none. is_causal: query i has keys 0 to i."""
     if x.visible is None:
         return None
     if is_causal:

@@ -167,7 +167,7 @@ def _per_key_head(x: Tensor, groups: int) -> Tensor:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its vectors begin at multiples of 16 bytes."""
+    """Pad the head dim of x with zeros to a multiple of 8; copy x if its vectors are strided or not 16-byte aligned."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))

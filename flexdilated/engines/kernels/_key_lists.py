@@ -133,7 +133,7 @@ class ListProblems:
         return x.unflatten(0, (self.sizes[0], self.sizes[2], -1)).squeeze(3)
 
     def chunks(self) -> Iterator[ListChunk]:
-        """Yield chunks that together have every query with a key, the longest lists first; for meta tensors only a few."""
+        """Yield chunks that together have every query with a key, the longest lists first; on meta tensors, a few."""
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
         device, sets, (head, q_first, k_first) = self.lists.keys.device, self._sets, self.first
