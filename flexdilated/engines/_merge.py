@@ -142,7 +142,7 @@ def nothing(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse the head's sink or -inf.
 
-    The results are functions of q, k and v, with gradient 0; with sinks, the lse has their gradient.
+    The results are functions of q, k and v, with gradient 0. With sinks, the lse passes its gradient on to them.
 
     sinks: one logit per head (H,), or None.
     """

@@ -72,7 +72,7 @@ def plain(score_mod: ScoreMod) -> ScoreMod:
 
 
 def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: Tensor) -> ScoreMod:
-    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be no closure or lambda."""
+    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be defined in a module."""
     if isinstance(score_mod, Recorded):
         return score_mod.through(translate, *tensors)
     return translate(score_mod, *tensors)

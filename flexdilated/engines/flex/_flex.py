@@ -72,7 +72,7 @@ def run_flex(
 
 
 def flat(features: Features) -> tuple[Any, ...]:
-    """Return the fields as arguments of a compiled function, of which numbers are text, so that they are constants."""
+    """Return the features as arguments of a compiled function; scale and dropout_p as text, so they are constants."""
     score_mod = None if features.score_mod is None else plain(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
 
