@@ -53,7 +53,7 @@ class Dropout(NamedTuple):
     def shares(self, places: tuple[int, ...]) -> ScoreMod:
         """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
 
-        places: indices of branches.
+        places: indices of branches; of the function's arguments, score is ignored.
 
         The number is int32, or bool for a single branch.
         """
@@ -65,10 +65,12 @@ class Dropout(NamedTuple):
         return share
 
     def hides(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
-        """Return a score_mod that applies dropout to n equal branches, computed as one.
+        """Return a score_mod that hides the pairs that dropout drops, for n equal branches, computed as one.
 
         The score of a pair that m branches keep becomes score_mod(score), or score if None, plus log(m / n), or -inf if
-        m is 0. places: indices of the n branches.
+        m is 0. The factor 1 / (1 - p) is left to the caller.
+
+        places: indices of the n branches.
         """
         shares = self.shares(places)
 

@@ -15,11 +15,11 @@ class Features(NamedTuple):
     """Features of a call of attention, apart from its pattern and sizes.
 
     scale: factor on the scores.
-    score_mod: fixed, see `fixed`.
-    sinks: a logit for each head, or None.
+    score_mod: as from `fixed`, or None.
+    sinks: a logit for each query head of q, or None.
     dropout_p: probability of dropping an attention weight.
-    seed: of dropout, which is drawn after the engine is chosen.
-    return_lse: without it the lse of the result may be None.
+    seed: seed of dropout, drawn after the engine is chosen; None before, and without dropout.
+    return_lse: if False, the lse of the result may be None.
     kernel_options: of flex_attention, as from `options_text`.
     """
 
@@ -43,6 +43,6 @@ class Features(NamedTuple):
         return Dropout(self.dropout_p, self.seed)
 
     def with_dropout(self, dropout: Dropout | None) -> Features:
-        """Return the same with this dropout; None: without."""
+        """Return these features with this dropout; without any for None."""
         p, seed = (0.0, None) if dropout is None else dropout
         return self._replace(dropout_p=p, seed=seed)

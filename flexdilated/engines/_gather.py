@@ -18,10 +18,12 @@ from ..masks.planning import Plan, Term
 
 @dataclass(frozen=True)
 class HeadRun:
-    """Heads of a term that one strided view of a tensor covers: they are evenly spaced, with one token in slot 0.
+    """Heads of a term that one strided view of a tensor covers: evenly spaced heads, with equal tokens in their slots.
 
-    Its head i, with begin <= i < end, reads head `first + (i - begin) * step` of the tensor; with step 0 all read head
-    `first`. start: index of the token in slot 0.
+    The term's head i, for begin <= i < end, reads head `first + (i - begin) * step` of the tensor; with step 0 all read
+    head `first`.
+
+    start: index of the token in slot 0 of each head.
     """
 
     begin: int
@@ -31,7 +33,7 @@ class HeadRun:
     start: int
 
     def alone(self, place: int) -> HeadRun:
-        """Return a head run of one head of this one: the term's head `place`."""
+        """Return the head run of one head of this run, the term's head `place`."""
         return HeadRun(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
@@ -61,7 +63,7 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term: a view where strides allow it, else a copy."""
+        """Gather from x the tokens in all slots of the term: a view if there is one run and step 1, else a copy."""
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -127,11 +129,11 @@ class Strands:
 
 @dataclass(frozen=True)
 class Whole:
-    """Reader and writer of one side of a term that has all tokens, in any order.
+    """Reader and writer of one side of a term that has all tokens of all heads of a tensor, in any order.
 
     layout: the term's order of tokens.
     given: order of the tokens in the tensor.
-    heads: head of the tensor that each head of the term reads.
+    heads: head of the tensor that each head of the term reads; slots are read and written once for each tensor head.
     """
 
     layout: Permutation
@@ -337,7 +339,8 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
     """
     if placement is not None:
-        queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # its queries are numbered as in q
+        # Queries of such a term are numbered as in q.
+        queries = _located_side(term.q, term.heads, term.heads, lambda head, tokens: tokens)
         return queries, _placed_keys(term, placement, groups)
     assert not isinstance(term.q, ListedOrder)
     assert not isinstance(term.k, ListedOrder)
@@ -352,16 +355,17 @@ def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Pic
     placement: positions of the tokens in k and v.
     groups: number of query heads for each key/value head.
 
-    If all query heads of a group attend to equal positions, each key/value head is gathered once.
+    If the term has all query heads of its key/value heads, from head 0 on, and these attend to equal positions, each
+    key/value head is gathered once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
     heads = term.heads[::groups] if every and alike else term.heads
     kv_heads = tuple(head // groups for head in heads)
-    return _side(term.k, heads, kv_heads, lambda head, tokens: placement.key_slots(head).of(tokens))
+    return _located_side(term.k, heads, kv_heads, lambda head, tokens: placement.key_slots(head).of(tokens))
 
 
-def _side(
+def _located_side(
     layout: Compact | Permutation | ListedOrder | Folded,
     heads: tuple[int, ...],
     tensor_heads: tuple[int, ...],
@@ -369,11 +373,12 @@ def _side(
 ) -> Strands | Picked:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked.
+    It is a Strands, of views, if the places of each fold are evenly spaced and so are the folds, with equal distances
+    for all heads; else a Picked.
 
     heads: the term's heads.
     tensor_heads: head of the tensor that each of them reads.
-    locate: function (head, tokens) -> indices in the tensor of these tokens of the layout.
+    locate: function (head of the tensor, tokens of the layout) -> indices of these tokens in the tensor.
     """
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)
@@ -392,7 +397,7 @@ def _side(
 
 
 def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
-    """Return these token indices as a Compact: one arithmetic progression per head, repeated over equally spaced folds.
+    """Return token indices as a Compact: an arithmetic progression per head, repeated over equally spaced folds.
 
     Returns None if they have another form.
     """

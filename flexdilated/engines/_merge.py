@@ -30,7 +30,8 @@ def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] 
     scores: logits, broadcast to the rows, of keys with value 0; -inf adds no key.
 
     A key that is in several parts counts once for each. out is summed in float32 or wider and has the dtype of the
-    first part. A row without keys has output 0, lse -inf and gradient 0.
+    first part. A row without keys has output 0, lse -inf and gradient 0. A single part without scores is returned as
+    given.
 
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
@@ -139,9 +140,9 @@ def padded_rows(
 def nothing(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"], sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse -inf or the head's sink.
+    """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse the head's sink or -inf.
 
-    The results are functions of q, k and v, with gradient 0.
+    The results are functions of q, k and v, with gradient 0. With sinks, the lse passes its gradient on to them.
 
     sinks: one logit per head (H,), or None.
     """

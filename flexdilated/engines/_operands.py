@@ -25,7 +25,7 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """Evaluate a mask, `rule`, in E listed blocks; return (index of each block's mask, the U distinct dense masks).
+    """Evaluate a mask, `rule`, in E listed blocks; return (index of each block's mask, the distinct dense masks).
 
     Mask 0 allows every pair and is that of full blocks. If the distinct masks exceed _MASK_BYTES, they are None and all
     indices are 0.
@@ -76,10 +76,11 @@ _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
-    """Return x if its vectors (last dim) are contiguous and do not overlap in memory, else a contiguous copy.
+    """Return x if its vectors (last dim) are contiguous in memory and neighbours (dim -2) do not overlap, else a copy.
 
     Kernels rely on both, and few of them check. Vectors are not contiguous after `transpose`, `stack(..., -1)`,
-    `expand` or a slice with a step along the channels; they overlap after `unfold`.
+    `expand` or a slice with a step along the channels; tokens overlap after `unfold` or `expand`. Heads and batch
+    entries may overlap. A negative view is resolved.
     """
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check
@@ -109,9 +110,10 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
-    It is copied on accelerators only, if the last element is 2**31 - 1 or more elements from the first. is_flash: True
-    for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15. Such distances
+    It is copied on accelerators only, if the last element is 2**31 - 1 or more elements from the first. Such distances
     occur in views of larger tensors, such as the values of a fused projection of a million tokens.
+
+    is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
     if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
         return x
@@ -123,8 +125,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term has Q slots for queries and K for keys. E batch entries and X query heads, each 1 if equal for all. None: no
-    slot of that side is hidden.
+    A term has Q slots for queries and K for keys. E batch entries and X query heads, each 1 if equal for all. A side is
+    None if none of its slots is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -147,7 +149,9 @@ class HiddenSlots:
     def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
         """Return x with 0 at keys that are hidden from all query heads of their key/value head; x itself if none are.
 
-        A key is hidden from a head if no query of the head attends to it. dim: axis of the keys in x.
+        A key is hidden from a head if no query of the head attends to it.
+
+        dim: axis of the keys in x.
         """
         return _cleared(x, self.keys, dim, 0.0)
 
@@ -166,7 +170,9 @@ def hidden_slots(
 ) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, among slots in listed blocks.
 
-    Kernels read no other slots. ids, masks: (index of each block's mask, distinct masks), as from `distinct_masks`.
+    Kernels read no other slots. A slot in a block that only another head's table lists may be included.
+
+    ids, masks: (index of each block's mask, distinct masks), as from `distinct_masks`.
     """
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column

@@ -25,6 +25,7 @@ from .flex import portable_gradients
 class PlacedCall:
     """Attention over part of a sequence, such as one rank's tokens: all its arguments except tensors.
 
+    pattern: as JSON.
     placement: positions of the queries and keys.
     num_heads_global: number of query heads on all devices, of which q has those from head_offset on.
     sides: requested (queries, keys) of a block; empty for the default.
@@ -65,13 +66,13 @@ class PlacedCall:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
+        """Return (dq, dk, dv) of attention over these keys; the rows in `whole` may have more keys.
 
         bindings: as in `forward`.
         whole: results over all keys, with their gradients.
 
-        The gradients of all parts sum to the gradients of the whole; engines "aten" and "portable" return them in
-        float32 or wider.
+        The gradients of all parts sum to the gradients of the whole. Engines "aten" and "portable" return them in
+        float32 or wider, "flex" in the dtypes of q, k and v.
         """
         if self.engine == "aten":
             return gradients(self.call(q, k), q, k, v, bindings, whole, self.scale, wide=True)

@@ -98,8 +98,9 @@ class RowPart:
     def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
         """Return an additive mask of the scores: 0 for visible, -inf for hidden pairs; None if every pair is visible.
 
-        R rows of a key/value head, n keys. like: tensor with the mask's device, and with its dtype if that is float32
-        or wider.
+        R rows of a key/value head, n keys.
+
+        like: tensor on the mask's device; the mask has its dtype, but at least float32.
         """
         if self.pairs is None:
             return None
@@ -111,8 +112,8 @@ class RowPart:
     ) -> Float[Tensor, "B g R n"]:
         """Return the scores after score_mod, with -inf for hidden pairs.
 
-        score_mod: called with indices of query heads, of which there are num_heads, and of queries, and with positions
-            of keys.
+        score_mod: called with indices (not positions) of batch entry, query head and query, and positions of keys.
+        num_heads: number of query heads of the call.
         """
         device, seen = scores.device, self.seen
         by_head = self.to_heads(scores)
@@ -143,8 +144,7 @@ class RowProgram:
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (out, natural lse) of the attention in float32 or wider; rows without keys have output 0 and lse -inf.
 
-        k and v have G key/value heads of S tokens. score_mod: called with indices of batch entry, head of q and query,
-        and the position of the key.
+        score_mod: called with indices of batch entry, head of q and query, and the position of the key.
         """
         levels = 1 + max((part.level for part in self.parts), default=0)
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
@@ -205,8 +205,9 @@ def matrix_forward(
 ) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     """Return (out, natural lse) of attention in float32 or wider, by two matrix products: for a few rows on any device.
 
-    g key/value heads; R rows of each: its query heads' queries in turn; n keys. bias: added to the scores, -inf hides a
-    pair. A row without visible keys has output 0 and lse -inf.
+    A row without visible keys has output 0 and lse -inf. R: the queries of each query head of a key/value head in turn.
+
+    bias: added to the scores; -inf hides a pair.
     """
     return _weighted(_scores(q, k, scale, bias), v)
 
@@ -232,9 +233,11 @@ def matrix_backward(
 ) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n E"]]:
     """Return (dq, dk, dv) of `matrix_forward` in the dtype of the lse.
 
-    lse, delta: of each row over all its keys, which may be more than these n; delta is grad_out · out - grad_lse. A
-        score's gradient is weight * (grad_out · value - delta). A row whose lse is +inf has weight 0 everywhere.
+    lse, delta: of each row over all its keys, which may be more than these n; delta is grad_out · out - grad_lse. A row
+        without keys must have lse +inf, by which all its weights are 0.
     bias: added to the scores.
+
+    A score's gradient is weight * (grad_out · value - delta).
     """
     q, grad_out, k, v = (x.to(lse.dtype) for x in (q, grad_out, k, v))
     weights = (_scores(q, k, scale, bias) - lse.unsqueeze(-1)).exp_()
@@ -334,8 +337,9 @@ _GROUP_BYTES = 1000
 
 
 def takes_rows(call: Call) -> bool:
-    """True for calls that need no plan: few queries in natural order, not self-attention, no requested block size.
+    """True for calls that need no plan: at most MOST_ROWS queries at consecutive positions, in natural order.
 
+    False for self-attention, for a placement and for a requested block size.
     Self-attention (queries and keys at equal positions) repeats its sizes, so its plan is found in the cache, and is
     then faster.
     """
@@ -346,7 +350,7 @@ def takes_rows(call: Call) -> bool:
 def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
     """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
-    rule: the pattern with the values of its run-time tensors; None for the call's pattern, which has no such tensors.
+    rule: the pattern with the values of its run-time tensors; None for the call's pattern, if it has no such tensors.
 
     Head groups of the call's pattern are cached for all offsets and lengths; those of a `rule` are not.
     """
@@ -451,7 +455,7 @@ def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None
 def _key_indices(keys: Keys, store: KeySlots) -> tuple[list[Index], list[int]]:
     """Return (indices of the keys' slots in the store, number of keys of each index).
 
-    A few slices, each a view of the tensor; or one index tensor if the keys would need many slices.
+    A few slices, each a view of the tensor; or one index tensor, if `keys` is a tensor or would need many slices.
     """
     if isinstance(keys, Tensor):
         return [store.slots(keys)], [len(keys)]

@@ -33,7 +33,8 @@ def run(
     bindings: the pattern's run-time tensors, sorted by name.
     call: pattern and sizes.
 
-    Without queries or keys, out is 0 and lse is -inf, or the sinks if there are any.
+    The lse may be None without features.return_lse. For an empty tensor (no queries, keys or batch entries), out is 0
+    and lse is -inf, or the sinks if there are any. Raises ValueError for an unknown engine.
     """
     if 0 in q.shape or 0 in k.shape:
         return nothing(q, k, v, features.sinks)
@@ -68,7 +69,7 @@ def _reference(
 
 
 def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
-    """Return the call's Bound. Symbolic sizes of a graph are kept; `bind` would specialize them to check positions."""
+    """Return `rule` with the call's sizes. Symbolic ones are kept; `bind` would specialize them to check positions."""
     if not any(isinstance(number, torch.SymInt) for number in call):
         return outside_torch_modes(call.bound)(rule)
     heads = (call.num_heads, call.head_offset, call.num_heads_global)

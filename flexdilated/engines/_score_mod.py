@@ -44,11 +44,15 @@ class Indices:
 
 
 def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
-    """Return the score_mod as it is now: a `Recorded`, which later changes of the values that it reads do not reach.
+    """Return the score_mod as a `Recorded`, its operations now: Python values that it reads are fixed.
 
-    In a graph of torch.compile, which has read them, it is a function. dtype, device: of the scores. Raises TypeError
-    or ValueError if the score_mod does not return one score, converts one to a Python value, or writes to a tensor that
-    it captured.
+    Tensors are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of torch.compile the result
+    is a function that also checks what score_mod returns.
+
+    dtype, device: of the scores.
+
+    Raises TypeError or ValueError if the score_mod does not return one score, converts one to a Python value, or writes
+    to a tensor that it captured.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
@@ -68,14 +72,14 @@ def plain(score_mod: ScoreMod) -> ScoreMod:
 
 
 def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: Tensor) -> ScoreMod:
-    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be a function of a module."""
+    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be defined in a module."""
     if isinstance(score_mod, Recorded):
         return score_mod.through(translate, *tensors)
     return translate(score_mod, *tensors)
 
 
 def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
-    """Return the tensors that a fixed score_mod reads; in a graph a tensor that has their derivatives."""
+    """Return the tensors that a fixed score_mod reads; in a graph its result for score 0, which depends on them."""
     if isinstance(score_mod, Recorded):
         return score_mod.tensors
     with torch.inference_mode(False), torch.enable_grad():
@@ -114,8 +118,8 @@ def modified(
 
     b, h: batch entry and head of each problem.
     q, k: positions of queries and keys.
-    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair,
-        and callers must mask the result.
+    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair
+        instead, if the group has one, and callers must mask the result.
     """
     if torch.compiler.is_compiling():
         score_mod = _of_shape_one(score_mod)
@@ -149,7 +153,10 @@ def _allowed_instead(
 ) -> tuple[Int[Tensor, "y t Q"], Int[Tensor, "y t Q K"]]:
     """Replace each pair that is not allowed by an allowed one of its query.
 
-    For a query without keys, it is one of the first query that has any. shown: True for allowed pairs.
+    For a query without keys, it is one of the first query of the group that has any; if none has, the group's first
+    pair.
+
+    shown: True for allowed pairs.
     """
     q, k = q.expand(len(shown), -1, -1), k.expand(len(shown), -1, -1, -1)
     some, first = shown.any(-1), shown.byte().argmax(-1)
@@ -217,8 +224,12 @@ def in_segments(
     """Return a function of (score, batch, head, query slot, key slot) for slots in padded segments.
 
     It calls `function` with global head and positions. A segment of `segment` positions has `width` slots, `step`
-    positions apart: slot s is at position start + s // width * segment + s % width * step. q_starts, k_starts: start
-    for each head. Positions are clamped to first ... last, as padding slots beyond could not index tables.
+    positions apart: slot s is at position start + s // width * segment + s % width * step.
+
+    heads: global head of each head of the term.
+    q_starts, k_starts: start for each head of the term.
+    q_first, q_last, k_first, k_last: bounds to which positions are clamped, as those of padding slots could not index
+        tables.
     """
 
     def at_positions(score, b, h, q, k):
@@ -248,8 +259,8 @@ def shifted(
 def plain_values(x: object, depth: int = 4) -> Hashable:
     """Return a key of a function: its code and the numbers and strings it captures, constants of a traced graph.
 
-    Captured functions, lists, tuples, dicts and sets are included up to `depth` levels. Tensors, other objects and
-    values nested deeper count by type alone.
+    Default arguments and captured functions, lists, tuples, dicts and sets are included up to `depth` levels. Deeper
+    ones, tensors and other objects count by type alone.
     """
     if x is None or isinstance(x, int | float | str):
         return x

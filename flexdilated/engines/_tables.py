@@ -18,7 +18,8 @@ def table_split_of(call: Call) -> TableSplit | None:
     """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
 
     The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
-    cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
+    cannot be separated, if tokens are not at consecutive positions in natural order, or if the first key does not begin
+    a block.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
     return None if found is None or call.k_offset % found.leaf.block[1] else found
@@ -56,13 +57,15 @@ def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list
 
 @outside_torch_modes
 def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[TableProblems]:
-    """Return the problems of a call's table of selected blocks: of each batch entry, or of all if they do not differ.
+    """Return the problems of a call's table of selected blocks, for each batch entry.
+
+    There is only one item, for all entries, if the tensor of the table and the rule have a single entry.
 
     selection: the call's pattern, split into the table and the rule that further restricts its pairs.
     bindings: run-time tensors of the pattern, sorted by name.
     batch: number of batch entries.
 
-    Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
+    Raises ValueError unless the numbers of entries in the table and in the rule are 1 or `batch`.
     """
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(call, leaf, bindings)

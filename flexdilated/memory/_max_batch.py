@@ -21,9 +21,10 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True)
 class Trial:
-    """One step that was run: its size `n`, and the `peak` bytes that it held on top of those held at the start.
+    """One step that was run and measured.
 
-    peak is None if the step ran out of memory.
+    n: its size.
+    peak: most bytes that it held on top of those held when `max_batch` was called; None if it ran out of memory.
     """
 
     n: int
@@ -32,11 +33,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """Result of `max_batch`: the largest `n` that fits, and its measurements; bytes exclude those held at the start.
+    """Result of `max_batch`: the largest `n` found to fit, and measurements; bytes exclude those held at the call.
 
-    predicted: peak of `step(n)` by the line through the probes.
-    measured: its measured peak.
-    budget: the upper bound.
+    predicted: peak of `step(n)` by the line through the probes; the smaller probe's, if the larger was not measured.
+    measured: measured peak of `step(n)`.
+    budget: bytes that a step may hold.
     trials: all measured steps, the probes first.
     """
 
@@ -64,22 +65,24 @@ def max_batch(
 
     The smaller probe first runs unmeasured, because first steps create optimizer states, plans and compiled code. Then
     both probes are measured. The line through them, peak = a + b * n, predicts the largest n that fits, and a real step
-    verifies it. If that step does not fit, the midpoint to the largest step that fitted is tried, and so on by
-    bisection. If memory does not grow between the probes, `most` is tried at once. For lengths, choose probes longer
-    than the pattern's segments, from where memory grows in proportion to the tokens.
+    verifies it; no larger n is tried. If that step does not fit, the midpoint to the largest step that fitted is tried,
+    and so on by bisection. If both probes fit and memory does not grow between them, `most` is tried at once. For
+    lengths, choose probes longer than the pattern's segments, from where memory grows in proportion to the tokens.
 
     step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must leave
-        no memory behind that grows with n, and may run for any n up to `most`.
-    budget: bytes that a step may hold on top of what is held at the call; None takes 80 % of the memory free then. On
+        no memory behind that grows with n, and take any n up to `most`.
+    budget: bytes that a step may hold on top of those held at the call; None takes 80 % of the memory free then. On
         CUDA free memory is that of the device and the unused part of the allocator's; on CPU the available memory that
         Linux reports, within the limits of the process's control groups.
-    probes: two sizes, ascending; one above `most` is not run.
-    device: "cpu" or a CUDA device; None takes the current CUDA device, if any. On CUDA a peak is that of the allocator,
-        and a step that runs out of memory does not fit. On CPU a peak is resident memory of the whole process by
-        Linux's high-water mark, so it includes other threads and pages that glibc keeps within a step. If a step
-        exceeds the machine's memory, Linux may end the process; the 80 % are to prevent that.
+    probes: two sizes, ascending; the second is not run if it is above `most`.
+    device: "cpu" or a CUDA device; None takes the current CUDA device, or the CPU without one. On CUDA a peak is that
+        of the allocator, and a step that runs out of memory does not fit. On CPU a peak is resident memory of the whole
+        process by Linux's high-water mark, so it includes other threads and pages that glibc keeps within a step. If a
+        step exceeds the machine's memory, Linux may end the process; the 80 % are to prevent that.
 
-    Raises ValueError for an invalid budget, probes or device, and if not even the smaller probe fits.
+    Raises TypeError or ValueError for an invalid argument, such as a budget above the free memory; ValueError if the
+    smaller probe does not fit, or the system does not report memory; and what `step` raises, except that it ran out of
+    memory.
 
     >>> found = fd.max_batch(lambda n: torch.ones(n, 1 << 24), most=4, budget=1 << 28, device="cpu")  # 64 MiB each
     >>> 3 <= found.n <= 4
@@ -126,7 +129,7 @@ def max_batch(
 def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
     """Return the probes that do not exceed `most`, one or two.
 
-    Raises ValueError unless they are two ascending sizes of which the first does not exceed `most`.
+    Raises TypeError or ValueError unless they are two ascending sizes of which the first does not exceed `most`.
     """
     if not isinstance(probes, Sequence) or isinstance(probes, str) or len(probes) != 2:
         raise ValueError(f"probes must be two sizes, such as (1, 2); got {probes!r:.80}")
@@ -139,7 +142,7 @@ def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
 def _checked_device(device: torch.device | str | None) -> torch.device:
     """Return the device, with its index on CUDA; None: the current CUDA device, or the CPU if CUDA is not available.
 
-    Raises ValueError for a device that is neither.
+    Raises ValueError for a device that is neither a CUDA device nor the CPU.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,6 +159,7 @@ def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | 
     """Peak bytes of this process during step(n), including those held before; None if it runs out of memory.
 
     On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
+    Raises ValueError where that is not possible.
     """
     is_cuda, found = device_kind(device).is_cuda, None
     if is_cuda:
@@ -202,7 +206,7 @@ def _return_freed_pages() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
 
-    On CPU the minimum of the machine's available memory and what the limits of its control groups leave. Raises
+    On CPU the minimum of the machine's available memory and what the limits of its control groups leave; raises
     ValueError if the system does not report it.
     """
     if device_kind(device).is_cuda:
@@ -212,7 +216,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _field(file: Path, name: str) -> int:
-    """Return, in bytes, the field `name` of a file in /proc that states it in kB; ValueError if it is missing."""
+    """Return, in bytes, the field `name` of a file in /proc that states it in kB; ValueError if it cannot be read."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -226,7 +230,8 @@ def _field(file: Path, name: str) -> int:
 def _left_by_groups() -> Iterator[int]:
     """Yield the bytes left under the limit of each control group around this process, in cgroup versions 1 and 2.
 
-    Droppable pages of files count as free, as in MemAvailable. Groups that this process cannot see are skipped.
+    Droppable pages of files count as free, as in MemAvailable. Groups without a limit, and groups whose files this
+    process cannot read, are skipped.
     """
     file = _ROOT / "proc/self/cgroup"
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +85,12 @@ class LiveBytes(TorchDispatchMode):
 
     Each storage counts once, so views cost nothing.
 
-    live: bytes alive now.
-    peak: most bytes alive at once since the start or `restart`.
     held: tensors that are counted from the start.
     hidden: for an operator, the bytes that it allocates inside its kernel, which are not counted otherwise.
 
-    On tensors of device "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may
-    be mixed in.
+    Attribute `live` has the bytes alive now, `peak` the most alive at once since the start or `restart`. On tensors of
+    device "meta", which have sizes and no memory, the counts equal a run on CPU; an operation may mix them with tensors
+    that have values, and then runs on "meta". Results of empty_like for "meta" are not counted.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
@@ -136,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _nowhere(x: Any) -> Any:
-    """Return an argument of an operation with its tensors on the meta device."""
+    """Return an argument of an operation, with its tensors, also in lists and tuples, on the meta device."""
     if isinstance(x, Tensor):
         return x.to(NOWHERE)
     return type(x)(map(_nowhere, x)) if isinstance(x, list | tuple) else x
@@ -194,7 +192,7 @@ class AttentionSize:
     def operands(self, engine: str) -> OperandSizes:
         """Bytes of an element, head dim, and query heads per key/value head, on which the planner's costs depend.
 
-        The head dim is that of the queries that the engine gets; for "aten" they are padded to the wider one.
+        The head dim is that of the queries that the engine's kernels get: for "aten", padded to the wider one.
         """
         width = max(self.dims) if engine == "aten" else self.head_dim
         return OperandSizes(self.dtype.itemsize, width, self.num_heads // self.kv_heads)
@@ -206,12 +204,12 @@ class AttentionMemory:
 
     queries: q.
     keys: k and v together.
-    outputs: out, and equally its gradient.
-    lse: of all rows.
-    kept: what training keeps from the forward for the backward, including q, k, v, out and lse.
-    inference_peak: of a forward that keeps nothing.
-    forward_peak: of a forward in training.
-    backward_peak: from the gradient of out to dq, dk and dv.
+    outputs: out; its gradient takes as many again.
+    lse: lse of all rows.
+    kept: tensors that training keeps from the forward for the backward, including q, k, v, out and lse.
+    inference_peak: peak of a forward that keeps nothing.
+    forward_peak: peak of a forward in training.
+    backward_peak: peak of the backward, which gets the gradient of out and returns dq, dk and dv.
     tables: the plan's block and index tables, which stay in the cache and are not in the peaks.
     """
 
@@ -263,12 +261,13 @@ def attention_memory(
     inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
 
     engine: "aten", "flex" or "portable"; None takes the device's default.
-    drops: True with attention dropout, which aten lacks.
-    score_mod: as in `attend`; aten takes none. It is called on meta tensors, and gradients of tensors that it captures
-        are not counted.
+    drops: True with attention dropout, which aten lacks; not counted for flex.
+    score_mod: as in `attend`; aten takes none, and it is not counted for flex. For portable it is called on meta
+        tensors, and gradients of tensors that it captures are not counted.
     planned: the plan of this call, for a caller that has it already.
 
-    Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens.
+    Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens;
+    TypeError or ValueError for an invalid number of tokens.
     """
     missing = names(pattern)
     if missing:
@@ -292,7 +291,13 @@ def attention_memory(
 
 @dataclass(frozen=True)
 class _Way:
-    """How a call is computed: kind of device, engine, True with dropout, score_mod, plan or its options."""
+    """How a call is computed.
+
+    device: kind of device, such as "cpu".
+    drops: True with dropout.
+    planned: the plan, if there is one already.
+    choice: the plan's options; None for those of lowest predicted cost.
+    """
 
     device: str
     engine: str
@@ -312,7 +317,7 @@ class _Way:
 
 
 def allowed_by(engine: str, device: str) -> Allowed:
-    """Return the kinds of terms that an engine runs; device: such as "cpu"."""
+    """Return the kinds of terms that an engine runs on a kind of device, such as "cpu"."""
     return ANYTHING if engine == "aten" else allowed_on(torch.device(device))
 
 
@@ -345,8 +350,10 @@ def _dry_run(
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as an engine's code allocates them.
 
-    It is run on meta tensors; only its tables are on the CPU, because its decisions depend on their values. pads: True
-    for an engine of a single head dim, for which q, k and v are padded to the wider one.
+    The code is run on meta tensors; only the engine's tables are on the CPU, because its decisions depend on their
+    values.
+
+    pads: True for an engine of a single head dim, for which q, k and v are padded to the wider one.
     """
     order, (D, E) = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3), size.dims
     shapes = (
@@ -383,7 +390,7 @@ def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, 
 
 
 def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of a table of selected blocks, in bytes."""
+    """Return (lse, kept, inference peak, forward peak, backward peak) of engine aten for a plan with a table."""
     assert best.table is not None
     problems = best.table.problems.of_largest_batch(max(size.dims), size.dtype.itemsize)
 
@@ -416,7 +423,7 @@ def _portable_memory(
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
 
-    table: the pairs beside those of the program, whose keys are listed; None for none.
+    table: a table of single keys, with pairs that are not in the program; None for none.
     """
     features = Features(1.0)
     if way.drops:
@@ -442,7 +449,7 @@ def _portable_memory(
 
 
 def _without_values(step: FlexStep) -> FlexStep:
-    """Return the step with a mask and indices that give meta tensors for each pair, so that no pair is evaluated."""
+    """Return the step with its mask and indices on the meta device, so that no pair is evaluated."""
     mask, mask_mod = copy(step.mask), step.mask.mask_mod
     mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
     return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
@@ -452,8 +459,9 @@ def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
     """Return a shorter program with an equal memory peak: at most three steps of each kind, with fewer problems.
 
     A step frees its memory before the next one, so more steps of a kind add nothing. A step computes its attention
-    problems (query range, key range) in chunks of bounded memory, so one chunk suffices. key_bytes: bytes of one key
-    and its value over the batch.
+    problems (query range, key range) in chunks of bounded memory, so a few problems suffice.
+
+    key_bytes: bytes of one key and its value over the batch.
     """
     taken: Counter[object] = Counter()
     steps = []
@@ -481,51 +489,98 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
     """
     steps, (*whole, output) = [_flex_step(step, size) for step in program.steps], size.nbytes
     inputs, lse = sum(whole), 4 * size.batch * size.num_heads * size.num_tokens
-    copies = [sum(count for count, is_copy in step.operands if is_copy) for step in steps]
-    parts = [step.out + step.lse for step in steps]
     is_merged = len(steps) != 1 or steps[0].operands[0][1]
     merged = output + lse if is_merged else 0
     num_gathered = sum(step.queries.slots.kind != "all" for step in program.steps) if len(steps) > 1 else 0
     wide = output // size.dtype.itemsize * 4 if num_gathered and len(steps) > _PLAIN_MERGE else 0
     rows = num_gathered * output + wide
-    # Changes of the bytes alive, in order; the peak is the largest of their running sums.
-    inference = [inputs, *copies[:1]]
-    for index, part in enumerate(parts):
-        inference += [sum(copies[index + 1 : index + 2]), part, -copies[index]]
-    kept = inputs + sum(copies) + sum(parts) + merged + rows
-    wider = num_gathered * wide
-    backward = [kept, output, *((wider + sum(step.out for step in steps), -wider - rows) if is_merged else ())]
-    arrived = set()
+    kept = inputs + sum(step.copied + step.part for step in steps) + merged + rows
+    forward = _Balance()
+    forward.alloc(inputs + sum(step.copied for step in steps[:1]))
+    for index, step in enumerate(steps):
+        forward.alloc(sum(later.copied for later in steps[index + 1 : index + 2]))
+        forward.alloc(step.part)
+        forward.free(step.copied)
+    forward.alloc(merged)
+    backward = _Balance()
+    backward.alloc(kept)
+    backward.alloc(output)  # its gradient
+    if is_merged:
+        backward.alloc(num_gathered * wide + sum(step.out for step in steps))
+        backward.free(num_gathered * wide + rows)
+    _count_kernel_backwards(backward, steps, whole, is_merged=is_merged)
+    return lse, kept, forward.peak, kept, backward.peak
 
-    def arrive(step: _FlexStep, are_copies: bool) -> Iterator[int]:
-        """Yield the changes of the bytes alive while gradients of a step's operands are added to those of v, k and q.
 
-        are_copies: True for operands that are copies of tokens, False for those that are read in place.
-        """
-        for operand, (count, is_copy) in reversed(list(enumerate(step.operands))):
-            if is_copy == are_copies:
-                yield from (whole[operand], -count) if is_copy else ()
-                yield from (-whole[operand],) if operand in arrived else ()
-                arrived.add(operand)
+@dataclass
+class _Balance:
+    """Bytes that are alive, and the most that were at one time."""
 
-    for index, step in reversed(list(enumerate(steps))):
-        freed = copies[index] + (parts[index] + step.out if is_merged else 0)
-        backward += [step.lse + sum(count for count, _ in step.operands), -step.lse - freed, *arrive(step, False)]
-        backward += [change for later in steps[index + 1 : index + 2] for change in arrive(later, True)]
-    backward += [change for first in steps[:1] for change in arrive(first, True)]
-    return lse, kept, max(accumulate([*inference, merged])), kept, max(accumulate(backward))
+    live: int = 0
+    peak: int = 0
+
+    def alloc(self, number: int) -> None:
+        self.live += number
+        self.peak = max(self.peak, self.live)
+
+    def free(self, number: int) -> None:
+        self.live -= number
 
 
 class _FlexStep(NamedTuple):
-    """Bytes of one kernel call's tensors; operands: (bytes, True if it is a copy) of its q, k and v."""
+    """Bytes of one kernel call's tensors.
+
+    operands: (bytes, True if it is a copy) of its q, k and v.
+    """
 
     operands: tuple[tuple[int, bool], ...]
     out: int
     lse: int
 
+    @property
+    def copied(self) -> int:
+        return sum(count for count, is_copy in self.operands if is_copy)
+
+    @property
+    def part(self) -> int:
+        return self.out + self.lse
+
+
+def _count_kernel_backwards(
+    balance: _Balance, steps: Sequence[_FlexStep], whole: Sequence[int], *, is_merged: bool
+) -> None:
+    """Count the backward of each step, the last first, and the sums of their gradients.
+
+    A copied operand's gradient is scattered, and so added, one step later than that of an operand read in place.
+
+    whole: bytes of q, k and v, and so of their gradients.
+    is_merged: True if the output is not a step's own, so that a step frees its part and the part's gradient.
+    """
+    arrived: set[int] = set()
+
+    def add_gradients(step: _FlexStep, *, of_copies: bool) -> None:
+        for operand, (count, is_copy) in reversed(list(enumerate(step.operands))):
+            if is_copy != of_copies:
+                continue
+            if is_copy:
+                balance.alloc(whole[operand])
+                balance.free(count)
+            if operand in arrived:
+                balance.free(whole[operand])  # added to the sum
+            arrived.add(operand)
+
+    for index, step in reversed(list(enumerate(steps))):
+        balance.alloc(step.lse + sum(count for count, _ in step.operands))  # delta, and gradients of the operands
+        balance.free(step.lse + step.copied + (step.part + step.out if is_merged else 0))
+        add_gradients(step, of_copies=False)
+        for later in steps[index + 1 : index + 2]:
+            add_gradients(later, of_copies=True)
+    for first in steps[:1]:
+        add_gradients(first, of_copies=True)
+
 
 def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
-    """Memory of one kernel call. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
+    """Bytes of one kernel call. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
     by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
     assert by_column is not None
     queries = step.queries, size.num_heads, step.mask.kv_num_blocks.shape[2] * q_side, step.hidden.queries

@@ -42,9 +42,9 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Return keyword arguments that make `make_program` split terms which copy many tokens; {} for its defaults.
+    """Return the keyword arguments of `make_program` for the sizes of its terms; {} for its defaults.
 
-    kind: kind of device, such as "cpu", for which they are {}, or "cuda".
+    kind: kind of device, such as "cpu", which has the defaults, or "cuda".
     """
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
@@ -62,7 +62,10 @@ def plan_aten(
 
     On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
     by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal parts, as "aten"
-    has no other kernels there; layout, choice and allowed are not used. operands: sizes on which costs depend.
+    has no other kernels there; layout, choice and allowed are not used.
+
+    operands: sizes on which costs depend; None for the device's usual ones.
+
     Raises ValueError on CUDA for a branch without such an option.
     """
     if device_kind(kind).on_host:
@@ -104,7 +107,8 @@ def aten(
     constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions of the first
         query and key, they come from `Call.arguments`.
 
-    k and v are cast to the dtype of q; if they are wider, their gradients keep their dtype, unrounded for further sums.
+    k and v are cast to the dtype of q. Their gradients have their own dtypes; in a wider one they are unrounded, for
+    further sums.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
@@ -186,7 +190,7 @@ def aten_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the op `aten`, in the dtypes of q, k and v, from its arguments and its results out and lse.
 
-    grad_out, grad_lse: gradients of out and lse; None counts as 0.
+    grad_out, grad_lse: gradients of out and lse; grad_lse None counts as 0.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
@@ -242,8 +246,9 @@ def _programs_for(
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
     """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
 
-    The executable is QueryRows for tables of selected blocks, RowProgram for few queries on CPU, otherwise a Program.
-    With a table, pairs that do not need it are a second call (key, run-time tensors), to be merged by lse.
+    The executable is QueryRows for tables of selected blocks, RowProgram for calls on CPU that `takes_rows` if they
+    have no measured options, otherwise a Program. With a table, pairs that do not need it are a second call, as (call,
+    run-time tensors), to be merged by lse.
     """
     selection = table_split_of(call)
     if selection is not None:
@@ -273,7 +278,8 @@ def _programs(
 ) -> list[tuple[Entries, Program]]:
     """Return pairs (batch entries, program) that cover the batch.
 
-    There is one pair for all `batch` entries, unless run-time tensors give the entries different masks.
+    There is one pair for all `batch` entries, unless run-time tensors give the entries different masks that can neither
+    be joined to one sequence nor computed as hidden keys.
     """
     written = call.pattern
     if not bindings:
@@ -305,9 +311,9 @@ def _programs(
 def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
     """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
 
-    None if it is not possible or not useful: if the numbers of queries and keys differ, positions do not start at 0,
-    tokens are not in natural order, an entry has more than SLOTS_AT_ONCE tokens over all heads, all entries have equal
-    masks, or their rules cannot be joined to one.
+    None if it is not possible or not useful: if queries and keys are not at positions 0 to N - 1 in natural order, an
+    entry has more than SLOTS_AT_ONCE tokens over all heads, all entries have equal tables, or their rules cannot be
+    joined to one. Raises ValueError unless the rule has 1 or `batch` entries.
     """
     tokens = call.num_queries
     rule.require_entries(batch)

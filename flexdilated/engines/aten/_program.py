@@ -35,7 +35,7 @@ class Step:
     queries, keys: gather and scatter of the term's tokens.
     calls: kernel calls of its block list; None for a term without one, such as a causal term.
     hidden: queries without a key and keys without a query in the term.
-    fresh: True if no earlier step writes to the same rows of the output.
+    fresh: True if no earlier step writes to any of its rows of the output.
     """
 
     term: Term
@@ -93,7 +93,7 @@ class Program:
     layout: token order of the plan.
     steps: one for each term.
     complete: True if the steps that are `fresh` (first to write their rows) write every row of the output.
-    visible: True for keys that may be attended to, in addition to the plan's mask; None: all keys.
+    visible: False for keys that are hidden in addition to the plan's mask, in the order `given`; None: none are.
     """
 
     given: Layout
@@ -104,7 +104,7 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        """Estimated size in bytes: block lists, gather indices, and 1000 for each step."""
+        """Estimated size in bytes: block lists with their masks, gather indices, and 1000 for each step."""
         sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, Picked))
         lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
         return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
@@ -194,8 +194,8 @@ def make_program(
 
     given: token order of q, k and v.
     block_size: (queries, keys) of blocks in tokens; empty for the default of each term.
-    slots_at_once: maximum number of tokens, summed over heads, in a term whose operands are copied; larger terms are
-        split where possible.
+    slots_at_once: maximum number of slots, in all heads and folds, of a term whose queries are copied; larger terms are
+        split, down to one head and fold.
     placement: positions of the tokens if the plan is for tokens at arbitrary positions; None if they are consecutive.
     """
     groups = plan.bound.num_heads // num_kv_heads
@@ -244,9 +244,9 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """Split a term whose operands are copied into terms of at most `most_slots` tokens, summed over heads and folds.
+    """Split a term whose queries are copied into terms of at most `most_slots` slots in all heads and folds.
 
-    A term whose operands are not copied is returned as (term,).
+    The smallest have one head and fold and may exceed this. A term whose queries are not copied is returned as (term,).
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
@@ -286,9 +286,11 @@ Entries = EntryRange | Packed
 
 
 def _start(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
-    """Return the result of a step as a tensor shaped as x, in float32 or wider, if it covers every token; else None.
+    """Return a step's result by token, (B, X, N, ...) for x (B, X, N, D), in float32 or wider.
 
-    slots: the result, in the side's token order.
+    Returns None unless the side has every token of every head, in the order of x or as a `Whole`.
+
+    slots: the result, in the side's slots.
     """
     # A sum over steps can start from it, without a scatter into zeros.
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])

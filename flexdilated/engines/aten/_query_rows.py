@@ -56,7 +56,7 @@ class Problems:
 
     @cached_property
     def blind(self) -> Bool[Tensor, "n Q"] | None:
-        """True for padding and for queries that see no key; None without either."""
+        """True for padding and for queries that see no key; None if `shown` is None and there is no padding."""
         if self.shown is None:
             return self.place < 0 if self.padded else None
         sightless = ~self.shown.any(2)
@@ -64,7 +64,7 @@ class Problems:
 
     @cached_property
     def unseen(self) -> Bool[Tensor, "n 1 LK 1"] | None:
-        """True for keys that none of a problem's queries sees; None if every pair is seen."""
+        """True for keys that none of a problem's queries sees; None if `shown` is None."""
         return None if self.shown is None else ~self.shown.any(1)[:, None, :, None]
 
     def rows(self, num_queries: int) -> Int64[Tensor, "n Q"]:
@@ -74,8 +74,8 @@ class Problems:
     def kept(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
         """Return (index, selector), to scatter the results of all queries except padding.
 
-        The selector has the indices of queries that are not padding among the n * Q flattened queries; it is
-        slice(None) if none is padding. index: the given one, flattened, for the chosen queries.
+        The index is the given one, flattened, without that of padding. The selector has the indices of these queries
+        among the n * Q flattened ones; it is slice(None) without padding.
         """
         if not self.padded:
             return index.flatten(), slice(None)
@@ -105,7 +105,10 @@ class Problems:
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Attention over a table of selected blocks, for batch entries with equal masks; of: its problems."""
+    """Attention over a table of selected blocks, for batch entries with equal masks.
+
+    of: the table's problems.
+    """
 
     of: TableProblems
 

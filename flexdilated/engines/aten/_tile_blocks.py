@@ -33,7 +33,7 @@ class _Portion:
 
     at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v.
     mask: additive, one per problem or one for all; None if every pair is allowed.
-    blind: True for queries that see no key; None if there are none.
+    blind: True for queries that see no key, if some keys are hidden by `KernelTensors.visible`; None if there are none.
     """
 
     call: KernelCall
@@ -49,7 +49,7 @@ def forward(
     """(out, natural lse) of attention under the block mask of `calls`; out in the dtype of q, lse in float32 or wider.
 
     A query without a listed block has output 0 and lse -inf. A query whose listed blocks allow it no key must be 0 in
-    x.q; its lse is 0, which the caller must replace by -inf.
+    x.q; its lse may be 0, which the caller must replace by -inf.
     """
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)

@@ -136,7 +136,7 @@ class KernelCall:
         return self.queries.length * self.keys.length
 
     def parts(self, at_once: int) -> Iterator[KernelCall]:
-        """Yield calls of at most `at_once` problems each that together are this call."""
+        """Cut the call into calls of at most `at_once` problems each."""
         for begin in range(0, len(self.row), at_once):
             end = begin + at_once
             own_masks = self.masks is not None and len(self.masks) > 1
@@ -225,7 +225,8 @@ class _Lists:
 
     num_queries, num_keys: number of tokens.
     masked: True if a block is only partly allowed.
-    code: fingerprint of the list's masks, equal for lists of equal length with equal masks; 0 if not masked.
+    code: fingerprint of the list's masks, equal for lists of equal length with equal masks, or unique to each list if
+        masks are too large to keep; 0 if not masked.
     """
 
     table: Int64[Tensor, " m"]
@@ -269,7 +270,7 @@ def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tenso
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
-    """Join consecutive query blocks that have equal key blocks and no mask into one list with more queries."""
+    """Join consecutive query blocks with equal key blocks and no mask to lists of up to _MAX_JOINED_SLOTS queries."""
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)

@@ -46,8 +46,8 @@ def run_flex(
     """Compute attention by a FlexProgram; returns (out, natural lse, or None without `features.return_lse`).
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
-    structure; in a traced graph, they become part of the graph. The pairs that dropout drops are hidden, also from the
-    lse.
+    structure and each key from `kind_of`; in a traced graph, they become part of the graph. The pairs that dropout
+    drops are hidden, also from the lse.
 
     kernel: a replacement for flex_attention, called without compilation.
     """
@@ -72,7 +72,7 @@ def run_flex(
 
 
 def flat(features: Features) -> tuple[Any, ...]:
-    """Return the fields as arguments of a compiled function, of which numbers are text, so that they are constants."""
+    """Return the features as arguments of a compiled function; scale and dropout_p as text, so they are constants."""
     score_mod = None if features.score_mod is None else plain(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
 
@@ -85,8 +85,11 @@ def read_flat(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *others: A
 def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
     """Return the recompilation key of a call: calls with equal keys share one compiled function.
 
-    It has dtype, head counts, head dim, scale, kernel options and gradient modes, but not the lengths. On CPU it has
-    all sizes, as C++ code for dynamic sizes may fail to compile. blocks: (queries, keys) of a block, for each kernel.
+    It has dtype, head counts, head dim, gradient modes and the features without their tensors. Of the batch it has only
+    whether it is 1, of the lengths whether they are whole blocks. On CPU it has the shapes of q and k, as C++ code for
+    dynamic sizes may fail to compile.
+
+    blocks: (queries, keys) of a block, for each kernel.
     """
     if not device_kind(q.device).flex_trains:
         sizes: Hashable = (q.shape, k.shape)
@@ -106,12 +109,11 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    LRU caches keep the maps and the compiled functions.
+    LRU caches keep the maps and the compiled functions. Each compiled function has a separate code object: torch counts
+    recompilations per code object and stops compiling at a limit, which all callers of the code would share.
 
     structure: such as `FlexProgram.structure`.
-    function: code to compile; None for the code that runs a FlexProgram. Each compiled function has a separate code
-        object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the
-        code would share.
+    function: code to compile; None for the code that runs a FlexProgram.
     """
 
     @lru_cache(maxsize=64)

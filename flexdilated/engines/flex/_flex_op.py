@@ -219,9 +219,12 @@ def _check_table(q: Tensor, call: Call) -> None:
 def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[range]:
     """Split the key/value heads into ranges so that no tensor of a range exceeds MOST_ELEMENTS elements.
 
-    The tensors are k and v of these heads, and q, the output and gathered copies of q of their query heads. copies:
-    number of gathered copies of each query. On CPU the result is a single range. Raises ValueError if one key/value
-    head exceeds the limit.
+    The tensors are k and v of these heads, and q, the output and gathered copies of q of their query heads. On CPU the
+    result is a single range.
+
+    copies: number of gathered copies of each query.
+
+    Raises ValueError on accelerators if one key/value head exceeds the limit.
     """
     kv_heads = k.shape[1]
     rows = q.numel() // q.shape[3] * max(q.shape[3], v.shape[3])  # of q or of the output
@@ -263,6 +266,8 @@ def flex(
     features: Features,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
+
+    The lse may be None without features.return_lse. On CPU the results have no gradient.
 
     bindings: the pattern's run-time tensors, sorted by name.
     call: pattern and sizes.

@@ -41,12 +41,12 @@ def call_kernel(
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
         kernels do not check.
     sides: (queries, keys) of a block.
-    features: of which scale, score_mod, by the kernel's indices, return_lse and kernel_options count.
+    features: of which scale, score_mod (a function of the kernel's indices), return_lse and kernel_options are used.
     is_complex: True if the mask has many operations, for which kernels need more registers.
     """
     own: dict[str, Any] = dict(_options_of(features.kernel_options))
     if is_flash(features.kernel_options):
-        tables = _as_wide_as_rows(tables)
+        tables = _without_padding(tables)
     elif device_kind(q.device).flex_trains:
         own = {
             "IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides),
@@ -78,8 +78,10 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
     """Return options for half-precision kernels with too few registers by default: more warps or a smaller tile.
 
-    The backward on Blackwell has the tiles of Hopper, where torch's default is eight warps. given: the caller's
-    options; an option without prefix "fwd_" or "bwd_" sets both kernels, and replaces the prefixed one.
+    The backward on Blackwell has the tiles of Hopper, where torch's default is eight warps.
+
+    given: the caller's options; an option without prefix "fwd_" or "bwd_" sets both kernels, and replaces the prefixed
+        one.
     """
     head_dim, options = q.shape[3], {}
     if q.dtype.itemsize == 2 and head_dim <= 64:
@@ -89,8 +91,8 @@ def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dic
     return {name: value for name, value in options.items() if name.partition("_")[2] not in given}
 
 
-def _as_wide_as_rows(tables: Tables) -> Tables:
-    """Cut block lists to width 1 where a row (or column) of the mask has a single block."""
+def _without_padding(tables: Tables) -> Tables:
+    """Cut the block lists of rows to width 1 if the mask has one column, and those of columns if it has one row."""
     # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}

@@ -1,8 +1,9 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op. Ops take no
-functions: eagerly, a call with a score_mod is an autograd function of the recorded operations, which also keeps the
-tensors that they read; torch.compile traces the score_mod into its graph.
+For the backward are kept q, k, v, the output, its lse, and small tensors: sinks, run-time tensors, dropout's seed. A
+call without a score_mod is a custom op. Ops take no functions: eagerly, a call with a score_mod is an autograd function
+of the recorded operations, which also keeps the tensors that they read; torch.compile traces the score_mod into its
+graph.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from ._program import FlexProgram, FlexStep, tables_of
 class ListedKeys(NamedTuple):
     """The pairs of a table of single keys, which are computed without a step of the program.
 
-    first: (head, position of a query, position of a key) of the call's first.
-    place, places: indices, among the branches of the pattern, of the one with the table and of each branch of the
-        program.
+    first: (global index of the first head, position of the first query, position of the first key) of the call.
+    place: index of the branch with the table among the branches of the pattern.
+    places: the same index for each branch of the program.
     """
 
     lists: KeyLists
@@ -61,7 +61,7 @@ class Portable:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that score_mod reads."""
+        """Tensors that score_mod reads; empty in a graph."""
         score_mod = self.features.score_mod
         return score_mod.tensors if isinstance(score_mod, Recorded) else ()
 
@@ -71,7 +71,7 @@ class Portable:
         return tuple(x for x in self.tensors if x.requires_grad)
 
     def reading(self, tensors: Sequence[Tensor]) -> Portable:
-        """Return the same with other tensors in place of those that score_mod reads."""
+        """Return this Portable with other tensors in place of those that its score_mod reads."""
         score_mod = self.features.score_mod
         if not isinstance(score_mod, Recorded):
             return self
@@ -120,7 +120,9 @@ class Portable:
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype; these are leaves.
+        """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype.
+
+        The tensors in `learned` are leaves.
 
         whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
         """
@@ -187,7 +189,11 @@ class Portable:
         return self._scores_at((self.of_table.place,), lambda function: function)
 
     def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Scores:
-        """places: the branches that are computed. at: gives a function the kernel's indices as heads and positions."""
+        """Return the `Scores` of some branches.
+
+        places: indices of the branches.
+        at: turns a function of heads and positions into one of the kernel's indices.
+        """
         shares, factor = None, 1.0
         dropout, score_mod = self.features.dropout, self.features.score_mod
         if dropout is not None:

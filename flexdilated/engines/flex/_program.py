@@ -54,7 +54,7 @@ class Structure(torch.nn.Module):
     multiplicity: number of times that each pair counts.
     lead: (batch entries, heads) of the block tables.
     heads: (query, key/value) heads of the tensors.
-    is_complex: True if the mask has many operations.
+    is_complex: True if the mask has so many operations that kernels need more registers.
     """
 
     def __init__(
@@ -70,10 +70,7 @@ class Structure(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
-        self.places = places  # of the branch in the pattern, as in Plan
-        self.lead = lead  # (batch entries, heads) of the block tables
-        self.heads = heads  # (query heads, key/value heads) of the tensors
-        self.is_complex = is_complex  # the mask has many operations
+        self.places, self.lead, self.heads, self.is_complex = places, lead, heads, is_complex
 
     @property
     def numbers(self) -> Hashable:
@@ -116,7 +113,7 @@ class FlexStep:
 class FlexProgram:
     """Executable plan on one device: one step, with one kernel call, for each term.
 
-    shares_rows: some rows are computed by several steps.
+    shares_rows: True if several steps may contribute to one row.
     enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
     packed: concatenated block tables of all steps, on accelerators.
     sizes: (rows, columns, row list width, column list width) of the block tables of each step; empty without `packed`.
@@ -137,10 +134,10 @@ class FlexProgram:
 
     @cached_property
     def structure(self) -> Hashable:
-        """Key of the compiled function: equal for programs that differ only in lengths and in their patterns' numbers.
+        """Key of the compiled function, equal for programs that differ only in lengths and in tensors that masks read.
 
-        Masks read the numbers of patterns from tensors; other values that mask functions capture are graph constants
-        and in the key.
+        Masks read the numbers of patterns from tensors. Other values that mask functions capture, and the numbers of
+        gathers, such as a dilation rate, are graph constants and in the key.
         """
         steps = ((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
@@ -161,7 +158,7 @@ def make_flex_program(
     """Build the FlexProgram of a plan: the BlockMask and the gathers of each term, on a device.
 
     given: order of the tokens in q, k and v.
-    block_size: (queries, keys) of a block; None for the smallest that keep block lists short.
+    block_size: (queries, keys) of a block; None for those of `sides_that_fit`.
     placement: the positions for which the plan was made, if it was made for a part of a sequence.
     """
     groups = plan.bound.num_heads // num_kv_heads
@@ -186,11 +183,11 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return the smallest (queries, keys) of square blocks for which a term's block lists are short.
+    """Return (queries, keys) of square blocks, at least TILE, small but with short block lists of a term.
 
     Lists of long sequences can fill gigabytes; they are short if they have at most _MOST_NUMBERS numbers. The search
-    begins with blocks so large that even full lists are short, and halves their size while the lists, at most twice as
-    long after each halving, stay short.
+    begins with blocks so large that even full lists are short, or that larger ones make lists no shorter, and halves
+    their size while the lists, at most twice as long after each halving, are sure to stay short.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
@@ -306,7 +303,7 @@ def _step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    Always False except on Hopper and later, where tiles have 128 x 128 scores.
+    Always False before Hopper and on other devices; from Hopper on tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False

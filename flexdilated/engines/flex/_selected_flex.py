@@ -50,7 +50,7 @@ def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
 
     unit: queries that are gathered as one unit, 0 if none are.
 
-    The kernel's blocks are at least a tile if queries are gathered, else the selected blocks.
+    If queries are gathered, a tile of queries and at least a tile of keys; else the selected blocks.
     """
     return (TILE, max(block[1], TILE)) if unit else block
 
@@ -201,11 +201,12 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: each holds a unit of queries and a key block that it selects.
+    """Places of gathered queries in the kernel's tiles: each holds the queries of one pair.
 
-    Pairs are sorted by block; the pairs of each block begin at a tile.
+    A pair is an entry of the table: a unit and a key block that it selects. Pairs are sorted by block; the pairs of
+    each block begin at a tile.
 
-    place: index of the place of each pair, -1 for none.
+    place: index of the place of each pair, -1 for an entry without a block.
     pair: index of the pair in each place, -1 for none.
     block: key block of each tile, C (the number of blocks) for unused tiles.
     begin, number: first tile and number of tiles of each block.

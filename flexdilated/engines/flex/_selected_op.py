@@ -38,15 +38,15 @@ class SelectedParts(NamedTuple):
     block: (queries, keys) of a block.
     most: key blocks in a row of the table.
     others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
-    needed, names: names of the run-time tensors of `others`, and of the whole pattern.
+    needed, names: sorted names of the run-time tensors of `others`, and of the whole pattern.
     """
 
     leaf: str
     block: tuple[int, int]
     most: int
     others: str
-    needed: tuple[str, ...]  # run-time tensors of `others`
-    names: tuple[str, ...]  # run-time tensors of the whole pattern
+    needed: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 @graph_constant
@@ -78,7 +78,7 @@ def takes_table(parts: SelectedParts, call: Call) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """SelectedParts of a call with a table of selected blocks that do not depend on the table's values.
+    """Sizes, mask and offsets of a call with a table of selected blocks: all that does not depend on its values.
 
     of: sizes.
     rest: mask that also applies to pairs in selected blocks.
@@ -93,7 +93,7 @@ class Prepared:
     held: tuple[HeldRows, ...]
     where: Where
     classes: Int8[Tensor, "h R C"] | None
-    skipped: int  # rows of the table before the first query's row
+    skipped: int
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +101,7 @@ class Prepared:
 
 
 def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
-    """Return the parts of a call that do not depend on its table of selected blocks.
+    """Return the `Prepared` of a call with a table of selected blocks.
 
     Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
 
@@ -232,8 +232,9 @@ def _held_rows(
 ) -> list[Tensor]:
     """Return the rows of the pattern's other run-time tables, which also apply to pairs in selected blocks.
 
-    An op, so that a compiled graph computes them from the values of each run. constants, q_offset, k_offset:
-    `Call.arguments`.
+    An op, so that a compiled graph computes them from the values of each run.
+
+    constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
     return [held.rows.clone() for held in prepared(key, q.device, bindings).held]

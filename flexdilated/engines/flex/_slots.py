@@ -1,7 +1,7 @@
 """Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
-A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. Plain
-torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
+A token of a head has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a
+scatter. Plain torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Numbers = tuple[int, ...]
 class SlotIndex(NamedTuple):
     """Index tensors between one side of a term and a tensor; None where not needed.
 
-    heads: query head of each head of the term.
-    places: head of the term of each query head, -1 for none. Both are None if the term has all query heads in order.
+    heads: query head of each head of the term; None if the term has all query heads in order.
+    places: head of the term of each query head, -1 for none; None if the term has all query heads in order.
     offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
-    listed: token in each slot.
-    inverse: slot of each token of every query head; both are for kind "index", with -1 for none.
+    listed: token in each slot, -1 for none, for kind "index".
+    inverse: slot of each token of every query head, -1 for none, for kind "index".
     """
 
     heads: Int32[Tensor, " H"] | None = None
@@ -51,8 +51,9 @@ class SlotRule(torch.nn.Module):
 
     A module, because a compiled graph has a module's numbers as constants.
 
-    kind: "all", slot i is token i; "heads", slot i is token i of some heads; "segments", slot i is token i % width *
-        step plus the offset of the head in segment i // width of `segment` tokens; "index", by index tensors.
+    kind: "all", slots are the tensor itself; "heads", slot i is token i of some heads; "segments", slot i is token
+        i % width * step plus the offset of the head in segment i // width of `segment` tokens; "index", by index
+        tensors.
     numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive heads of the term read
         one head of the tensor.
     """
@@ -65,6 +66,8 @@ class SlotRule(torch.nn.Module):
         self, x: Shaped[Tensor, "B X N ..."], rows: SlotIndex, start: int, slots: int
     ) -> Shaped[Tensor, "B H S ..."]:
         """Gather the tokens of x into the slots of a term: X heads, N tokens to H heads of S slots; empty slots are 0.
+
+        For kind "all", x itself is returned.
 
         rows: index tensors.
         start: token at which segment 0 begins.
@@ -84,7 +87,8 @@ class SlotRule(torch.nn.Module):
         start: token at which segment 0 begins.
         tokens: number of tokens.
 
-        Tokens without a slot, and heads that the term does not have, are filled with `empty`.
+        Tokens without a slot, and heads that the term does not have, are filled with `empty`. For kind "all", x itself
+        is returned.
         """
         return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
@@ -110,7 +114,10 @@ class _At:
     rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (token in each slot of each head, mask of the slots that hold a token; None if all do)."""
+        """Return (token in each slot of each head, mask of the slots that hold a token; None if all do).
+
+        For kind "segments" the tokens may be outside the tensor.
+        """
         if self.kind == "heads":
             return slot, None
         if self.kind == "index":
@@ -122,7 +129,10 @@ class _At:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (slot of each token of every query head, mask of the tokens that have a slot; None if all do)."""
+        """Return (slot of each token of every query head, mask of the tokens that have a slot; None if all do).
+
+        For kind "segments" the slots may be after the last one.
+        """
         if self.kind == "heads":
             return token, None
         if self.kind == "index":
@@ -230,8 +240,8 @@ def sides_of(
 ) -> tuple[SideGather, SideGather]:
     """Return (queries, keys) of a term: how its queries and keys are gathered from q and from k and v.
 
-    The tensors hold all tokens, or those of a placement if it is not None. groups: number of query heads for each
-    key/value head.
+    groups: number of query heads for each key/value head.
+    placement: positions of the tokens in the tensors; None if these hold all tokens.
     """
     num_heads, (num_queries, num_keys) = plan.bound.num_heads, (plan.bound.num_queries, plan.bound.num_keys)
     heads = None if term.heads == tuple(range(num_heads)) else term.heads
@@ -324,7 +334,7 @@ def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, *
 
 
 def _mark_static(x: Tensor) -> None:
-    """Mark the sizes of x as static for torch.compile: they do not depend on sequence lengths."""
+    """On accelerators, mark the sizes of x, which do not depend on sequence lengths, as static for torch.compile."""
     if device_kind(x.device).flex_trains:
         _torch_private.mark_static(x)
 

@@ -17,10 +17,10 @@ from ._slots import moved
 
 
 class Traced:
-    """Namespace for objects that compiled graphs use, as attributes: a trace reads the entries of a dict only once.
+    """Namespace whose attributes are the objects, such as programs with their tables, that compiled graphs use.
 
-    A graph reads its tables from here at every run. The oldest objects are evicted first; a graph whose program was
-    evicted is traced again.
+    They are attributes and not entries of a dict, as a trace reads entries of a dict only once, and a graph must read
+    its tables at every run. The oldest objects are evicted first; a graph whose program was evicted is traced again.
     """
 
 
@@ -28,10 +28,13 @@ _MOST_TRACED = 256
 
 
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
-    """Return the name of the attribute of `Traced` for a call's object: text of all that the object depends on.
+    """Return the name of the attribute of `Traced` for a call's object.
 
-    A string, because a trace does not support tuples here. what: the kind of object, a key of `MAKERS`. Sizes are
-    converted to numbers, as a fake implementation would format a dynamic size as a symbol.
+    It has the kind of object, the type of device, the call, and the shapes of the run-time tensors. It is a string,
+    because a trace does not support tuples here. Sizes are converted to numbers, as a fake implementation would format
+    a dynamic size as a symbol.
+
+    what: the kind of object, a key of `MAKERS`.
     """
     shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
     sizes = " ".join([f"{int(each)}" for each in (*call[1:7], *call.operands(q), *shapes)])

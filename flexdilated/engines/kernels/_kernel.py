@@ -27,7 +27,7 @@ _OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `
 class KernelTensors:
     """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
-    G equals H or, for a single fold, is a divisor of H.
+    G divides H.
 
     visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
@@ -65,7 +65,7 @@ def backward(
     is_causal: bool,
     bias: Float[Tensor, "#H #Q K"] | None = None,
 ) -> _kernel_cuda.ProblemGradients:
-    """(dq, dk, dv) of `forward`, shaped as q, k and v, from its out and lse.
+    """(dq, dk, dv) of `forward`, shaped as q, k and v, in their dtype or float32, from its out and lse.
 
     If out and lse are of a softmax over more keys, these are the gradients through the keys in x. A query without keys
     must have lse +inf, unless the keys are hidden by x.visible.
@@ -82,7 +82,7 @@ def backward(
 class _Folding:
     """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
 
-    These are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
+    They are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
     heads than query heads, or if the folds of a single batch entry leave some tokens out. Otherwise they are (B * H *
     F, 1), and each head's tokens are contiguous in the output.
     """
@@ -123,7 +123,7 @@ class _Folding:
 
 
 def _blind(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
-    """True for queries without a visible key; None if every query has one. is_causal: query i sees keys 0 to i."""
+    """True for queries whose keys are all hidden by x.visible; None for none. is_causal: query i has keys 0 to i."""
     if x.visible is None:
         return None
     if is_causal:
@@ -183,7 +183,7 @@ def flash_backward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> _kernel_cuda.ProblemGradients:
-    """(dq, dk, dv) of `flash_forward`; out and lse may be of a softmax over more keys.
+    """(dq, dk, dv) of `flash_forward`, in q's dtype or float32; out and lse may be of a softmax over more keys.
 
     Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
     """
@@ -266,6 +266,8 @@ def _device_kernels(x: Tensor) -> ModuleType | None:
 
 def _positive(scale: float, needed: bool) -> tuple[float, float]:
     """Return (factor on q, scale of the kernel), which together give the scores of `scale`; (1, scale) if not `needed`.
+
+    Where needed, a scale too near to 0 for float32 counts as 0.
 
     needed: True if the kernel's scale must be above 0.
     """

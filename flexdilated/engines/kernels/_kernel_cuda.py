@@ -28,14 +28,13 @@ class CudaKernel:
 
     forward: (q, k, v, scale, is_causal) -> (out, natural lse).
     backward: (grad_out, q, k, v, out, lse, scale, is_causal) -> (dq, dk, dv). out and lse may be of a softmax over more
-        keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out. q, k and v
-        have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries as
-        keys.
+        keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out.
     least_keys: minimum number of keys.
     most_dim: function from the compute capability to the largest head dim, 0 for none.
     switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
 
-    The limits are taken from torch's sdp_utils.cpp.
+    For both functions q, k and v have equal numbers of heads and a head dim that is a multiple of 8, and a causal
+    problem has as many queries as keys. The limits are taken from torch's sdp_utils.cpp.
     """
 
     name: str
@@ -69,7 +68,10 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
 
 
 def _preferred(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
-    """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp)."""
+    """The three kernels in order of preference, as in torch's sdp_utils.cpp.
+
+    cuDNN comes first on Hopper and later, if its version is above 9.15.0; else flash does.
+    """
     flash, cudnn, efficient = KERNELS
     # As in torch: kernels of cuDNN up to 9.15.0 fail on lengths that are not multiples of 128, see pytorch#169849.
     is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN
@@ -79,7 +81,10 @@ def _preferred(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     """(out, natural lse in float32) of q (B, H, Q, D) over k and v (B, G, K, D) on CUDA; G divides H.
 
-    scale must be above 0. is_causal: query i sees keys 0 to i. Raises ValueError if no kernel supports the problem.
+    Raises ValueError if no kernel supports the problem.
+
+    scale: above 0.
+    is_causal: query i sees keys 0 to i.
     """
     kernel, dim = _kernel_of(q, k, is_causal), q.shape[-1]
     q, k, v = (_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
@@ -162,7 +167,7 @@ def _per_key_head(x: Tensor, groups: int) -> Tensor:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its vectors are aligned to 16 bytes."""
+    """Pad the head dim of x with zeros to a multiple of 8; copy x if its vectors are strided or not 16-byte aligned."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))

@@ -34,12 +34,16 @@ Span = TypeVar("Span")
 
 @dataclass(frozen=True, eq=False)
 class ListChunk:
-    """Attention problems that are computed at once: g query heads of a query over the L keys of its list.
+    """Attention problems that are computed at once: g query heads of a query over the keys of its list.
 
-    t lists are each used by x problems. problem: index of the query in the flattened (batch, head sets, queries).
-    block: indices of keys in the flattened (batch, key/value heads, keys). hidden: True for places after the end of a
-    list; None if there are none. entry, head: batch entry, and global index of each query head, of each problem. query,
-    key: positions.
+    t lists, padded to L keys, are each used by x problems.
+
+    problem: index of the query in the flattened (batch, head sets, queries).
+    block: indices of keys in the flattened (batch, key/value heads, keys).
+    hidden: True for places after the end of a list; None if all lists of the call are equally long.
+    entry: batch entry of each problem.
+    head: global index of each query head of each problem.
+    query, key: positions.
     """
 
     problem: Int64[Tensor, "x t"]
@@ -67,8 +71,10 @@ class ListChunk:
 class ListProblems:
     """Attention over lists of single keys, of q (B, H, N, D) and k (B, G, M, D).
 
-    sizes: (B, H, G, N, M). first: (head, position of a query, position of a key) of the call's first. row_bytes: of a
-    key and its value. is_meta: True for meta tensors, for which a few chunks have the memory of all.
+    sizes: (B, H, G, N, M).
+    first: (global index of the first head, position of the first query, position of the first key) of the call.
+    row_bytes: bytes of a key and its value.
+    is_meta: True for meta tensors, for which a few chunks have the memory of all.
     """
 
     lists: KeyLists
@@ -89,7 +95,10 @@ class ListProblems:
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, int]]:
-        """(begin, end, longest length) of the lists, in descending order of length, of each chunk."""
+        """(begin, end, longest length) of ranges of the lists in descending order of length, for a chunk or more each.
+
+        Lists without keys are left out.
+        """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
         total, found, begin = int((counts > 0).sum()), [], 0
         while begin < total:
@@ -124,7 +133,7 @@ class ListProblems:
         return x.unflatten(0, (self.sizes[0], self.sizes[2], -1)).squeeze(3)
 
     def chunks(self) -> Iterator[ListChunk]:
-        """Yield chunks that together have every query with a key, the longest lists first."""
+        """Yield chunks that together have every query with a key, the longest lists first; on meta tensors, a few."""
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
         device, sets, (head, q_first, k_first) = self.lists.keys.device, self._sets, self.first

@@ -48,12 +48,13 @@ class Scores(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Block lists that are computed in the same chunks: those from `begin` to `stop` in descending order of length.
+    """Block lists that are computed in the same chunks.
 
+    begin, stop: their range in the descending order of length.
     length: most blocks in a list.
-    masked: most blocks with a mask in a list, which an incomplete block always has.
+    masked: most blocks with a mask in a list; incomplete blocks always have a mask.
     has_gaps: True if a list is shorter than `length`.
-    problems: number of problems in a chunk that share a list.
+    problems: most problems in a chunk that share a list.
     """
 
     begin: int
@@ -65,21 +66,27 @@ class Span(NamedTuple):
 
 
 class ListLengths(NamedTuple):
-    """Lengths of a BlockMask's block lists, the longest first: number of blocks, and number of those with a mask."""
+    """Lengths of a BlockMask's block lists, the longest list first.
+
+    counts: number of blocks in each list.
+    partials: number of blocks with a mask in each list.
+    """
 
     counts: list[int]
     partials: list[int]
 
     @classmethod
     def of(cls, mask: BlockMask) -> ListLengths:
-        """Read them from the mask; on an accelerator, this waits for it."""
+        """Read the lengths from the mask; on an accelerator, this waits for it."""
         partial, count = _lengths(mask)
         counts, order = count.sort(descending=True, stable=True)
         return cls(counts.tolist(), partial[order].tolist())
 
 
 def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: bool = False) -> tuple[Span, ...]:
-    """Return the spans of a BlockMask's non-empty block lists; each chunk has a bounded number of scores.
+    """Return the spans of a BlockMask's non-empty block lists, such that chunks have a bounded number of scores.
+
+    A chunk has more scores only if it has a single problem.
 
     lengths: upper bounds of the lengths of the mask's lists.
     problems: batch entries times query heads.
@@ -108,9 +115,9 @@ def _lengths(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]
 
 @dataclass(frozen=True, eq=False)
 class _BlockChunk:
-    """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
+    """Attention problems that are computed at once: a problem is one query block over its listed key blocks.
 
-    t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
+    t block lists, padded to L blocks, are each used by x problems: pairs of a batch entry and a head with the list.
 
     problem: index of the query block in the flattened (batch, heads, query blocks).
     block: indices of key blocks in the flattened (batch, key/value heads, blocks).
@@ -186,7 +193,10 @@ class BlockProblems:
         return x.unflatten(0, (batch, groups, -1)).flatten(2, 3)[:, :, :number]
 
     def chunks(self) -> Iterator[_BlockChunk]:
-        """Yield chunks that together have every query block with a non-empty list, the longest lists first."""
+        """Yield chunks that together have every query block with a non-empty list, the longest lists first.
+
+        For meta tensors, a few chunks of each kind of span, which have the memory of all.
+        """
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
@@ -225,13 +235,13 @@ class BlockProblems:
     ) -> Bool[Tensor, "y t _ LK"] | None:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
-        None if every pair is allowed.
+        None if no list has a block with a mask or is shorter than the span's length: every pair is allowed.
 
         partial: number of blocks with a mask, which come first in each list.
         beyond: True for keys after the last block of a list or the last key.
         b, h, q, k: places of a `_BlockChunk`.
 
-        y is 1 if all problems that share a list agree.
+        y is 1 if the mask reads neither b nor h, so that all problems that share a list agree.
         """
         masked = span.masked * self.sides[1]
         if not masked:
@@ -294,7 +304,7 @@ def _rows(
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
-    """Return (out, natural lse) of a chunk's problems; queries, keys and values are all blocks."""
+    """Return (out, natural lse) of a chunk's problems; queries, keys and values have the blocks of all problems."""
     found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
     if scores.score_mod is not None:  # its result is not written to: autograd may keep it
         found = chunk.modified(scores.score_mod, found)
@@ -353,9 +363,9 @@ def _chunk_gradients(
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
-    """Return (gradients of a chunk's queries, keys and values; of each learned tensor, None for 0).
+    """Return ((dq, dk, dv), gradient of each learned tensor or None for 0) of a chunk's problems.
 
-    keys and values are all blocks, the other tensors those of the chunk.
+    keys and values have the blocks of all problems, the other tensors those of the chunk; so do dq, dk and dv.
     """
     learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
     with torch.set_grad_enabled(learns):
@@ -379,7 +389,7 @@ def _chunk_gradients(
 
 
 def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Compute exp(x) in place. On CPU, torch's exp takes up to 40 times as long where results underflow; exp2 not."""
+    """Compute exp(x) in place by exp2: on CPU, torch's exp takes up to 40 times as long where results underflow."""
     return x.mul_(log2(e)).exp2_()
 
 
