@@ -49,7 +49,7 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Row of a `PlanReport`: one kernel's part of the plan, a term, or several equal ones.
+    """Row of a `PlanReport`: a term of the chosen plan, or several equal terms.
 
     branch: number of the branch of the pattern, from 1, or "all" if the plan computes all branches of a mixture
         together.
@@ -77,9 +77,9 @@ class PlannedTerm:
 
 @dataclass(frozen=True)
 class WeighedOption:
-    """One way to compute a branch of a pattern, with its predicted forward cost; a row of a `PlanReport`.
+    """One way to compute a branch of a pattern, or all branches; a row of a `PlanReport`.
 
-    The cost is of one batch entry.
+    Its predicted cost is that of the forward pass for one batch entry.
 
     branch: number of the branch, from 1, or "all" for all branches of a mixture together.
     layout: name of the token order.
@@ -119,14 +119,15 @@ class PlanReport(PlanSize):
     all_pairs: pairs of dense attention.
     block_list_bytes: bytes of the block lists, which stay in the cache.
     terms: the terms of the chosen plan.
-    options: all ways that were compared.
+    options: all ways to compute a branch, or all branches together, that were compared.
     measured: timings, empty unless requested.
     planned: the plan itself.
     attention_memory: one call of `attend`.
-    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training
-        without and with gradient checkpointing; None without `layers`.
+    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, without and
+        with gradient checkpointing in training; None without `layers`.
 
-    Pairs and FLOPs are over all heads and batch entries. Memory is computed on first use.
+    These pairs and FLOPs are over all heads and batch entries, those of an option in `options` over one batch entry.
+    Memory is computed on first use.
     """
 
     useful_pairs: int
@@ -289,16 +290,16 @@ def plan(
     dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
         dropout, and gradients of tensors that score_mod captures are not counted.
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
-        seconds are those of the device's default. A table of selected blocks is counted as "aten" reads it, one of
-        single keys also as "portable" does, and for other engines as block lists.
+        seconds are those of the device's default. A table of selected blocks is counted as read directly for "aten"
+        and, if its blocks are single keys, for "portable"; else as block lists.
     measure: True to time the alternatives on this machine's CPU; otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
     With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
-    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of computed
-    (query, key) pairs, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
+    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of (query,
+    key) pairs that the pattern allows, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
 
     order: as in `distributed.Sharding`.
     schedule, codec: as in `distributed.attend`, without codec "auto".
