@@ -342,13 +342,13 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
 
 
 def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` has all pairs of `within` of a query and a key, not later, in the query's own block.
+    """True if `always` allows each pair that `within` allows of a query with a key of its block, up to the query.
 
-    It tests positions below 2,048.
+    Only positions below 2,048 are tested.
     """
     at = torch.arange(_TRIED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)
     q, k = q.expand_as(own)[own], k.expand_as(own)[own]
     rules = (SelectionRule(selector.within, selector.always, head, num_heads) for head in range(num_heads))
-    return not any(bool(rule.leaves(q, k, rule.sees(q, k)).any()) for rule in rules)
+    return not any(bool(rule.without_always(q, k, rule.sees(q, k)).any()) for rule in rules)

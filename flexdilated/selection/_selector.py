@@ -360,8 +360,8 @@ class BlockSelector(nn.Module):
 def is_causal(pattern: Pattern) -> bool:
     """True if no query is found that sees a later key.
 
-    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. With a causal
-    pattern a choice must not depend on later tokens.
+    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. Also True if the
+    pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later tokens.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
