@@ -131,8 +131,8 @@ class HeldKeys:
     def snapshot(self) -> HeldKeys:
         """Copy of the current state that shares the buffers with this object.
 
-        Append to only one of the two, as both write to the same slots. That leaves the tokens of the other intact, unless
-        tokens are dropped first.
+        Append to only one of the two, as both write to the same slots. That leaves the tokens of the other intact,
+        unless tokens are dropped first.
         """
         other = copy(self)
         other.runs = list(self.runs)
