@@ -102,7 +102,8 @@ class WeighedOption:
 class MeasuredOption:
     """Predicted and measured forward time, in seconds, of one way to compute a pattern; a row of a `PlanReport`.
 
-    The times are for one batch entry on this machine. option: name of the way, with the branch if there are several.
+    The times are for one batch entry on this machine. option: name of the way; in a mixture, that of a way for one
+    branch begins with its number: "branch 1: natural".
     """
 
     option: str
@@ -292,7 +293,8 @@ def plan(
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
         seconds are those of the device's default. A table of selected blocks is counted as read directly for "aten"
         and, if its blocks are single keys, for "portable"; else as block lists.
-    measure: True to time the alternatives on this machine's CPU; otherwise no attention is computed.
+    measure: True to time the alternatives on this machine's CPU, except ways for a branch that are predicted to take
+        over 4 times as long as its cheapest; otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
@@ -384,11 +386,11 @@ def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
     )
 
 
-def _branch(number: int, option: Option) -> int | str:
+def _branch_label(number: int, option: Option) -> int | str:
     return "all" if isinstance(option.branch, Mixture) else number
 
 
-def _shape(term: Term) -> str:
+def _shape_text(term: Term) -> str:
     if isinstance(term, TableTerm):
         return "table of blocks of {} x {}".format(*term.problems.block)
     return f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
@@ -399,13 +401,13 @@ def _terms(best: Plan) -> Iterator[PlannedTerm]:
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(
             (
-                _shape(term),
+                _shape_text(term),
                 *(repr(term.rule), term.multiplicity, len(term.heads), term.folds, term.q.num_slots, term.k.num_slots),
             )
             for term in chosen.terms
         )
         for term, times in alike.items():
-            yield PlannedTerm(_branch(number, chosen), chosen.layout, *term, times)
+            yield PlannedTerm(_branch_label(number, chosen), chosen.layout, *term, times)
 
 
 def _options(best: Plan) -> Iterator[WeighedOption]:
@@ -413,7 +415,7 @@ def _options(best: Plan) -> Iterator[WeighedOption]:
         for option in options:
             cost, is_chosen = option.cost, option is options[0]
             work = cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds
-            yield WeighedOption(_branch(number, option), option.layout, *work, is_chosen)
+            yield WeighedOption(_branch_label(number, option), option.layout, *work, is_chosen)
 
 
 def _facts(found: PlanReport) -> list[tuple[str, str]]:

@@ -164,7 +164,7 @@ def tokens_to_heads(
     rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
-    wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
+    wholes = [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
     sources, targets = _of_shards(shards, tensors, split, rank), _of_wholes(wholes, split)
     _all_to_all(sources, targets, like=shards[0], group=group, add=False)
     return wholes
@@ -173,7 +173,7 @@ def tokens_to_heads(
 @tokens_to_heads.register_fake
 def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
     rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
-    return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
+    return [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
 @own_op("flexdilated::heads_to_tokens")
@@ -257,7 +257,7 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: f
     }
 
 
-def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
+def _empty_whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
 
     It is in float32 or wider if `widen` is True and some head goes to several ranks.

@@ -36,11 +36,9 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def shared(self, x: Tensor, heads: int) -> Tensor:
-        """View of x for these batch entries and heads.
+        """View of x for these batch entries and the groups of these heads.
 
-        heads: number of query heads.
-
-        Dim 1 of x has one entry per group of consecutive query heads.
+        Dim 1 of x has one entry per group of consecutive query heads. heads: number of query heads in all groups.
         """
         own = x[self.entries]
         if self.heads == slice(None):

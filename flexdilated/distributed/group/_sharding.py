@@ -146,6 +146,8 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
     parameters before x too: DDP sums their gradients (and divides by W).
 
+    Raises TypeError or ValueError for other arguments, such as an x of fewer than all N tokens.
+
     >>> x = fd.distributed.shard(torch.randn(1, 4, 256, 64), mesh)
     """
     ranks = Ranks.of(mesh)
