@@ -55,7 +55,7 @@ def choose_engine(
     sides: requested block sizes in tokens, () for none.
 
     Raises ValueError for an unknown engine, and for one that cannot serve calls with these arguments; the text says
-    why. Whether "aten" can serve the pattern on CUDA is not checked here.
+    why. The pattern is not checked for "aten" on CUDA, which computes only branches that are dense or causal.
     """
     check_engine(engine)
     if q.is_meta:

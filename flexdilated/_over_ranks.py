@@ -160,7 +160,7 @@ LONGEST = 400  # characters of a pattern, so that a repr of several modules stay
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """Repr of a pattern; after at most 400 characters an ellipsis replaces the rest."""
+    """Repr of a pattern; a longer one is cut after at most 400 characters, and ends in an ellipsis."""
     return shortened(repr(pattern), LONGEST)
 
 

@@ -127,7 +127,7 @@ class PlanReport(PlanSize):
     model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, without and
         with gradient checkpointing in training; None without `layers`.
 
-    These pairs and FLOPs are over all heads and batch entries, those of an option in `options` over one batch entry.
+    These pairs and FLOPs are over all heads and batch entries; an option in `options` counts one batch entry.
     Memory is computed on first use.
     """
 

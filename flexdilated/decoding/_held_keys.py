@@ -131,7 +131,7 @@ class HeldKeys:
     def snapshot(self) -> HeldKeys:
         """Copy of the current state that shares the buffers with this object.
 
-        Append to only one of the two, as both write to the same slots. That leaves the tokens of the other intact,
+        Append to only one of the two, as both write to equal slots. That leaves the tokens of the other intact,
         unless tokens are dropped first.
         """
         other = copy(self)
@@ -230,7 +230,7 @@ class HeldKeys:
     ) -> list[bool]:
         """For each page (range of positions), True if a query in [query, query + num_queries) may see a key of it.
 
-        False is certain; True is not, as it is derived from bounds.
+        False is certain; True, derived from bounds, is not.
 
         sources: rules of these queries; None for the buffer's own rules.
         """

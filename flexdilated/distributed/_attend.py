@@ -137,7 +137,7 @@ def attend(
     The pattern applies to positions in the whole sequence.
 
     Every rank of the mesh must make this call, and run its backward. Arguments other than the shards and `pool` must be
-    equal on all ranks; the first call with these arguments compares those that messages depend on. Gradients are of
+    equal on all ranks; the first call with these arguments compares the ones on which messages depend. Gradients are of
     the sum of all ranks' losses.
 
     mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
