@@ -73,9 +73,9 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `convert`, `distributed`, `integrations`, `testing` or `viewer` on first access.
+    """Return `convert`, `distributed`, `integrations`, `testing` or `viewer`, imported on first access.
 
-    Any other name raises AttributeError, which names what to write instead if it is known.
+    Any other name raises AttributeError; its text names what to write instead, if that is known.
     """
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert

@@ -144,8 +144,8 @@ def attend(
         every row. A row without keys then has output 0, and its sink as lse.
     bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
     q_offset: position of query 0, for queries that follow earlier tokens; an integer tensor of shape (B,) has the
-        position for each batch entry, as in `pattern.queries_from`. None is 0, but raises ValueError if there are fewer
-        queries than keys and the pattern is causal.
+        position for each batch entry, as in `pattern.queries_from`. None is 0, but raises ValueError, except under
+        torch.compile, if there are fewer queries than keys and the pattern is causal.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
         tensor of shape (), which is read on the host at every call; a number needs no such read.
     head_offset, num_heads_global: for heads on several devices: index of head 0 of q among the query heads of all
@@ -155,7 +155,7 @@ def attend(
         only inference, without lse, sinks, dropout or a mixture), "portable" (any device; eagerly it has second
         derivatives), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
         "reference" (dense, in float64). None takes aten on CPU, flex where Triton serves the device, and portable
-        elsewhere and for calls that these cannot serve, such as dropout or training with a score_mod on CPU; while
+        elsewhere and for calls that these cannot serve, such as those with dropout or a score_mod on CPU; while
         torch.onnx.export traces, it takes dense attention in plain operations. A named engine that cannot serve the
         call raises ValueError.
     block_size: tokens of a block of block-sparse masks, or (queries, keys). None: on CPU chosen for the pattern, with
@@ -236,8 +236,8 @@ def planned_call(
 ) -> tuple[Tensor, Call, list[Tensor], float]:
     """Check these arguments of `attend`; return (q, pattern and sizes as plain values, run-time tensors, scale).
 
-    A tensor as scale is multiplied into q. The run-time tensors, which the pattern carries or `bindings` holds, are
-    sorted by name.
+    A tensor as scale is multiplied into q, and the scale returned is then 1. The run-time tensors, which the pattern
+    carries or `bindings` holds, are sorted by name; for a q on the meta device they are left out.
     """
     heads = check_sizes(pattern, q, place)
     check_layout(place.layout, q, k)
@@ -258,7 +258,7 @@ def planned_call(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to the dtype of autocast, if it is enabled for their device; float64 and integers are kept."""
+    """Cast q, k and v to the dtype of autocast, if it is enabled for the device of q; float64 and integers are kept."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v  # later checks refuse other types
     dtype = autocast_dtype(q.device)

@@ -54,7 +54,8 @@ def choose_engine(
         "reference".
     sides: requested block sizes in tokens, () for none.
 
-    Raises ValueError if the engine cannot serve the call; the text names an engine that can.
+    Raises ValueError for an unknown engine, and for one that cannot serve calls with these arguments; the text says
+    why. The pattern is not checked for "aten" on CUDA, which computes only branches that are dense or causal.
     """
     check_engine(engine)
     if q.is_meta:
@@ -69,7 +70,7 @@ def choose_engine(
         reason = _aten_cannot(q.device, q.dtype, features.score_mod, features.drops)
     elif chosen != "reference":
         if is_transformed():
-            check_transforms([q, k, v, *_others(features, q)])
+            check_transforms([q, k, v, *_feature_tensors(features, q)])
         if chosen == "flex":
             reason = _flex_cannot(q, k, v, pattern, features)
         elif chosen == "flash":
@@ -79,22 +80,22 @@ def choose_engine(
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
     if reason is not None and engine is None:
         if is_transformed():
-            check_transforms([q, k, v, *_others(features, q)])
+            check_transforms([q, k, v, *_feature_tensors(features, q)])
         chosen, why, reason = "portable", f"as {reason}", _portable_cannot(features)
     if reason is not None:
         raise ValueError(reason)
     # Not in a trace: logging would break the graph.
     if not torch.compiler.is_compiling() and debug_wanted():
-        _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
+        _log_once(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
     return chosen
 
 
 def planned_engine(
     engine: str | None, device: str, dtype: torch.dtype, head_dim: int, *, score_mod: ScoreMod | None, drops: bool
 ) -> str:
-    """Return the name of the engine that computes a call of `attend` for which `fd.plan` plans, as `choose_engine`.
+    """Return the name of the engine for which `fd.plan` plans a call of `attend`, by the rules of `choose_engine`.
 
-    engine: the device's default, "portable", or None for the default and for calls that it cannot serve "portable".
+    engine: "portable", the device's default, or None: the default or, if that cannot serve the call, "portable".
     device: kind of device, such as "cpu"; "cuda" is assumed to have Triton.
     head_dim: the smaller one of queries and values.
 
@@ -124,7 +125,7 @@ def default_engine(device: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _tell(line: str) -> None:
+def _log_once(line: str) -> None:
     """Log a line at level DEBUG, but only once: otherwise every layer of every training step would repeat it."""
     log.debug(line)
 
@@ -134,7 +135,7 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
     return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
-def _others(features: Features, q: Tensor) -> list[Tensor]:
+def _feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
     """Tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
     found = [] if features.sinks is None else [features.sinks]
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]

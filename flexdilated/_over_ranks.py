@@ -38,8 +38,9 @@ class OverRanks:
     codec, error_bound, pool: as in `distributed.attend`; with "heads", codec and pool must be None.
     ranks: this process's group and rank, derived from the mesh.
 
-    When it is unpickled, the mesh must be equal, and `ranks` is that of the unpickling process. Raises ValueError or
-    TypeError for settings that do not fit together.
+    It is pickled without `ranks`, which the unpickling process derives from its mesh.
+
+    Raises ValueError or TypeError for settings that do not fit together.
     """
 
     mesh: DeviceMesh
@@ -60,7 +61,7 @@ class OverRanks:
             check_sharding(self.sharding, self.ranks)
         check_codec(self.codec, self.error_bound, torch.float32)
         name_of(self.pool)
-        if self.schedule == "heads" and not self.codec is self.pool is None:
+        if self.schedule == "heads" and (self.codec is not None or self.pool is not None):
             raise ValueError(
                 "codec and pool apply to the schedules 'exchange' and 'ring': with 'heads' leave them None; got "
                 f"codec={self.codec!r}, pool={self.pool!r}"
@@ -73,7 +74,7 @@ class OverRanks:
         return self
 
     def sharding_of(self, length: int) -> Sharding:
-        """Return `sharding` or, if it is None, contiguous shards of `length` tokens on each rank."""
+        """Return `sharding` or, if it is None, contiguous shards of `length` tokens, at least 1, on each rank."""
         from .distributed.group import equal_shards
 
         return equal_shards(length, self.ranks) if self.sharding is None else self.sharding
@@ -81,7 +82,8 @@ class OverRanks:
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
         """Positions, in the whole sequence, of the `length` tokens on this rank.
 
-        Raises ValueError if the sharding assigns another number of tokens to this rank.
+        Raises ValueError if the sharding assigns another number of tokens to this rank, and without a sharding for
+        length 0.
         """
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
@@ -106,12 +108,12 @@ class OverRanks:
         """Attention of this rank's queries over the keys of all ranks.
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
-        it.
+        it, and run its backward.
 
         sharding: replaces that of these settings in this call; None keeps it.
         options: further keywords of `distributed.attend`, such as scale.
 
-        Raises ValueError for a score_mod with the schedule "ring".
+        Raises as `distributed.attend` does, and ValueError with "heads" unless the number of ranks divides H.
         """
         sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
         options |= {"score_mod": score_mod, "bindings": bindings, "sharding": sharding}
@@ -158,12 +160,12 @@ LONGEST = 400  # characters of a pattern, so that a repr of several modules stay
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """Repr of a pattern, cut to at most 400 characters."""
+    """Repr of a pattern; a longer one is cut after at most 400 characters, and ends in an ellipsis."""
     return shortened(repr(pattern), LONGEST)
 
 
 def engine_text(engine: str | None) -> str:
-    """Text "engine=..." for a repr; None is followed by the engines that are taken by default."""
+    """Text "engine=..." for a repr; after None it names the default engines of CPU and CUDA."""
     return f"engine={engine!r}{' (aten on CPU, flex on CUDA)' if engine is None else ''}"
 
 

@@ -49,7 +49,7 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Row of a `PlanReport`: one kernel's part of the plan, a term, or several equal ones.
+    """Row of a `PlanReport`: a term of the chosen plan, or several equal terms.
 
     branch: number of the branch of the pattern, from 1, or "all" if the plan computes all branches of a mixture
         together.
@@ -77,9 +77,9 @@ class PlannedTerm:
 
 @dataclass(frozen=True)
 class WeighedOption:
-    """One way to compute a branch of a pattern, with its predicted forward cost; a row of a `PlanReport`.
+    """One way to compute a branch of a pattern, or all branches; a row of a `PlanReport`.
 
-    The cost is of one batch entry.
+    Its predicted cost is that of the forward pass for one batch entry.
 
     branch: number of the branch, from 1, or "all" for all branches of a mixture together.
     layout: name of the token order.
@@ -102,7 +102,8 @@ class WeighedOption:
 class MeasuredOption:
     """Predicted and measured forward time, in seconds, of one way to compute a pattern; a row of a `PlanReport`.
 
-    The times are for one batch entry on this machine. option: name of the way, with the branch if there are several.
+    The times are for one batch entry on this machine. option: name of the way; in a mixture, that of a way for one
+    branch begins with its number: "branch 1: natural".
     """
 
     option: str
@@ -119,14 +120,15 @@ class PlanReport(PlanSize):
     all_pairs: pairs of dense attention.
     block_list_bytes: bytes of the block lists, which stay in the cache.
     terms: the terms of the chosen plan.
-    options: all ways that were compared.
+    options: all ways to compute a branch, or all branches together, that were compared.
     measured: timings, empty unless requested.
     planned: the plan itself.
     attention_memory: one call of `attend`.
-    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training
-        without and with gradient checkpointing; None without `layers`.
+    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, without and
+        with gradient checkpointing in training; None without `layers`.
 
-    Pairs and FLOPs are over all heads and batch entries. Memory is computed on first use.
+    These pairs and FLOPs are over all heads and batch entries; an option in `options` counts one batch entry.
+    Memory is computed on first use.
     """
 
     useful_pairs: int
@@ -289,16 +291,17 @@ def plan(
     dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
         dropout, and gradients of tensors that score_mod captures are not counted.
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
-        seconds are those of the device's default. A table of selected blocks is counted as "aten" reads it, one of
-        single keys also as "portable" does, and for other engines as block lists.
-    measure: True to time the alternatives on this machine's CPU; otherwise no attention is computed.
+        seconds are those of the device's default. A table of selected blocks is counted as read directly for "aten"
+        and, if its blocks are single keys, for "portable"; else as block lists.
+    measure: True to time the alternatives on this machine's CPU, except ways for a branch that are predicted to take
+        over 4 times as long as its cheapest; otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
     With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
-    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of computed
-    (query, key) pairs, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
+    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of (query,
+    key) pairs that the pattern allows, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
 
     order: as in `distributed.Sharding`.
     schedule, codec: as in `distributed.attend`, without codec "auto".
@@ -383,11 +386,11 @@ def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
     )
 
 
-def _branch(number: int, option: Option) -> int | str:
+def _branch_label(number: int, option: Option) -> int | str:
     return "all" if isinstance(option.branch, Mixture) else number
 
 
-def _shape(term: Term) -> str:
+def _shape_text(term: Term) -> str:
     if isinstance(term, TableTerm):
         return "table of blocks of {} x {}".format(*term.problems.block)
     return f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
@@ -398,13 +401,13 @@ def _terms(best: Plan) -> Iterator[PlannedTerm]:
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(
             (
-                _shape(term),
+                _shape_text(term),
                 *(repr(term.rule), term.multiplicity, len(term.heads), term.folds, term.q.num_slots, term.k.num_slots),
             )
             for term in chosen.terms
         )
         for term, times in alike.items():
-            yield PlannedTerm(_branch(number, chosen), chosen.layout, *term, times)
+            yield PlannedTerm(_branch_label(number, chosen), chosen.layout, *term, times)
 
 
 def _options(best: Plan) -> Iterator[WeighedOption]:
@@ -412,7 +415,7 @@ def _options(best: Plan) -> Iterator[WeighedOption]:
         for option in options:
             cost, is_chosen = option.cost, option is options[0]
             work = cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds
-            yield WeighedOption(_branch(number, option), option.layout, *work, is_chosen)
+            yield WeighedOption(_branch_label(number, option), option.layout, *work, is_chosen)
 
 
 def _facts(found: PlanReport) -> list[tuple[str, str]]:

@@ -68,7 +68,7 @@ class PlanSize:
 
     @property
     def engine(self) -> str:
-        """Name of the engine that computes a call in training, with dropout."""
+        """Name of the engine that computes a call in training, with dropout if dropout_p is above 0."""
         return self._engine(drops=self.dropout_p > 0)
 
     def _engine(self, *, drops: bool) -> str:
@@ -108,7 +108,7 @@ class PlanSize:
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
     def memory_of(self, call: AttentionSize, planned: Plan | None = None) -> AttentionMemory:
-        """Predict the memory of a call of this pattern: its training with dropout, its inference without.
+        """Predict the memory of a call, with dropout if dropout_p is above 0, except for `inference_peak`.
 
         planned: the plan of the call by `engine`, if there is one already.
         """

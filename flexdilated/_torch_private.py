@@ -68,7 +68,7 @@ class Name:
         return self.absent or f"{first}ImportError when {self.error}"
 
     def find(self) -> Any:
-        """Look up the public name, then the private one, in torch. Raises ImportError if torch has neither."""
+        """Look up the public name, then the private one, or call `probe`. Raises ImportError if torch has none."""
         for path in (self.public, self.path):
             try:
                 if path:

@@ -204,7 +204,10 @@ def check_lse(lse: object, q: Tensor) -> None:
 
 
 def check_score_mod(score_mod: object) -> None:
-    """Raise TypeError unless score_mod is None or can be called with (score, b, h, q_idx, k_idx)."""
+    """Raise TypeError unless score_mod is None or can be called with (score, b, h, q_idx, k_idx).
+
+    Nothing is checked while torch.compile traces.
+    """
     if score_mod is None or torch.compiler.is_compiling():  # the compiler calls it
         return
     if not callable(score_mod):
@@ -275,8 +278,9 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
 def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
     """Return (queries, factor on the scores) for the argument `scale` of q (B, H, N, D).
 
-    A tensor, of one number for each head (H,) or for all, multiplies q, in float32 or wider. Raises TypeError or
-    ValueError for other tensors, and as `resolve_scale`.
+    A tensor, of one number for each head (H,) or for all, multiplies q, in float32 or wider; the factor is then 1. Else
+    q is unchanged, and the factor is `resolve_scale(scale, head_dim)`. Raises TypeError or ValueError for other
+    tensors, and as `resolve_scale`.
     """
     if not isinstance(scale, Tensor):
         return q, resolve_scale(scale, head_dim)
@@ -302,11 +306,11 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def position(name: str, value: object) -> int:
-    """Return an offset as an int: the value of an integer tensor of shape (), read on the host.
+    """Return the value, read on the host, of an offset that is an integer tensor of shape ().
 
     name: that of the argument, for errors.
 
-    Raises TypeError for any other tensor. Anything but a tensor is returned unchanged, and checked by `check_sizes`.
+    Raises TypeError for any other tensor. Anything but a tensor is returned unchanged, for `check_sizes` to check.
     """
     if not isinstance(value, Tensor):
         return value  # type: ignore[return-value]
@@ -327,7 +331,8 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
     """Check offsets and heads of a call; return the number of query heads over all devices.
 
     That is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
-    negative offsets, for more heads than num_heads_global, and for a pattern of another number of heads.
+    negative offsets, for more heads than num_heads_global and, except while torch.compile traces, for a pattern of
+    another number of heads.
     """
     head_offset, num_heads_global = place.head_offset, place.num_heads_global
     require_int("q_offset", place.q_offset, minimum=0)

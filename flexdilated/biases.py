@@ -38,7 +38,8 @@ def alibi(slopes: Float[Tensor, " H"]) -> ScoreMod:
 
     slopes: one for each head of all devices, on the device of q; from `slopes`, or learned: they get a gradient.
 
-    The distance is the absolute difference of the positions of query and key.
+    The distance is the absolute difference of the positions of query and key. Raises TypeError or ValueError unless
+    slopes is a float tensor of one dim.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
     >>> bias = fd.biases.alibi(fd.biases.slopes(4))
@@ -60,6 +61,7 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
     table: the biases, on the device of q; it gets a gradient. Column R + d is for distance d; distances below -R or
         above R have the bias of -R or R. Row h is for head h of all devices; a single row is for all heads.
 
+    Raises TypeError or ValueError for another table.
     Source: Shaw et al., arXiv 1803.02155, with scalars as in T5.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
@@ -89,7 +91,7 @@ def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int =
     bidirectional: True, as in encoders: half of the buckets are for keys after the query; False: all these keys have
         the bucket of distance 0.
 
-    T5's scores are not scaled: pass scale=1.0 to `attend`.
+    T5's scores are not scaled: pass scale=1.0 to `attend`. Raises TypeError or ValueError for other values.
 
     Source: arXiv 1910.10683, section 2.1.
 
@@ -125,7 +127,7 @@ def _bucket(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: boo
 def softcap(value: float) -> ScoreMod:
     """Return a score_mod that caps scores smoothly: value * tanh(score / value), as in Gemma 2, arXiv 2408.00118.
 
-    value: bound on the absolute scores, above 0.
+    value: bound on the absolute scores, above 0. Raises TypeError or ValueError for others.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
     >>> fd.attend(q, k, v, masks.causal(), score_mod=fd.biases.softcap(50.0)).shape
@@ -142,7 +144,7 @@ def softcap(value: float) -> ScoreMod:
 
 
 def compose(*score_mods: ScoreMod) -> ScoreMod:
-    """Return a score_mod that applies score functions one after another, the first to the scaled score.
+    """Return a score_mod that applies score functions, at least one, in turn, the first to the scaled score.
 
     >>> cap = fd.biases.softcap(30.0)
     >>> both = fd.biases.compose(fd.biases.alibi(fd.biases.slopes(4)), cap)

@@ -58,12 +58,12 @@ class Schedule:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The distinct values that the schedule takes, in order from `start` to `end`; at most `widths`."""
+        """At most `widths` values, from `start` to `end`, to which the curve is rounded; a short one skips some."""
         return tuple(dict.fromkeys(map(self._value, range(self._levels + 1))))
 
     @property
     def _levels(self) -> int:
-        """Number of changes of the value between `start` and `end`: at most `widths` - 1, and 0 if they are equal."""
+        """Number of `values` after `start`: at most `widths` - 1, and 0 if `start` equals `end`."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:

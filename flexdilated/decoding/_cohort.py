@@ -64,7 +64,9 @@ class Cohort:
         return x[self.rows, :, :tokens]
 
     def at_entries(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
-        """Return a function that calls score_mod with the entry of the cache's batch for each entry of the cohort.
+        """Return score_mod as a function of entries of the cohort, which it gets as entries of the cache's batch.
+
+        None for None.
 
         batch: number of entries of the cache.
         """
@@ -74,7 +76,7 @@ class Cohort:
         return through(score_mod, _at_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Split into cohorts of entries with equal numbers, each with its number.
+        """Return [(cohort of the entries with one number, that number)].
 
         numbers: one for all entries, or one for each entry of the cache's batch.
         """
@@ -87,7 +89,7 @@ class Cohort:
         ]
 
     def chosen(self, entries: Sequence[int]) -> list[Cohort]:
-        """Return the cohort of a batch that consists of these entries of the cache's batch; [] if it has none of them.
+        """Return [this cohort in a new batch of these entries of the cache's batch], or [] if it has none of them.
 
         entries: indices in the cache's batch, in the order of the new batch; they may repeat.
         """

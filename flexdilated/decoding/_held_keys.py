@@ -38,8 +38,8 @@ class HeldKeys:
     """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
     A run has consecutive positions at consecutive indices of the buffer's token dim. A full buffer is packed: keys that
-    no later query can see are dropped, and the other runs are moved together. On average over many tokens, each token
-    is moved about once.
+    no later query can see are dropped, and the other runs are moved together. Without a fixed capacity each token is
+    moved about once, on average over many tokens.
 
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
         stored.
@@ -118,7 +118,7 @@ class HeldKeys:
                 first += part.stop - part.start
 
     def shrink(self, query: int) -> None:
-        """Shrink the buffer if queries from position `query` can see less than about a quarter of its tokens.
+        """Shrink the buffer if queries from position `query` can see keys in less than about a quarter of it.
 
         A buffer with a fixed capacity is not shrunk.
         """
@@ -131,7 +131,8 @@ class HeldKeys:
     def snapshot(self) -> HeldKeys:
         """Copy of the current state that shares the buffers with this object.
 
-        Appending to either object later does not overwrite tokens that the copy uses, unless tokens are dropped before.
+        Append to only one of the two, as both write to equal slots. That leaves the tokens of the other intact,
+        unless tokens are dropped first.
         """
         other = copy(self)
         other.runs = list(self.runs)
@@ -198,7 +199,7 @@ class HeldKeys:
     ) -> list[range]:
         """Ranges of held positions that at least one query in [query, query + num_queries) may see, in ascending order.
 
-        They consist of whole pages of 64 keys, so a range may include a few keys that no such query sees.
+        They consist of whole pages, of up to 64 keys of a run, so a range may include keys that no such query sees.
 
         num_queries: by default all later queries.
         sources: rules of these queries; None for the buffer's own rules.
@@ -227,7 +228,9 @@ class HeldKeys:
     def _seen_from(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """For each page (range of positions), False if no query in [query, query + num_queries) can see a key of it.
+        """For each page (range of positions), True if a query in [query, query + num_queries) may see a key of it.
+
+        False is certain; True, derived from bounds, is not.
 
         sources: rules of these queries; None for the buffer's own rules.
         """

@@ -63,7 +63,8 @@ class KVCache:
         smaller calls are computed without an engine.
 
     For inference only: not differentiable. Raises ValueError or TypeError for a pattern whose look-ahead is not limited
-    to chunks, for a pattern with run-time tensors, and for tensors that do not fit the previous tokens.
+    to chunks, for a pattern with run-time tensors or padding="zeros", and for tensors that do not fit the previous
+    tokens.
 
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
@@ -160,7 +161,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of keys and values, unused room included."""
+        """Bytes of the buffers of keys and values, unused room included, and of the state of a subclass."""
         return sum(cohort.nbytes for cohort in self._cohorts)
 
     @advises(
@@ -324,8 +325,8 @@ class KVCache:
 
         positions are on the CPU; keys and values are views of the cache's buffers. entry: index of a batch entry, whose
         keys and values are returned with batch 1; None for the whole batch. Raises ValueError before the first token,
-        when sizes are unknown, and for the whole batch if its entries differ in their positions, or did: they may then
-        hold different tokens.
+        when sizes are unknown, and for the whole batch once entries were given different lengths or crops, or were
+        joined: they may then hold different tokens.
         """
         if not self._cohorts:
             raise ValueError("a cache that has seen no tokens holds no keys")

@@ -35,14 +35,15 @@ from ._held_keys import HeldKeys
 
 
 class Reader:
-    """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern fit for a `KVCache`.
+    """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern that `KVCache` accepts.
 
-    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`; scale is a number.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`; scale is a number or None.
 
     The attribute `sources` contains the distinct rules of the heads, by which `HeldKeys` decides which keys to keep;
     `ends` has the ends of chunks.
 
-    Raises ValueError or TypeError for a pattern whose look-ahead is not limited to chunks, and for run-time tensors.
+    Raises ValueError or TypeError for a pattern whose look-ahead is not limited to chunks, with run-time tensors, or
+    with padding='zeros'.
     """
 
     def __init__(
@@ -169,7 +170,10 @@ class Reader:
     def _chunk(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse."""
+        """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse.
+
+        If the pattern refuses one of these ranges, they are computed without an engine.
+        """
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):

@@ -12,7 +12,7 @@ __all__ = ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traf
 
 
 def __getattr__(name: str) -> _NoReturn:
-    """Raise AttributeError with a suggestion of a similar name."""
+    """Raise AttributeError; its text names what to write instead, if that is known."""
     elsewhere: dict[str, str] = dict.fromkeys(
         ("ring_attention", "context_parallel", "ulysses"), "attend(q, k, v, pattern, mesh=)"
     )

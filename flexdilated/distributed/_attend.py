@@ -137,17 +137,17 @@ def attend(
     The pattern applies to positions in the whole sequence.
 
     Every rank of the mesh must make this call, and run its backward. Arguments other than the shards and `pool` must be
-    equal on all ranks; the first call with these arguments compares them. Gradients are of the sum of all ranks'
-    losses.
+    equal on all ranks; the first call with these arguments compares the ones on which messages depend. Gradients are of
+    the sum of all ranks' losses.
 
     mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
-    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends a shard, or each
-        half of it in zigzag order, whole to every rank that needs one of its keys; a rank holds at most two shards of
-        other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
+    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends each contiguous
+        range of a shard (up to two in zigzag order) whole to every rank that needs a key of it; a rank holds at most
+        two shards of other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token and head),
-        or "auto": the narrowest with relative error of each key and value vector within `error_bound`, chosen by one
-        small collective per call. Gradients are sent with at least 16 bits per number.
+        or "auto": the narrowest with relative error of each key and value vector within `error_bound`, chosen by at
+        most one small collective in forward and backward each. Gradients are sent with at least 16 bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all ranks use the seed of
         rank 0, sent by one broadcast of 8 bytes; the dropped pairs are those of one device with that seed.
@@ -192,7 +192,7 @@ def attend(
             raise ValueError("a ring computes parts of rows without score_mod: write schedule='exchange'")
         chosen = "exchange"
     elif schedule == "auto":
-        chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
+        chosen = _auto_schedule(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
     q, factor = scaled(q, scale, index(q.shape[-1]))  # a constant of a graph
     score_mod = fixed(score_mod, sum_dtype(q), q.device)
     needs_lse = return_lse or pattern.pads or chosen == "ring"
@@ -282,7 +282,7 @@ def _agree(
     check_agreement(Ranks(*place), {"sharding": Sharding.of(sharding), **dict(facts)}, once)
 
 
-def _best(
+def _auto_schedule(
     q: Tensor,
     k: Tensor,
     pattern: Pattern | Mixture,

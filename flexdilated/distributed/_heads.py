@@ -87,12 +87,13 @@ def attend_heads(
     The load is balanced if the rules of the heads have equal work.
 
     bindings: values of the pattern's run-time tensors, for the whole sequence.
-    sinks: for all heads of q; their gradients must be summed over the ranks.
+    sinks: for all heads of q. Gradients of sinks, of a scale and of tensors that score_mod captures must be summed over
+        the ranks.
     dropout_p: as in `distributed.attend`.
 
     Other arguments: as in `flexdilated.attend`.
 
-    Raises ValueError unless W divides H.
+    Raises ValueError unless W divides H, and for other arguments as `distributed.attend` does.
     """
     padded, dropout_p = require_expression(pattern), constant_probability("dropout_p", dropout_p)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -163,15 +164,16 @@ def tokens_to_heads(
     rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
-    wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
-    _swap(_of_shards(shards, tensors, split, rank), _of_wholes(wholes, split), like=shards[0], group=group, add=False)
+    wholes = [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
+    sources, targets = _of_shards(shards, tensors, split, rank), _of_wholes(wholes, split)
+    _all_to_all(sources, targets, like=shards[0], group=group, add=False)
     return wholes
 
 
 @tokens_to_heads.register_fake
 def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
     rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
-    return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
+    return [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
 @own_op("flexdilated::heads_to_tokens")
@@ -190,7 +192,8 @@ def heads_to_tokens(
     shared = sum(len(taken) for takers in tensors for taken in takers) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
     shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, heads, strict=True)]
-    _swap(_of_wholes(wholes, split), _of_shards(shards, tensors, split, rank), like=wholes[0], group=group, add=shared)
+    sources, targets = _of_wholes(wholes, split), _of_shards(shards, tensors, split, rank)
+    _all_to_all(sources, targets, like=wholes[0], group=group, add=shared)
     return [shard.to(dtype) for shard in shards]
 
 
@@ -239,7 +242,7 @@ def _rank_and_heads(
 
 
 def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: float) -> dict[str, object]:
-    """Call arguments that must be equal on all ranks for their messages to match."""
+    """Return {name: value} of a call's arguments that must be equal on all ranks for their messages to match."""
     batch, heads, _, head_dim = shards[0].shape
     return {
         "schedule": "heads",
@@ -254,7 +257,7 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: f
     }
 
 
-def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
+def _empty_whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
 
     It is in float32 or wider if `widen` is True and some head goes to several ranks.
@@ -293,7 +296,7 @@ def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
     ]
 
 
-def _swap(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: str, add: bool) -> None:
+def _all_to_all(sources: PiecesByRank, targets: PiecesByRank, *, like: Tensor, group: str, add: bool) -> None:
     """Send sources[r] to each rank r in one all-to-all; copy the data from rank r into targets[r].
 
     add: True to add the data to the targets, in the order of the ranks.

@@ -159,14 +159,14 @@ class Ring:
             for place, turn in enumerate(self.turns):
                 begun[place].wait()
                 begun += [self._send_keys(following, mine) for following in self.turns[place + 1 : place + 2]]
-                self._show(turn, begun[place], visit)
+                self._visit_received(turn, begun[place], visit)
             for transfer in begun:
                 transfer.wait_for_all()
         finally:
             for transfer in begun:
                 transfer.drop()
 
-    def _show(self, turn: Turn, transfer: Posted, visit: Visit) -> None:
+    def _visit_received(self, turn: Turn, transfer: Posted, visit: Visit) -> None:
         """Call `visit` with the received part; keeps no reference to its tensors, so that they can be freed."""
         lease = self.read(transfer, self.codec, self.k, self.dtype)
         with lease:
@@ -282,7 +282,7 @@ def ring_op(
     of sinks must be summed over the ranks.
 
     A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
-    keeps its error bound, at the cost of one 8-byte collective in forward and backward each. Raises
+    keeps its error bound, at the cost of at most one 8-byte collective in forward and backward each. Raises
     torch.distributed.DistError if another rank fails.
     """
     call = PlainCall.of(constants)

@@ -161,7 +161,7 @@ class SelectionRule(NamedTuple):
         """True for pairs that `within` allows; q and k are positions, which broadcast."""
         return self._holds(self.within, q, k)
 
-    def leaves(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    def without_always(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         """Mask of the pairs in `seen`, a mask, that `always` does not allow; q and k are positions, which broadcast."""
         return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
@@ -308,7 +308,7 @@ def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     kind[~some.candidate & (some.gain == 0)] = NOTHING
     state[doubtful] = kind.to(torch.uint8)
     listed, partial = kind > PLAIN, (kind == PARTIAL_VIEW).nonzero().squeeze(1)
-    sees, seen = _sides(rows, part, (plain | read).view(n, C), some)
+    sees, seen = _visibility(rows, part, (plain | read).view(n, C), some)
     return Boxes(
         state=state.view(n, C),
         place=doubtful[listed],
@@ -330,13 +330,13 @@ def _evaluate(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Te
         inside = (q <= q_stop) & (k <= k_stop)
         q, k = q.minimum(q_stop), k.minimum(k_stop)
         seen = rule.sees(q, k) & inside
-        left = rule.leaves(q, k, seen)
+        left = rule.without_always(q, k, seen)
         view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
         found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
     return _Evaluated(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _sides(
+def _visibility(
     rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).

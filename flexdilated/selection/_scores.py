@@ -140,10 +140,11 @@ def scores_of(
     assert isinstance(scores, Tensor)
     if boxes.own is None:
         return scores
-    return _put(scores, _own(call.scorer, queries, k, boxes.own, rows.block), boxes.own, rows, lists)
+    own = _own_scores(call.scorer, queries, k, boxes.own, rows.block)
+    return _with_own_scores(scores, own, boxes.own, rows, lists)
 
 
-def _own(
+def _own_scores(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
 ) -> Float[Tensor, "b h o"]:
     """Score of each box (query block, key block) in `own`, by pools over only the keys that the query block sees.
@@ -196,7 +197,7 @@ def for_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _put(
+def _with_own_scores(
     scores: Float[Tensor, "b h n L"],
     own: Float[Tensor, "b h o"],
     boxes: OwnPools,

@@ -36,11 +36,9 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def shared(self, x: Tensor, heads: int) -> Tensor:
-        """View of x for these batch entries and heads.
+        """View of x for these batch entries and the groups of these heads.
 
-        heads: number of query heads.
-
-        Dim 1 of x has one entry per group of consecutive query heads.
+        Dim 1 of x has one entry per group of consecutive query heads. heads: number of query heads in all groups.
         """
         own = x[self.entries]
         if self.heads == slice(None):
@@ -298,7 +296,7 @@ def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: T
 
     NaN at these places would otherwise reach gradients.
     """
-    sees, seen = _sides(call, some, boxes, q, k)
+    sees, seen = _visibility(call, some, boxes, q, k)
     if sees is not None:
         rows = call.rows(q, k)
         start = some.start * rows.query_block - rows.lead
@@ -309,7 +307,7 @@ def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: T
     return q, k if seen is None else k.masked_fill(~seen.unsqueeze(-1), 0.0)
 
 
-def _sides(
+def _visibility(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
     """(mask of queries that see a key, mask of keys that some query sees), for the blocks `some`; None if all True."""
@@ -363,7 +361,7 @@ def selection_sides(
     sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for some, _, boxes in walk(call, bindings, q, k):
-        here = _sides(call, some, boxes, q, k)
+        here = _visibility(call, some, boxes, q, k)
         if here[0] is not None:
             sees[:, :, some.start : some.stop] &= here[0]
         seen |= seen.new_ones(()) if here[1] is None else here[1]

@@ -189,10 +189,9 @@ class SelectedAttention(nn.Module):
             normalised over the candidates, without a gradient: the loss trains only the module's parameters. A coarse
             selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
             weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
-            scorer="mass".
+            scorer="mass". Heads that share a table use the mean of their shares, in p and in the softmax.
         teacher: q and k of the attention, in equal shapes, if they differ from the q and k that the module gets: a gate
-            with a separate rotary embedding gets them before the model's. Heads that share a table use the mean of
-            their shares, in p and in the softmax.
+            with a separate rotary embedding gets them before the model's.
 
         Other arguments are as in `forward`.
 
@@ -240,7 +239,7 @@ class SelectedAttention(nn.Module):
         capacity: as in `KVCache`.
         scale: factor on the scores, a number; None: 1 / sqrt(D).
 
-        Raises ValueError for a selector with future_in_choice=True, for a `within` that is not causal or has run-time
+        Raises ValueError for a selector with future_in_choice=True, with a `within` that is not causal or with run-time
         tensors, with a mesh, and for a module that scores unless `always` covers each query's own block, since a module
         scores whole blocks and that block is still incomplete.
 

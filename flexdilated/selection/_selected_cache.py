@@ -128,14 +128,14 @@ class TableAttention(NamedTuple):
         """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
-        biases = self._of_queries(scores.masked_fill(blocks < 0, 0.0), q)
+        biases = self._for_queries(scores.masked_fill(blocks < 0, 0.0), q)
         one, found = self.added(1), []
         for place in range(blocks.shape[-1]):
             out, lse = self.attend(q, k, v, one, blocks[..., place : place + 1])
             found.append((out, lse + biases[..., place].to(lse.dtype)))
         return merge(found)
 
-    def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
+    def _for_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
         """Scores of the query block that contains each query, repeated for the heads that share a table."""
         side, first = self.own.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
@@ -251,7 +251,7 @@ def _pools(
     return tuple(torch.cat([old[:, :, :done], more], 2) for old, more in zip(known.pools, made, strict=True))
 
 
-_TRIED = 2048  # positions that `_reads_own_blocks` checks
+_TRIED = 2048  # positions that `_always_covers_own_blocks` checks
 
 
 class SelectedCache(KVCache):
@@ -332,7 +332,7 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
             "a cache needs a selector without run-time tensors, as these cover the tokens of one call only; got one "
             f"with {', '.join(map(repr, sorted(selector._names)))}"
         )
-    if isinstance(selector.scorer, torch.nn.Module) and not _reads_own_blocks(selector, num_heads):
+    if isinstance(selector.scorer, torch.nn.Module) and not _always_covers_own_blocks(selector, num_heads):
         raise ValueError(
             "a cache with a scorer module needs `always` to cover the query's own block, which is incomplete and has "
             f"no score: write always=masks.chunked({selector.block}); got always={selector.always!r}"
@@ -341,14 +341,14 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
         _check(selector.coarse, num_heads)
 
 
-def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` has all pairs of `within` of a query and a key, not later, in the query's own block.
+def _always_covers_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
+    """True if `always` allows each pair that `within` allows of a query with a key of its block, up to the query.
 
-    It tests positions below 2,048.
+    Only positions below 2,048 are tested.
     """
     at = torch.arange(_TRIED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)
     q, k = q.expand_as(own)[own], k.expand_as(own)[own]
     rules = (SelectionRule(selector.within, selector.always, head, num_heads) for head in range(num_heads))
-    return not any(bool(rule.leaves(q, k, rule.sees(q, k)).any()) for rule in rules)
+    return not any(bool(rule.without_always(q, k, rule.sees(q, k)).any()) for rule in rules)

@@ -170,7 +170,7 @@ class BlockSelector(nn.Module):
         rule = self.rule(within)
         ahead = self._sees_ahead or (within is not None and self._whole and is_causal(rule))
         if ahead and not self.future_in_choice:
-            raise ValueError(_of_later(self.query_block, rule))
+            raise ValueError(_later_tokens_text(self.query_block, rule))
         if ahead and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise ValueError(
                 "future_in_choice=True must not be used in training, as a causal model would learn from later tokens: "
@@ -312,7 +312,7 @@ class BlockSelector(nn.Module):
             )
         self._sees_ahead = self._whole and is_causal(self.within)
         if self._sees_ahead and not self.future_in_choice:
-            raise ValueError(_of_later(self.query_block, self.within))
+            raise ValueError(_later_tokens_text(self.query_block, self.within))
 
     def _check_coarse(self, coarse: object) -> None:
         if not isinstance(coarse, BlockSelector):
@@ -360,8 +360,8 @@ class BlockSelector(nn.Module):
 def is_causal(pattern: Pattern) -> bool:
     """True if no query is found that sees a later key.
 
-    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. With a causal
-    pattern a choice must not depend on later tokens.
+    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. Also True if the
+    pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later tokens.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
@@ -373,7 +373,7 @@ def is_causal(pattern: Pattern) -> bool:
     return not any(later_pair(RowSource(most.for_head(head, heads), head, heads)) for head in range(heads))
 
 
-def _of_later(query_block: int, rule: Pattern) -> str:
+def _later_tokens_text(query_block: int, rule: Pattern) -> str:
     return (
         "with a causal pattern and query_block above 1, the mean of a query block depends on later tokens: write "
         "query_summary='first', or for prefill without gradients future_in_choice=True; got "

@@ -27,7 +27,7 @@ def cpu_taken_for(kind: str) -> Iterator[None]:
         patch.setitem(_devices._KINDS, "cpu", _devices.device_kind(kind))
         patch.setattr(_machine, "_in_use", {})
         masks.cache().clear()
-        _engine_choice._tell.cache_clear()
+        _engine_choice._log_once.cache_clear()
         yield
     masks.cache().clear()
 
@@ -85,7 +85,7 @@ def told() -> Iterator[Callable[[], list[str]]]:
     handler, logger = logging.Handler(), logging.getLogger("flexdilated")
     handler.emit = lambda record: lines.append(record.getMessage())
     before = logger.level
-    _engine_choice._tell.cache_clear()
+    _engine_choice._log_once.cache_clear()
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     yield lambda: list(lines)

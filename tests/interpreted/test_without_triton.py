@@ -65,7 +65,7 @@ def results(
 def test_training(name: str, caplog) -> None:
     pattern, options = CASES[name]
     caplog.set_level(logging.DEBUG, "flexdilated")
-    _engine_choice._tell.cache_clear()
+    _engine_choice._log_once.cache_clear()
     found, truth = results("cuda", pattern, **options), results("cpu", pattern, engine="reference", **options)
     assert not CALLED
     assert any("engine 'portable', as flex" in line for line in caplog.messages)

@@ -1,4 +1,4 @@
-"""Choice between exchange and ring; bytes received and pairs computed by each rank.
+"""Choice between exchange and ring; bytes that each rank receives, and allowed pairs of its queries.
 
 All are computed from pattern and sharding, without running any rank.
 """
@@ -148,8 +148,8 @@ class RankLoads:
     received_forward: bytes of other ranks' keys and values.
     received_backward: bytes of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and
         values, which are received again.
-    pairs: number of (query, key) pairs over all heads and batch entries, counted once for each branch of a mixture that
-        allows them.
+    pairs: number of (query, key) pairs that the pattern allows for the rank's queries, over all heads and batch
+        entries; a pair counts once for each branch of a mixture that allows it.
     reason: why schedule "auto" chose this schedule; None if the caller named it.
     codec: encoding of keys and values in messages; None: their dtype.
     """
@@ -217,7 +217,7 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the bytes that each rank receives, and the pairs that it computes, in a call of `distributed.attend`.
+    """Count the bytes that each rank receives in a call of `distributed.attend`, and the allowed pairs of its queries.
 
     Nothing is run and no process group is needed.
 

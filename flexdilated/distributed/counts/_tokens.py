@@ -1,4 +1,4 @@
-"""Counts, for all ranks, of the tokens that each rank needs from each other rank and the pairs that it computes.
+"""Counts of the tokens that each rank needs from each other rank, and of the allowed pairs of each rank's queries.
 
 Chunks: the contiguous ranges of positions that ranks hold, in the order of the sequence. Dilated branches are counted
 in closed form. A segment that contains tokens of two chunks contains all positions between them: the end of the earlier
@@ -140,11 +140,13 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _distinct(groups, chunks):
         for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
-            tokens[ranks] += times * _of_branches(group, chunks, chunks.by_turn[:, ranks])
+            tokens[ranks] += times * _branch_tokens(group, chunks, chunks.by_turn[:, ranks])
     return tokens
 
 
-def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
+def _branch_tokens(
+    group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
+) -> Int64[Tensor, "R n"]:
     """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
 
     group: the branches of the head, by ascending rate.
@@ -177,20 +179,19 @@ def _needed_bounds(
     nowhere = int(chunks.stop[-1])
     looks_back = _count(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
     looks_on = _count(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
-    # The last entry, which index -1 selects, is for ranks without a chunk.
     back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
     head, tail = chunks.start, chunks.stop
     each = torch.arange(len(chunks))
-    for queries in turns[..., None]:
-        later = torch.where(queries < each, on_to[queries], 0)
+    for chunk in turns[..., None]:  # of each rank's queries; -1, for no chunk, selects the last entry: no keys
+        later = torch.where(chunk < each, on_to[chunk], 0)
         head = torch.maximum(head, torch.minimum(later, chunks.stop))
-        tail = torch.minimum(tail, torch.maximum(torch.where(queries > each, back_to[queries], nowhere), chunks.start))
+        tail = torch.minimum(tail, torch.maximum(torch.where(chunk > each, back_to[chunk], nowhere), chunks.start))
     return head, tail
 
 
 def _distinct(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups for which `_of_branches` gives equal counts of tokens; their numbers of heads are added.
+    """Merge groups for which `_branch_tokens` gives equal counts of tokens; their numbers of heads are added.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
 
@@ -258,11 +259,13 @@ def tokens_by_chunk(
     tokens = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
     for group, times in groups.items():
         if dilated[group] is None:
-            tokens += times * _of_group(group, needs, sharding, chunks)
+            tokens += times * _group_tokens(group, needs, sharding, chunks)
     return tokens, chunks
 
 
-def _of_group(group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
+def _group_tokens(
+    group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks
+) -> Int64[Tensor, "W n"]:
     """Number of tokens of each chunk that each rank needs in a KV head whose query heads have the rules in `group`.
 
     group: (rule for one head, index of a head that follows it) pairs.

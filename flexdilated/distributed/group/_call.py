@@ -203,7 +203,7 @@ def check_agreement(
 ) -> None:
     """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
-    facts: names and hashable values, compared by `repr`.
+    facts: names and hashable values, compared by `repr` without addresses in memory.
     once: returns further facts that are slow to compute or may change later; they are compared only when these `facts`
         are checked for the first time.
 
@@ -249,7 +249,7 @@ def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, objec
 def begun_elsewhere(ranks: Ranks) -> str:
     """Return a sentence on the ranks that wait at the next check of arguments, which this rank has not reached.
 
-    It states their arguments; "" if no rank waits.
+    It states their arguments; "" if no rank waits, or the store cannot be read.
     """
     group = group_of(ranks.name)
     place, store = _checks.setdefault(group, _Checks()).next_place, group.get_group_store()
@@ -304,7 +304,7 @@ def _absent_text(ranks: Ranks, place: str) -> str:
 
 
 def disagreement(calls: Sequence[dict[str, str]]) -> str:
-    """Return an error text that names the arguments that differ between ranks, their values and the ranks.
+    """Return an error text that names the arguments that differ between ranks, and up to 8 calls with their ranks.
 
     calls[rank]: the arguments of that rank's call, names and values.
     """
@@ -322,7 +322,7 @@ def disagreement(calls: Sequence[dict[str, str]]) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Text such as "ranks 0, 1, 5"; "" for no ranks."""
+    """Text such as "ranks 0, 1, 5", in which at most 8 ranks are named; "" for no ranks."""
     if not ranks:
         return ""
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""

@@ -28,6 +28,7 @@ class Posted:
     sent: tensors, kept until they are sent.
     lease: lease of the receiving buffer, or None; `drop` releases it.
     arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the received ones only.
+        A backend that makes one transfer of all messages has it in `arriving`.
     """
 
     role: Role
@@ -46,7 +47,7 @@ class Posted:
         self.sent.clear()
 
     def drop(self) -> None:
-        """Abandon pending transfers after a failure; afterwards their memory may be freed or reused."""
+        """Abandon pending transfers (accelerators wait for them) and release the lease; memory may then be reused."""
         if not device_kind(self.ranks.device_type).on_host:
             # The device may still write there, so later uses of that memory must be ordered after the transfers.
             with suppress(dist.DistError):
@@ -107,9 +108,9 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
     """Context manager that turns a failed transfer into a DistError with the rank, the transfer and the elapsed time.
 
     Wrap only transfers and waits for them. what: the transfer as the subject of a sentence, such as "the exchange of
-    keys". Raises torch.distributed.DistError, a RuntimeError, for the errors of gloo and NCCL when a peer has died or
-    sends nothing within the group's timeout. (By default NCCL does not block in a wait; then its watchdog ends the
-    process instead.)
+    keys". Raises torch.distributed.DistError for each RuntimeError but OutOfMemoryError, such as those of gloo and NCCL
+    when a peer has died or sends nothing within the group's timeout. (By default NCCL does not block in a wait; then
+    its watchdog ends the process instead.)
     """
     start = time.monotonic()
     try:

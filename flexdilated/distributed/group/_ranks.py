@@ -31,7 +31,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: object) -> Ranks:
-        """The ranks of a mesh with one dimension. Raises TypeError or ValueError for anything else."""
+        """The ranks of a mesh of one dimension with this process. Raises TypeError or ValueError for anything else."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh must be a torch.distributed DeviceMesh; got {type(mesh).__name__}")
         if mesh.ndim != 1:

@@ -42,6 +42,8 @@ class Sharding:
         half has one token more. After construction the field always holds the lengths, so two shardings are equal if
         they have one order and assign equal positions to all ranks.
 
+    Raises TypeError or ValueError for other values.
+
     >>> fd.distributed.Sharding(10, 4, 'zigzag')
     Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
     """
@@ -144,6 +146,8 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
     parameters before x too: DDP sums their gradients (and divides by W).
 
+    Raises TypeError or ValueError for other arguments, such as an x of fewer than all N tokens.
+
     >>> x = fd.distributed.shard(torch.randn(1, 4, 256, 64), mesh)
     """
     ranks = Ranks.of(mesh)
@@ -210,7 +214,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     runs = split.ranges(ranks.rank)
     for run, rows in zip(runs, _rows_of_runs(own, runs), strict=True):
         whole[run.start : run.stop] = rows
-    _swap(
+    _send_and_receive(
         ranks,
         send=[(rows, peer) for peer in ranks.others for rows in _rows_of_runs(own, runs)],
         receive=[(whole[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
@@ -233,7 +237,7 @@ def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> 
     runs = split.ranges(ranks.rank)
     own = torch.cat([rows[:0], *(rows[run.start : run.stop] for run in runs)])
     parts = [own if peer == ranks.rank else torch.empty_like(own) for peer in range(ranks.size)]
-    _swap(
+    _send_and_receive(
         ranks,
         send=[(rows[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
         receive=[(part, peer) for peer in ranks.others for part in _rows_of_runs(parts[peer], runs)],
@@ -281,7 +285,7 @@ def _rows_of_runs(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
     return rows.split([len(run) for run in runs])
 
 
-def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
+def _send_and_receive(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
     """Send and receive all messages as one group, and wait."""
     posted = post("shards", ranks, send=send, receive=receive)
     try:

@@ -36,10 +36,10 @@ INT8_ERROR = 0.50001 / 127
 class Codec:
     """Encoding of vectors of head_dim numbers in a fixed number of bytes each. Not differentiable.
 
-    name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite
-        above 3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per
-        vector, its largest magnitude over 127; errors are at most half a scale. A vector that is not finite, or whose
-        scale exceeds float32, decodes to NaN.
+    name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
+        for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
+        number and one float32 scale per vector, its largest magnitude over 127; errors are at most half a scale. A
+        vector that is not finite, or whose scale exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None
@@ -139,12 +139,13 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """The codec with the fewest bytes that keeps |decoded − x| / |x| within the bound for each vector x of all ranks.
+    """The first of int8, bf16 and None that keeps |decoded − x| / |x| within the bound for each vector x of all ranks.
+
+    bf16 is tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0
+    but has an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
 
     All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
     collective of 8 bytes, skipped if the bound rules out both encodings for all vectors. ranks=None: this process only.
-    The codec is None if some vector is not finite, or is too large, or too small without being 0, for a normal float32
-    scale.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
     rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again
@@ -165,7 +166,7 @@ def choose_codec(
 def codec_for(
     name: str | None, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
 ) -> Codec:
-    """Return the codec of this name; for "auto" the one with fewest bytes that keeps error_bound on all ranks.
+    """Return the codec of this name; for "auto" that of `choose_codec`, which keeps error_bound on all ranks.
 
     All ranks must call it.
 
@@ -179,8 +180,9 @@ def codec_for(
 
 
 def row_peak(x: Float[Tensor, "... D"]) -> float:
-    """Largest ratio, over all vectors, of a vector's largest magnitude to its root mean square; 1 for no vectors.
+    """Largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
 
+    A vector of zeros has ratio 1, as has a tensor without vectors.
     Infinite if a vector is not finite, exceeds the range of bfloat16, or has an int8 scale that is no normal float32.
     """
     if x.numel() == 0:

@@ -31,7 +31,7 @@ class PoolStatistics:
     allocated_bytes: of all buffers, leased and idle.
     leased_bytes: requested by open leases.
     num_allocations: leases that needed new memory.
-    num_plain: tensors that torch allocated without a lease.
+    num_plain: calls of `lease` that torch served with new memory outside the pool.
     reuse_rate: share of leases without new memory; 0 for no leases.
     """
 
@@ -89,7 +89,7 @@ class BufferPool:
     """Pool of reusable buffers, whose sizes are powers of two bytes. Thread-safe; no memory before the first lease.
 
     device: of all buffers; None serves any device.
-    threshold_bytes: smaller tensors are allocated by torch, without a lease.
+    threshold_bytes: smaller tensors are allocated by torch, outside the pool.
     budget_bytes: bound on the memory of all buffers; None: no bound. Above it idle buffers are freed, least recently
         returned first; leases are always served, and a buffer that exceeds the budget is freed on return.
 

@@ -247,6 +247,8 @@ class SeerGate(nn.Module):
         queries: one per query block.
         pools: mean, least and greatest keys of each block, (B, G, C, D) each.
         positions: position of the first token of each query block.
+
+        Raises ValueError for other numbers of heads than the gate's.
         """
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])
         if came != expected:
