@@ -206,3 +206,13 @@ def test_new_values_do_not_recompile(pattern):
             with pytest.raises(ValueError, match="at most longest=290 tokens; got one of 300"):
                 compiled(q, k, v, torch.zeros_like(ids))
     assert compilations.frame_count == 1
+
+
+def test_devices_of_a_kind_have_objects_of_their_own():
+    """A graph traced on one device must not get the tables of a program on another one."""
+    pattern, names = masks.causal() & masks.documents("ids"), set()
+    with FakeTensorMode():
+        for device in ("cuda:0", "cuda:1", "cpu"):
+            q, ids = torch.empty(1, 2, 16, 16, device=device), torch.zeros(16, dtype=torch.int64, device=device)
+            names.add(traced_name("program", Call.at(q, q, pattern.text, num_heads_global=2), [ids], q))
+    assert len(names) == 3

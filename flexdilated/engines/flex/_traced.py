@@ -30,7 +30,7 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    It has the kind of object, the type of device, the call, and the shapes of the run-time tensors. It is a string,
+    It has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
     because a trace does not support tuples here. Sizes are converted to numbers, as a fake implementation would format
     a dynamic size as a symbol.
 
@@ -38,7 +38,7 @@ def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) ->
     """
     shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
     sizes = " ".join([f"{int(each)}" for each in (*call[1:7], *call.operands(q), *shapes)])
-    return f"{what} {q.device.type} {sizes} {call.arguments[0]}"
+    return f"{what} {q.device.type} {q.device.index} {sizes} {call.arguments[0]}"
 
 
 # By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
