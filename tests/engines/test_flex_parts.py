@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch._dynamo import testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -22,6 +23,7 @@ from flexdilated.engines.flex import _flex_op
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import allowed_on, blank_program, heads_of_part, kv_head_parts, run_time_program
 from flexdilated.engines.flex._program import list_width, make_flex_program
+from flexdilated.engines.flex._traced import traced_name
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan
 from tests.engines.test_flex import CPU
