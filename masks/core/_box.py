@@ -151,8 +151,8 @@ def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> P
 def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
     """Return the number of terms of each of n progressions in [start, stop).
 
-    start, stop: integers or tensors that broadcast against (n,) to the shape of the result; with shape (m, n) there are
-        m intervals for each progression.
+    start, stop: integers or tensors, start <= stop, that broadcast against (n,) to the shape of the result; with shape
+        (m, n) there are m intervals for each progression.
 
     >>> terms = masks.extend.Progression(torch.tensor([0]), 4, torch.tensor([5]))  # 0, 4, 8, 12 and 16
     >>> masks.extend.count_within(terms, 5, 15)
@@ -189,7 +189,7 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
     """Return bounds on the pairs of each box with least <= key position - query position <= most; None sets no limit.
 
-    Exact if q and k have equal steps.
+    Exact if q and k have equal steps. `least` must not exceed `most`.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)

@@ -57,8 +57,8 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    A side has `factor` classes, but no more than the longest side of a box has positions. The number of parts is that
-    of query classes if `together` is True, else that of query classes times that of key classes.
+    Queries have `factor` classes, or one for each query of the box with most queries if that is fewer; keys likewise.
+    The number of parts is that of query classes if `together` is True, else query classes times key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
@@ -106,7 +106,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 
     period: in positions.
 
-    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
+    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves. Of a single pair, the first
+    is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -119,8 +120,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 def _middle(progression: Progression, period: int) -> Tensor:
     """Return the number of terms before the cut of each progression near its middle.
 
-    The cut is before the first term from a multiple of `period` on, if that leaves terms on both sides, else after half
-    of the terms.
+    The cut is at one of the two multiples of `period` around the middle, if that leaves terms on both sides, else after
+    half of the terms.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period

@@ -63,7 +63,10 @@ def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """Return the union as disjoint ranges; None for more than 128 arguments, or if two with steps above 1 overlap."""
+    """Return the union as disjoint ranges; None for more than 128 ranges, or if two of steps above 1 overlap.
+
+    Positions that are also in a range of step 1 do not count as overlap.
+    """
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []
@@ -81,8 +84,8 @@ def unite(ranges: Ranges) -> Ranges | None:
 def union_of(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges as disjoint ranges, ascending by their first positions.
 
-    Adjacent positions become one range of step 1. Arguments with equal positions may give different ranges, if these
-    positions are split into ranges differently.
+    Ranges that continue each other or fill each other's gaps are merged. The result is short, but not always the
+    shortest, and arguments with equal positions may give different ranges.
     """
     runs, steps = _by_kind(ranges)
     runs = _joined_runs(runs)
@@ -98,7 +101,7 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 
 
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
-    """Return ascending positions as ranges, cut where the distance to the next position changes.
+    """Return distinct ascending positions as ranges, cut where the distance to the next position changes.
 
     Consecutive integers always become one range of step 1.
     """
@@ -120,7 +123,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Return (begin, end) of the union of n intervals [begin, end): ascending intervals that do not touch."""
+    """Return (begin, end) of the union of n non-empty intervals [begin, end): ascending, not touching."""
     begin, order = begin.sort()
     reach = end[order].cummax(0).values
     first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)
@@ -198,7 +201,8 @@ def _continued(ranges: list[range]) -> list[range]:
 def _interleaved(ranges: list[range], step: int) -> list[range]:
     """Merge ranges of one step that fill each other's gaps evenly into one range of a smaller step.
 
-    Ends that not all ranges reach remain ranges of the old step. Ranges that do not fit are returned unchanged.
+    Ends that not all ranges reach remain ranges of the old step. If the ranges do not fit together, all are returned
+    unchanged.
     """
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)

@@ -45,14 +45,17 @@ _INDEXING = {
 
 
 class RecordError(Exception):
-    """A function cannot be recorded. The text is a rule, to be read after the function's name. kind: of `about`."""
+    """A function cannot be recorded. Its text is a rule, to be read after the function's name.
+
+    kind: class of the error that `about` returns.
+    """
 
     def __init__(self, rule: str, kind: type[Exception] = ValueError) -> None:
         super().__init__(rule)
         self._kind = kind
 
     def about(self, function: str) -> Exception:
-        """Return the error for the caller, which begins with this name of the function."""
+        """Return the error for the caller, whose text begins with `function`, the function's name."""
         return self._kind(f"{function} {self}")
 
 
@@ -66,12 +69,12 @@ _UNSEEN = "must compute by functions of torch, without TorchScript and torch.fun
 class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
-    build: returns a plain function of the recorded function's arguments for such tensors. It is one object for all
-        functions with equal operations and equal Python values, and so identifies them.
+    build: returns a plain function of the recorded function's arguments for such tensors. While it is cached, functions
+        with equal operations and equal hashable Python values share this object, which so identifies them.
     shape, dtype: of the result.
-    reads: indices of the arguments on whose values the result depends.
-    text: Python code of `build`, which says in every process what it does; None if it calls functions that are not
-        torch's.
+    reads: indices of the arguments on whose values the result may depend.
+    text: Python code of `build`, which says in every process what it does; None after `through`, or if it uses
+        functions or objects that torch does not name.
 
     >>> scale = torch.tensor(2.0)
     >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
@@ -98,7 +101,7 @@ class Recorded:
         return replace(self, tensors=tuple(tensors))
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
-        """Return the function translate(function, *tensors); `translate` must be a function of a module."""
+        """Return translate(function, *tensors), recorded; `translate` must be a function at module level."""
         build = _translated(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
 
@@ -213,7 +216,10 @@ class _Recorder(TorchFunctionMode):
         return self._result(found, text, args[0] if writes else None, reads)
 
     def _tried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function with tensors of the right shapes and dtypes; so are those of the result."""
+        """Call the function with CPU tensors of the arguments' shapes and dtypes, which gives those of its result.
+
+        The values have no meaning. Attributes that are not tensors, such as the device, are those on later arguments.
+        """
 
         def of(x: Tensor) -> Tensor:
             if id(x) not in self._names:
@@ -228,7 +234,13 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _result(self, found: Any, text: str, written: Tensor | None, reads: frozenset[int]) -> Any:
-        """Write the line that computes `text`, and return stand-ins for its results. reads: indices of arguments."""
+        """Write the line of code that computes `text`; return `written`, or stand-ins for the tensors of `found`.
+
+        found: result of a trial call.
+        text: expression of the call.
+        written: the tensor that the call changes in place, or None.
+        reads: indices of the arguments on whose values the result may depend.
+        """
         if written is not None:
             self._reads[id(written)] |= reads
         if found is None:
@@ -308,7 +320,10 @@ class _Recorder(TorchFunctionMode):
 
 
 def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
-    """Return the signature of a function that cannot be called with this number of arguments; None if it can be."""
+    """Return the signature of a function that refuses this number of positional arguments, else None.
+
+    None also for a built-in function without signature.
+    """
     try:
         taken = signature(function)
     except ValueError:  # some built-in functions have none
@@ -330,7 +345,7 @@ def _savable(x: Tensor) -> Tensor:
 
 
 def _name_in_torch(func: Any) -> str | None:
-    """Return the name by which code reads a function of torch; None for other functions."""
+    """Return the name of a function in torch, such as "torch.nn.functional.softmax"; None for other functions."""
     name = getattr(func, "__name__", "")
     places = ("torch", "torch.nn.functional", "torch.Tensor")
     for known in (*(f"{place}.{name}" for place in places), name.replace("_", ".", 1), f"ops.{func}"):
@@ -361,5 +376,5 @@ def _built(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[..., Func
 def _translated(
     build: Callable[..., Function], translate: Callable[..., Function], own: int
 ) -> Callable[..., Function]:
-    """Return the `build` of translate(function, *added): of `own` tensors of the function, and the added ones."""
+    """Return `build` for translate(function, *added): it takes the function's `own` tensors, then the added ones."""
     return lambda *tensors: translate(build(*tensors[:own]), *tensors[own:])
