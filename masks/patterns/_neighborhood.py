@@ -357,9 +357,9 @@ def neighborhood(
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds an axis that does not wrap, a stride above
     its kernel size, both or neither of radius and kernel_size, a radius with a causal axis, an axis that is causal and
-    wraps, an axis that wraps with a length that rate * stride does not divide, negative radii, and other numbers below
-    1; TypeError for values of other types. `bind` raises ValueError for tokens beyond the grid; fewer tokens are
-    allowed.
+    wraps, an axis that wraps with a length that rate * stride does not divide, negative radii, other numbers below 1, a
+    grid of more than 3 axes or 2**31 - 1 tokens, and a sequence of another length; TypeError for values of other types.
+    `bind` raises ValueError for tokens beyond the grid; fewer tokens are allowed.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144
@@ -392,7 +392,7 @@ def _point(places: Sequence[int]) -> str:
 def _limit_windows(values: dict[str, tuple]) -> None:
     """Limit the windows of axes that wrap to the size of a residue class, in place; wrap becomes False at that size.
 
-    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size.
+    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size; kernel_size replaces radius.
 
     Raises ValueError for an axis that cannot wrap, because it is causal or rate * stride does not divide its length.
     """

@@ -66,7 +66,7 @@ class EntryNumbers(Table):
         return f"{self.rows.tolist()}"
 
     def check_range(self, what: str, stop: int) -> None:
-        """Raise ValueError unless the values are at least 0 and below `stop`. what: their name in errors."""
+        """Raise ValueError unless the values, if known, are at least 0 and below `stop`. what: their name in errors."""
         least, most = (int(edge) for edge in self.rows.aminmax())
         if self.known and (least < 0 or most >= stop):
             raise ValueError(f"{what} must be at least 0 and below {stop}; got {least if least < 0 else most}")
@@ -265,8 +265,9 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
 def without_start(rule: Expression) -> tuple[Any, int]:
     """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
 
-    If every branch is one `queries_from` with a common start, possibly intersected with masks of keys, the result is
-    the rule without `queries_from`, and the start. Otherwise it is the unchanged rule, and 0.
+    If all factors of the branches are masks of keys (`KeySet`) or `queries_from` with one common start, and there is at
+    least one `queries_from`, the result is the rule without it, and the start. Otherwise it is the unchanged rule, and
+    0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}

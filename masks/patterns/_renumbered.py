@@ -316,7 +316,8 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
     All parameters of `pattern` then count blocks of `block` tokens: with `blockwise(local_window(left=1, right=1), 64)`
     a query sees all keys of its own block of 64 tokens, of the previous block and of the next one. Raises ValueError
-    for a block below 1, and for a pattern with run-time tensors; intersect that with the result instead.
+    for a block below 1, and for a pattern with run-time tensors, which may be intersected with the result instead;
+    TypeError for a mixture.
 
     >>> masks.describe(masks.blockwise(masks.causal(), 64), 128).useful_pairs  # 3 blocks of 64 x 64
     12288
@@ -358,7 +359,10 @@ def _span(terms: Progression, block: int) -> Progression:
 
 
 def keys_in_blocks(runs: Iterable[range], block: int, keys: range) -> Ranges:
-    """Return the keys in `keys` whose block, of `block` tokens, has a number in one of `runs`, as few ranges."""
+    """Return the keys in `keys` whose block, of `block` tokens, has a number in one of the disjoint `runs`.
+
+    A run gives one range if its step is 1, else at most len(run) or `block` ranges, whichever is less.
+    """
     tokens: list[range] = []
     for run in runs:
         if run.step == 1:

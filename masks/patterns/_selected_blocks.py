@@ -343,8 +343,9 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
 class TableSplit:
     """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
 
-    others: pattern or mixture; None if there is nothing to add. place, places: indices of the pattern's branches that
-    contain `leaf`, and each branch of `others`.
+    others: pattern or mixture; None if there is nothing to add.
+    place: index of the branch of the pattern that contains `leaf`.
+    places: for each branch of `others`, the index of the branch of the pattern that it is a part of.
     """
 
     leaf: Any
@@ -355,7 +356,7 @@ class TableSplit:
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
-    """Split a pattern with one table of selected blocks, combined by `|`, `&` and `+` only; None for other patterns."""
+    """Split a pattern whose only table of selected blocks is combined by `|`, `&` and `+`; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:

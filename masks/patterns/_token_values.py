@@ -362,7 +362,7 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if visible keys form many runs in a batch entry, but leave few key blocks that could be skipped."""
+        """True if visible keys form over 32 runs in a batch entry, but leave under 25 % of blocks of 128 keys empty."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY
