@@ -25,7 +25,7 @@ _ROOMS = {
 
 
 # Attributes that users try on a pattern, with the advice for each.
-_ASKED = {
+_ADVICE = {
     **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
     **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),
     **dict.fromkeys(("density", "sparsity", "num_pairs", "cost"), "write masks.describe(pattern, num_tokens)"),
@@ -192,7 +192,7 @@ def no_such_attribute(kind: str, name: str) -> str:
 
     For names that users often try, the text says which function to call instead.
     """
-    return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
+    return f"{kind!r} object has no attribute {name!r}" + (f": {_ADVICE[name]}" if name in _ADVICE else "")
 
 
 def no_operand(operator: str, value: object) -> str:

@@ -77,13 +77,13 @@ def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
     classes = [torch.arange(len(owned)), queries, *([] if together else [keys])]
     each, q_class, *others = torch.cartesian_prod(*classes).unbind(1)
     part = owned.select(each)
-    q, k = _every(part.box.q, factor, q_class), part.box.k
+    q, k = _every_nth(part.box.q, factor, q_class), part.box.k
     k_class = ((q.first - k.first) // k.step).remainder(factor) if together else others[0]
-    cut = Owned(part.owner, Box(part.box.head, q, _every(k, factor, k_class)))
+    cut = Owned(part.owner, Box(part.box.head, q, _every_nth(k, factor, k_class)))
     return cut.select((cut.box.area > 0).nonzero().squeeze(1))
 
 
-def _every(progression: Progression, factor: int, begin: Tensor) -> Progression:
+def _every_nth(progression: Progression, factor: int, begin: Tensor) -> Progression:
     """Return every `factor`-th term of each progression, from the term with index `begin` on."""
     count = (progression.count - begin + factor - 1).div(factor, rounding_mode="floor").clamp(min=0)
     return Progression(progression.first + progression.step * begin, progression.step * factor, count)
@@ -111,13 +111,14 @@ def halves(owned: Owned, period: int = 1) -> Owned:
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
-    q_half, k_half = torch.where(cut_q, _middle(q, period), q.count), torch.where(cut_q, k.count, _middle(k, period))
+    q_half = torch.where(cut_q, _half_size(q, period), q.count)
+    k_half = torch.where(cut_q, k.count, _half_size(k, period))
     first = Box(owned.box.head, replace(q, count=q_half), replace(k, count=k_half))
-    rests = _every(q, 1, torch.where(cut_q, q_half, 0)), _every(k, 1, torch.where(cut_q, 0, k_half))
+    rests = _every_nth(q, 1, torch.where(cut_q, q_half, 0)), _every_nth(k, 1, torch.where(cut_q, 0, k_half))
     return Owned(owned.owner.repeat(2), join_boxes([first, Box(owned.box.head, *rests)]))
 
 
-def _middle(progression: Progression, period: int) -> Tensor:
+def _half_size(progression: Progression, period: int) -> Tensor:
     """Return the number of terms before the cut of each progression near its middle.
 
     The cut is at one of the two multiples of `period` around the middle, if that leaves terms on both sides, else after

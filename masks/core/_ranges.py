@@ -87,16 +87,16 @@ def union_of(ranges: Iterable[range]) -> Ranges:
     Ranges that continue each other or fill each other's gaps are merged. The result is short, but not always the
     shortest, and arguments with equal positions may give different ranges.
     """
-    runs, steps = _by_kind(ranges)
+    runs, steps = _runs_and_steps(ranges)
     runs = _joined_runs(runs)
     comparisons = len(steps) * (len(runs) + len(steps))
     if comparisons > min(_MOST_COMPARISONS, max(_FEW_POSITIONS, sum(map(len, [*runs, *steps])))):
-        return ranges_of(_sorted([*runs, *steps]))
+        return ranges_of(_sorted_positions([*runs, *steps]))
     parts = _disjoint(runs, steps)
     while (joined := _joined(parts)) != parts:
         parts = joined
     if len(parts) > 1 and sum(map(len, parts)) <= _FEW_POSITIONS:
-        parts = min(parts, ranges_of(_sorted(parts)), key=len)
+        parts = min(parts, ranges_of(_sorted_positions(parts)), key=len)
     return tuple(parts)
 
 
@@ -131,7 +131,7 @@ def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tu
     return begin[first], reach[last]
 
 
-def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
+def _runs_and_steps(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
     runs, steps = [], []
     for each in dict.fromkeys(ranges):
         if len(each) == 1:
@@ -180,11 +180,11 @@ def _without(piece: range, other: range) -> Iterator[range]:
 
 def _joined(parts: Sequence[range]) -> list[range]:
     """Merge ranges that continue each other or fill each other's gaps; the result ascends by first positions."""
-    runs, steps = _by_kind(parts)
+    runs, steps = _runs_and_steps(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
         joined += _interleaved(_continued(list(group)), step)
-    runs, steps = _by_kind(joined)
+    runs, steps = _runs_and_steps(joined)
     return sorted((*_joined_runs(runs), *steps), key=lambda each: each.start)
 
 
@@ -218,7 +218,7 @@ def _interleaved(ranges: list[range], step: int) -> list[range]:
     return [filled, *(edge for edge in edges if edge)]
 
 
-def _sorted(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
+def _sorted_positions(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
     first, step, count = torch.tensor([(each.start, each.step, len(each)) for each in ranges]).unbind(1)
     place = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
     return (first.repeat_interleave(count) + step.repeat_interleave(count) * place).unique()

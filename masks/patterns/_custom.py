@@ -152,7 +152,7 @@ class Custom(Pattern):
         if classify is None or not len(area):
             return Bounds(torch.zeros_like(area), area)
         head = box.head if self.head is None else torch.full_like(box.head, self.head)
-        verdict = _classes(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        verdict = _verdicts(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
 
     def reason(self, pair: Pair) -> Reason:
@@ -185,7 +185,7 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     """Pattern that allows the pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` returns True.
 
     `fn` gets positions and global heads. To build block lists it is evaluated for every pair, except in blocks that
-    other parts of an intersection or `classify` decide, or that `period` makes equal to other blocks.
+    `classify` or other parts of the pattern decide, or that `period` makes equal to other blocks.
 
     classify: a function (head, q_first, q_last, k_first, k_last) of int64 tensors of shape (n,): n boxes of queries
         q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,):
@@ -303,7 +303,7 @@ def _digest(recorded: Recorded) -> str:
     return sha256(json.dumps([recorded.text, tensors]).encode()).hexdigest()
 
 
-def _refused(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
+def _refusal(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
     return kind(f"the custom function {name!r} {rule}; {got}")
 
 
@@ -321,7 +321,7 @@ def _check_period(rule: CustomRule, period: int) -> None:
         return
     if not torch.equal(here, there):
         differ = f"its results near position 0 and near {period} differ"
-        raise _refused(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
+        raise _refusal(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
 def _require_function(what: str, value: object, takes: str) -> Callable[..., Any]:
@@ -344,10 +344,10 @@ def _check_mask_mod(name: str, recorded: Recorded) -> bool:
     Returns True if its result has an entry for every query and key, False if it broadcasts to them.
     """
     if recorded.dtype != torch.bool:
-        raise _refused(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
+        raise _refusal(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
     if _BATCH in recorded.reads:
         advice = "for rules that differ between batch entries use run-time tensors, such as masks.mask"
-        raise _refused(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
+        raise _refusal(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
     grid = _largest_grid(recorded)
     result = _call(name, recorded, grid)
     answers = _over_grid(name, result, grid)
@@ -397,7 +397,7 @@ def _over_grid(name: str, result: Tensor, grid: Places) -> Tensor:
         return result.expand(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         got = f"got {tuple(result.shape)} for shapes {', '.join(map(str, shapes))}"
-        raise _refused(name, "must return the broadcast shape of its arguments", got) from None
+        raise _refusal(name, "must return the broadcast shape of its arguments", got) from None
 
 
 def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tensor) -> None:
@@ -419,10 +419,10 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
             _, head, query, key = given.reshape(4, -1)[:, differs[0]].tolist()
             rule = f"must decide each pair independently, with equal results {when}"
             differ = f"its results for head {head}, query {query}, key {key} differ"
-            raise _refused(name, rule, differ)
+            raise _refusal(name, rule, differ)
 
 
-def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
+def _verdicts(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
     """Return the result of `classify` for n boxes: EMPTY, PARTIAL or FULL for each, in an integer tensor of shape (n,).
 
     boxes: (head, q_first, q_last, k_first, k_last), each of shape (n,).
@@ -454,8 +454,8 @@ def _check_classify(name: str, classify: Classify) -> None:
     first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
     q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
     boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
-    together = _classes(name, classify, boxes)
-    alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
+    together = _verdicts(name, classify, boxes)
+    alone = [_verdicts(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
     if not torch.equal(together, torch.cat(alone)):
         raise ValueError(
             f"classify of the custom function {name!r} must decide each box independently of the others; it does not"

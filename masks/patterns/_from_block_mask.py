@@ -104,7 +104,7 @@ def of_block_mask(
         before = entry - 1
         known = rule is rules[before] and all(torch.equal(table[entry], table[before]) for table in (partial, full))
         made.append(made[before] if entry and known else _of_entry(rule, partial[entry], full[entry], block_mask))
-    whole = made[0] if len(set(made)) == 1 else per_sample(made, _entries(len(made)), name="batch_entry")
+    whole = made[0] if len(set(made)) == 1 else per_sample(made, _entry_numbers(len(made)), name="batch_entry")
     (queries, keys), heads = block_mask.seq_lengths, partial.shape[1]
     return And.of(whole, PositionsBelow(int(queries), int(keys), heads if heads > 1 else None))
 
@@ -135,7 +135,7 @@ def _at_entry(function: Any, entry: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _entries(batch: int) -> Tensor:
+def _entry_numbers(batch: int) -> Tensor:
     """Return arange(batch), one tensor for all calls: patterns combine only if tensors of one name are identical."""
     return torch.arange(batch)
 

@@ -160,9 +160,9 @@ class Neighborhood(Pattern):
             for axis, (place, window) in enumerate(zip(key, windows, strict=True))
             if not any(place in part for part in window)
         ]
-        text = f"{pair.the_query} is at {_point(query)} and sees {' x '.join(map(_steps, windows))}"
+        text = f"{pair.the_query} is at {_point_text(query)} and sees {' x '.join(map(_window_text, windows))}"
         outside = f": outside along axis {listing(missed)}" if missed else ""
-        return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point(key)}{outside}")
+        return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point_text(key)}{outside}")
 
     def _coordinates(self, position: int) -> list[int]:
         return [position // pitch % length for pitch, length in zip(self._pitches, self.grid, strict=True)]
@@ -385,7 +385,7 @@ def _per_axis(name: str, values: Any) -> tuple:
     return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
 
 
-def _point(places: Sequence[int]) -> str:
+def _point_text(places: Sequence[int]) -> str:
     return f"({', '.join(map(str, places))})"
 
 
@@ -414,7 +414,7 @@ def _limit_windows(values: dict[str, tuple]) -> None:
     values.update(kernel_size=tuple(sizes), wrap=tuple(wrap))
 
 
-def _steps(window: Ranges) -> str:
+def _window_text(window: Ranges) -> str:
     text = " and ".join(span(part.start, part[-1] + 1) for part in window)
     text = f"({text})" if len(window) > 1 else text
     step = max((part.step for part in window if len(part) > 1), default=1)
