@@ -115,7 +115,7 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
     Such are calls with missing, excess or unknown arguments.
 
     keywords: {unknown keyword: advice}; for an unknown keyword that is not in it, the error names the closest
-        parameter, or lists all.
+        parameter, or lists all if none is close or a graph is compiled.
     how: advice for missing or excess arguments; "" gives the call with all required arguments.
 
     A function that is already decorated is returned unchanged.

@@ -323,8 +323,8 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     most: number of entries of each row; None takes it from the tensor.
     name: name of the tensor in texts and errors, unless `keys` is a string. Names within a pattern must differ.
 
-    Raises ValueError for a string without `most`; `attend` and `bind` raise TypeError for a tensor without integers,
-    and ValueError for another shape or for keys beyond the last one.
+    Raises ValueError for a string or a scalar without `most`; `attend` and `bind` raise TypeError for a tensor without
+    integers, and ValueError for another shape or for keys beyond the last one.
 
     >>> nearest = torch.tensor([[[0, -1], [0, 1], [0, 2]]])
     >>> masks.describe(masks.selected_keys(nearest), 3).useful_pairs
