@@ -1,6 +1,7 @@
 """API for patterns in other packages: base classes, pair counts of boxes, and registration.
 
-docs/howto/own_patterns.md has an example, and the entry point by which `masks.parse` and `masks.from_json` find it.
+docs/howto/own_patterns.md has an example, and the entry point by which `masks.parse` and `masks.from_json` find the
+patterns of a package.
 """
 
 from .core import (

@@ -97,7 +97,7 @@ def sparse_transformer_strided(stride: int) -> Pattern:
 
 @advises()
 def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
-    """Causal pattern: each query sees its block, and the last `summary` keys of every earlier block.
+    """Causal pattern: each query sees its block up to itself, and the last `summary` keys of every earlier block.
 
     stride: tokens per block, the paper's l.
     summary: number of last keys of a block, the paper's c, 8 to 32 there.

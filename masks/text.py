@@ -32,8 +32,9 @@ from .core import (
 
 @advises()
 def to_json(pattern: Expression) -> str:
-    """Return canonical JSON of a pattern or mixture, from which `from_json` reads an equal value.
+    """Return canonical JSON of a pattern or mixture, which `from_json` reads.
 
+    It holds the names of run-time tensors, not the tensors.
     Raises TypeError for a pattern with a custom function: code has no JSON.
 
     >>> masks.to_json(masks.causal())
@@ -177,11 +178,12 @@ _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 def parse(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
-    An expression calls constructors, with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and
-    `|` with Python's precedence. It is parsed, never run. An unknown name imports the modules of all entry points of
-    the group `flexdilated.patterns`, once per process. An expression has at most 4096 characters, and its brackets nest
-    at most 68 deep, which is enough for every printed pattern.
-    Raises ValueError for any other string, with a caret at the error, and TypeError for other values.
+    An expression calls constructors, recipes, and the methods `after`, `per_document` and `queries_from` of patterns,
+    with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and `|` with Python's precedence. It is
+    parsed, never run. An unknown name imports the modules of all entry points of the group `flexdilated.patterns`, once
+    per process. An expression has at most 4096 characters, and its brackets nest at most 68 deep, which is enough for
+    every printed pattern. Raises ValueError for any other string, with a caret if the error has a place, and TypeError
+    for other values.
 
     >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
     local_window(left=127, right=0) | first_tokens(4)

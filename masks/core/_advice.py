@@ -25,7 +25,7 @@ _ROOMS = {
 
 
 # Attributes that users try on a pattern, with the advice for each.
-_ASKED = {
+_ADVICE = {
     **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
     **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),
     **dict.fromkeys(("density", "sparsity", "num_pairs", "cost"), "write masks.describe(pattern, num_tokens)"),
@@ -110,10 +110,12 @@ class _Parameters(NamedTuple):
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Advised], _Advised]:
-    """Return a decorator of functions or classes: calls that do not fit their parameters raise TypeError with advice.
+    """Return a decorator of functions or classes, by which calls that do not fit raise TypeError with advice.
+
+    Such are calls with missing, excess or unknown arguments.
 
     keywords: {unknown keyword: advice}; for an unknown keyword that is not in it, the error names the closest
-        parameter, or lists all.
+        parameter, or lists all if none is close or a graph is compiled.
     how: advice for missing or excess arguments; "" gives the call with all required arguments.
 
     A function that is already decorated is returned unchanged.
@@ -190,11 +192,11 @@ def no_such_attribute(kind: str, name: str) -> str:
 
     For names that users often try, the text says which function to call instead.
     """
-    return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
+    return f"{kind!r} object has no attribute {name!r}" + (f": {_ADVICE[name]}" if name in _ADVICE else "")
 
 
 def no_operand(operator: str, value: object) -> str:
-    """Return the text of a TypeError for `pattern <operator> value` where `value` is not a pattern."""
+    """Return the text of a TypeError for an operator, such as "&", between a pattern and a value that is none."""
     sums = ": to add up a list write sum(patterns[1:], patterns[0])" if operator == "+" and value == 0 else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 
@@ -202,8 +204,8 @@ def no_operand(operator: str, value: object) -> str:
 def instead_of_pattern(value: object) -> str:
     """Return advice on what to write in place of a value that is not a pattern, as the end of an error text.
 
-    Returns "" for values without such advice. There is advice for None, bool, strings, lists, tensors, functions,
-    BlockMasks, layouts and modules with a `pattern`.
+    Returns "" for values without such advice. There is advice for None, bool, strings, lists, tuples, tensors,
+    numpy arrays, functions, BlockMasks, layouts and modules with a `pattern`.
     """
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": pass its attribute .pattern"

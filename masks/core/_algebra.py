@@ -24,7 +24,7 @@ from ._reason import Pair, Reason, listing, span
 class Composite(Pattern):
     """Base of patterns composed of `parts`.
 
-    The period is the least common multiple of the parts' periods, None if a part has none.
+    The period is the `common_period` of the parts.
     """
 
     parts: tuple[Pattern, ...]
@@ -93,7 +93,7 @@ class OnePart(Pattern):
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
-    """Return the least common multiple of the parts' periods; None if a part has none, or if it exceeds 2**31 - 1.
+    """Return the least common multiple of the parts' periods; None if one is unknown, or if it exceeds 2**31 - 1.
 
     A period is a shift of query and key together that leaves a pattern unchanged. Without parts, the result is 1.
     """
@@ -114,7 +114,7 @@ class _Combination(Composite):
     def of(cls, *parts: Pattern) -> Pattern:
         """Combine the parts: nested combinations of this class are flattened, and repeated parts are dropped.
 
-        A single part is returned unchanged; `And.of()` returns `Every()`.
+        A single distinct part is returned unchanged. Without parts, And gives `Every()`, and Or raises ValueError.
         """
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, cls) else (part,))]
         unique = tuple(dict.fromkeys(flat))

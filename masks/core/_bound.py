@@ -87,7 +87,7 @@ class Bound:
 
     @property
     def masked_heads(self) -> range:
-        """Heads with distinct masks: only the first one if all heads have equal rules, else all."""
+        """Global heads that need a mask: only the first if all heads have equal rules, as its mask serves all."""
         heads = range(self.head_offset, self.head_offset + self.num_heads)
         branches = self.pattern.branches()
         rules = {tuple(each.for_head(head, self.num_heads_global) for each in branches) for head in heads}

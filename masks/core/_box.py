@@ -102,7 +102,7 @@ def count_residue(progression: Progression, modulus: int, residue: Counts) -> Co
     """
     if progression.step % modulus == 0:  # all terms share a residue
         return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
-    return _in_class(progression, modulus, residue)[1]
+    return _first_and_count(progression, modulus, residue)[1]
 
 
 def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
@@ -112,12 +112,12 @@ def terms_of_class(progression: Progression, modulus: int, residue: int) -> Prog
     """
     if modulus == 1:
         return progression
-    index, count = _in_class(progression, modulus, torch.full_like(progression.first, residue))
+    index, count = _first_and_count(progression, modulus, torch.full_like(progression.first, residue))
     first = (progression.first + progression.step * index).div(modulus, rounding_mode="floor")
     return Progression(first, progression.step // gcd(progression.step, modulus), count)
 
 
-def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
+def _first_and_count(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
     """Return (index of the first term congruent to residue[i] modulo `modulus`, number of such terms) of progression i.
 
     Both are tensors of shape (n,). Where no term is congruent, the number is 0 and the index is arbitrary.
@@ -151,8 +151,8 @@ def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> P
 def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
     """Return the number of terms of each of n progressions in [start, stop).
 
-    start, stop: integers or tensors that broadcast against (n,) to the shape of the result; with shape (m, n) there are
-        m intervals for each progression.
+    start, stop: integers or tensors, start <= stop, that broadcast against (n,) to the shape of the result; with shape
+        (m, n) there are m intervals for each progression.
 
     >>> terms = masks.extend.Progression(torch.tensor([0]), 4, torch.tensor([5]))  # 0, 4, 8, 12 and 16
     >>> masks.extend.count_within(terms, 5, 15)
@@ -189,7 +189,7 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
     """Return bounds on the pairs of each box with least <= key position - query position <= most; None sets no limit.
 
-    Exact if q and k have equal steps.
+    Exact if q and k have equal steps. `least` must not exceed `most`.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)
@@ -239,7 +239,7 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
         pairs = _count_exactly(box, rate, reach)
         return Bounds(pairs, pairs)
     assert reach is None
-    by_query, by_key = _partners(box, rate), _partners(Box(box.head, box.k, box.q), rate)
+    by_query, by_key = _count_by_query(box, rate), _count_by_query(Box(box.head, box.k, box.q), rate)
     return Bounds(torch.maximum(by_query.low, by_key.low), torch.minimum(by_query.high, by_key.high))
 
 
@@ -255,16 +255,16 @@ def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts
     period = rate // divisor
     residue = -shift.div(divisor, rounding_mode="floor") * pow(step // divisor, -1, period)
     if reach is None:
-        pairs = _lags_up_to(columns - 1, residue, period, box)
+        pairs = _count_up_to_lag(columns - 1, residue, period, box)
     else:
         least, most = reach
         last = (most - shift).div(step, rounding_mode="floor").minimum(columns - 1)
         skipped = (least - 1 - shift).div(step, rounding_mode="floor").minimum(columns - 1)
-        pairs = _lags_up_to(last, residue, period, box) - _lags_up_to(skipped, residue, period, box)
+        pairs = _count_up_to_lag(last, residue, period, box) - _count_up_to_lag(skipped, residue, period, box)
     return torch.where(shift.remainder(divisor) == 0, pairs, 0)
 
 
-def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
+def _count_up_to_lag(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
     """Return the number of pairs of each box whose lag is at most `most` and congruent to `residue` modulo `period`.
 
     The lag of a pair is key index - query index. In a box of `rows` queries and `columns` keys, the number of pairs as
@@ -282,7 +282,7 @@ def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
     return total(top + rows) - total(top) - total(top + rows - columns)
 
 
-def _partners(box: Box, rate: int) -> Bounds:
+def _count_by_query(box: Box, rate: int) -> Bounds:
     """Return bounds on the pairs of each box whose distance is a multiple of `rate`, counted query by query.
 
     With d = gcd(key step, rate), a query has such a pair with every (rate / d)-th key if its distance to the first key

@@ -57,8 +57,8 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    A side has `factor` classes, but no more than the longest side of a box has positions. The number of parts is that
-    of query classes if `together` is True, else that of query classes times that of key classes.
+    Queries have `factor` classes, or one for each query of the box with most queries if that is fewer; keys likewise.
+    The number of parts is that of query classes if `together` is True, else query classes times key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
@@ -77,13 +77,13 @@ def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
     classes = [torch.arange(len(owned)), queries, *([] if together else [keys])]
     each, q_class, *others = torch.cartesian_prod(*classes).unbind(1)
     part = owned.select(each)
-    q, k = _every(part.box.q, factor, q_class), part.box.k
+    q, k = _every_nth(part.box.q, factor, q_class), part.box.k
     k_class = ((q.first - k.first) // k.step).remainder(factor) if together else others[0]
-    cut = Owned(part.owner, Box(part.box.head, q, _every(k, factor, k_class)))
+    cut = Owned(part.owner, Box(part.box.head, q, _every_nth(k, factor, k_class)))
     return cut.select((cut.box.area > 0).nonzero().squeeze(1))
 
 
-def _every(progression: Progression, factor: int, begin: Tensor) -> Progression:
+def _every_nth(progression: Progression, factor: int, begin: Tensor) -> Progression:
     """Return every `factor`-th term of each progression, from the term with index `begin` on."""
     count = (progression.count - begin + factor - 1).div(factor, rounding_mode="floor").clamp(min=0)
     return Progression(progression.first + progression.step * begin, progression.step * factor, count)
@@ -106,17 +106,19 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 
     period: in positions.
 
-    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
+    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves. Of a single pair, the first
+    is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
-    q_half, k_half = torch.where(cut_q, _middle(q, period), q.count), torch.where(cut_q, k.count, _middle(k, period))
+    q_half = torch.where(cut_q, _half_size(q, period), q.count)
+    k_half = torch.where(cut_q, k.count, _half_size(k, period))
     first = Box(owned.box.head, replace(q, count=q_half), replace(k, count=k_half))
-    rests = _every(q, 1, torch.where(cut_q, q_half, 0)), _every(k, 1, torch.where(cut_q, 0, k_half))
+    rests = _every_nth(q, 1, torch.where(cut_q, q_half, 0)), _every_nth(k, 1, torch.where(cut_q, 0, k_half))
     return Owned(owned.owner.repeat(2), join_boxes([first, Box(owned.box.head, *rests)]))
 
 
-def _middle(progression: Progression, period: int) -> Tensor:
+def _half_size(progression: Progression, period: int) -> Tensor:
     """Return the number of terms of each progression before its cut.
 
     The cut is at the first multiple of `period` at or after the middle term, else at the multiple before that; it is

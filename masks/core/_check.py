@@ -144,7 +144,7 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """Return the text if it has at most `longest` characters, else its first words that fit and an ellipsis.
+    """Return the text if it has at most `longest` characters, else its first words within this limit, then "…".
 
     A first word that does not fit is cut after `longest` characters.
     """
@@ -155,7 +155,7 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """Format a number of bytes with three digits and a binary unit, such as 1.5 GiB."""
+    """Format a number of bytes with a binary unit up to TiB: with three digits, such as 1.5 GiB, or as an integer."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1000:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
@@ -177,7 +177,7 @@ def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
 
 
 def tokens_text(number: int) -> str:
-    """Format a number of tokens: 16384 as 16K, 1048576 as 1M; other numbers in full."""
+    """Format a number of tokens: multiples of 1024 as 16K, of 1024**2 as 1M; other numbers in full."""
     return tokens_format((number,))(number)
 
 

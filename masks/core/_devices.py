@@ -45,5 +45,5 @@ _KINDS = {
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """Return the properties of a device or device type; any that is unknown, such as mps, is an accelerator."""
+    """Return the properties of a device, or of a device type without index; unknown ones are accelerators."""
     return _KINDS.get(device if isinstance(device, str) else device.type, _OTHER)

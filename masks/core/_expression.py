@@ -96,8 +96,8 @@ def constructor(function: _Function) -> _Function:
     """Decorate a function that returns a pattern, so that expressions for `parse` can call it by its name.
 
     For `parse` to read the repr of a pattern, the function must be named like the pattern's kind, with parameters in
-    the names and order of its fields. The decorated function raises TypeError, with a correct call in its text, for
-    arguments that do not fit.
+    the names and order of its fields. The decorated function raises TypeError with advice for missing, excess and
+    unknown arguments.
     Raises ValueError for the name of another registered function.
 
     >>> @masks.extend.constructor
@@ -127,10 +127,11 @@ def _require_free(name: str, known: Any, new: Any) -> None:
 class Expression:
     """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
-    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the expression
-    that builds the value, which `parse` reads. `depth` is the number of nested levels; above 32 construction raises
-    ValueError, so that every pattern can be stored, copied, printed and computed. `pads` is True if queries also see
-    the zero keys that pad segments, which are no pairs: see `zero_keys`.
+    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns, except for the values of
+    run-time tensors, which are read later. The repr is the expression that builds the value, which `parse` reads; it is
+    cut after 4096 characters. `depth` is the number of nested levels; above 32 construction raises ValueError, so that
+    every pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
+    segments, which are no pairs: see `zero_keys`.
 
     `pattern_kind` sets the class attributes from the dataclass fields.
 
@@ -189,7 +190,7 @@ class Expression:
         )
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError, as a pattern is not a function; the error names the functions that take a pattern."""
+        """Raise TypeError, as a pattern is not a function; the error names two functions that take a pattern."""
         raise TypeError(
             "a pattern cannot be called: write fd.attend(q, k, v, pattern) for attention, or "
             "masks.block_mask(pattern, num_tokens, num_heads=8) for a BlockMask"
@@ -248,7 +249,7 @@ class Expression:
         return torch.zeros_like(head + query)
 
     def write(self) -> str:
-        """Return canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
+        """Return canonical JSON of the kind and `parameters`: no spaces, sorted keys, parts by their own texts."""
         return _canonical({"kind": self.kind, **self.parameters()})
 
     def to_data(self) -> dict[str, Any]:
@@ -269,7 +270,7 @@ class Expression:
         return found
 
     def phrase(self) -> Phrase:
-        """Return the text of the expression: a call of its kind with all parameters that differ from their defaults."""
+        """Return the text of the expression: a call of its kind, without named arguments that equal their defaults."""
         names = list(self.stored)
         values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
         named = {
@@ -317,7 +318,10 @@ class Expression:
         return any(leaf.is_run_time for leaf in self.leaves())
 
     def given_tensors(self) -> dict[str, Tensor]:
-        """Return the run-time tensors that the expression carries, by name. Raises ValueError if two share a name."""
+        """Return the run-time tensors that the expression carries, by name.
+
+        Raises ValueError if two different tensors share a name.
+        """
         found: dict[str, Tensor] = {}
         for name, tensor in (pair for leaf in self.leaves() for pair in leaf.carried().items()):
             if found.setdefault(name, tensor) is not tensor:
@@ -395,8 +399,8 @@ class Expression:
         Run-time tensors that the pattern carries are read when `bind` is called. Zero keys of padding are no pairs and
         are dropped.
 
-        Raises ValueError for sizes below 1, a number of heads that does not fit the pattern, and tensors that are
-        missing or do not fit.
+        Raises ValueError for sizes below 1, offsets below 0, heads or positions that do not fit the pattern, and
+        tensors that are missing or do not fit; TypeError for sizes and offsets that are not integers.
         """
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
         rule = self.unpadded

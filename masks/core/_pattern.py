@@ -55,12 +55,12 @@ def content_digest(tensor: Tensor) -> str:
 
 
 class Pattern(Expression):
-    """A set of allowed (head, query, key) triples, independent of the number of heads and tokens.
+    """A set of allowed (head, query, key) triples, without numbers of heads and tokens: `bind` gives these.
 
     A subclass is a frozen dataclass that states the rule twice, checked against each other by a property test:
     `mask_mod`, elementwise and exact, and `count`, sound bounds over boxes. Other methods have defaults.
 
-    is_run_time: True if the pattern depends on a run-time tensor, such as document ids.
+    is_run_time: True for a leaf that depends on a run-time tensor, such as document ids.
 
     >>> (masks.local_window(left=127, right=0) | masks.first_tokens(4)) & masks.causal()
     (local_window(left=127, right=0) | first_tokens(4)) & causal()
@@ -162,14 +162,15 @@ class Pattern(Expression):
     def period(self) -> int | None:
         """Return a shift of query and key together, in tokens, that leaves the rule unchanged; None if none is known.
 
-        It is 1 if the rule depends on the distance of key and query only.
+        With period 1 the rule depends on key position - query position only.
         """
         return None
 
     def confined(self) -> bool:
-        """True if no allowed pair crosses a multiple of `period`.
+        """True if it is known that query // period == key // period for all allowed pairs, by their positions.
 
-        The mask then consists of copies of one square of period queries by period keys, on the diagonal.
+        Unless `period` is None, the mask then consists of copies of one square of period queries by period keys, on the
+        diagonal.
         """
         return False
 

@@ -63,7 +63,10 @@ def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """Return the union as disjoint ranges; None for more than 128 arguments, or if two with steps above 1 overlap."""
+    """Return the union as disjoint ranges; None for more than 128 ranges, or if two of steps above 1 overlap.
+
+    Positions that are also in a range of step 1 do not count as overlap.
+    """
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []
@@ -81,24 +84,24 @@ def unite(ranges: Ranges) -> Ranges | None:
 def union_of(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges as disjoint ranges, ascending by their first positions.
 
-    Adjacent positions become one range of step 1. Arguments with equal positions may give different ranges, if these
-    positions are split into ranges differently.
+    Ranges that continue each other or fill each other's gaps are merged. The result is short, but not always the
+    shortest, and arguments with equal positions may give different ranges.
     """
-    runs, steps = _by_kind(ranges)
+    runs, steps = _runs_and_steps(ranges)
     runs = _joined_runs(runs)
     comparisons = len(steps) * (len(runs) + len(steps))
     if comparisons > min(_MOST_COMPARISONS, max(_FEW_POSITIONS, sum(map(len, [*runs, *steps])))):
-        return ranges_of(_sorted([*runs, *steps]))
+        return ranges_of(_sorted_positions([*runs, *steps]))
     parts = _disjoint(runs, steps)
     while (joined := _joined(parts)) != parts:
         parts = joined
     if len(parts) > 1 and sum(map(len, parts)) <= _FEW_POSITIONS:
-        parts = min(parts, ranges_of(_sorted(parts)), key=len)
+        parts = min(parts, ranges_of(_sorted_positions(parts)), key=len)
     return tuple(parts)
 
 
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
-    """Return ascending positions as ranges, cut where the distance to the next position changes.
+    """Return distinct ascending positions as ranges, cut where the distance to the next position changes.
 
     Consecutive integers always become one range of step 1.
     """
@@ -120,7 +123,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Return (begin, end) of the union of n intervals [begin, end): ascending intervals that do not touch."""
+    """Return (begin, end) of the union of n non-empty intervals [begin, end): ascending, not touching."""
     begin, order = begin.sort()
     reach = end[order].cummax(0).values
     first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)
@@ -128,7 +131,7 @@ def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tu
     return begin[first], reach[last]
 
 
-def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
+def _runs_and_steps(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
     runs, steps = [], []
     for each in dict.fromkeys(ranges):
         if len(each) == 1:
@@ -177,11 +180,11 @@ def _without(piece: range, other: range) -> Iterator[range]:
 
 def _joined(parts: Sequence[range]) -> list[range]:
     """Merge ranges that continue each other or fill each other's gaps; the result ascends by first positions."""
-    runs, steps = _by_kind(parts)
+    runs, steps = _runs_and_steps(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
         joined += _interleaved(_continued(list(group)), step)
-    runs, steps = _by_kind(joined)
+    runs, steps = _runs_and_steps(joined)
     return sorted((*_joined_runs(runs), *steps), key=lambda each: each.start)
 
 
@@ -198,7 +201,8 @@ def _continued(ranges: list[range]) -> list[range]:
 def _interleaved(ranges: list[range], step: int) -> list[range]:
     """Merge ranges of one step that fill each other's gaps evenly into one range of a smaller step.
 
-    Ends that not all ranges reach remain ranges of the old step. Ranges that do not fit are returned unchanged.
+    Ends that not all ranges reach remain ranges of the old step. If the ranges do not fit together, all are returned
+    unchanged.
     """
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)
@@ -214,7 +218,7 @@ def _interleaved(ranges: list[range], step: int) -> list[range]:
     return [filled, *(edge for edge in edges if edge)]
 
 
-def _sorted(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
+def _sorted_positions(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
     first, step, count = torch.tensor([(each.start, each.step, len(each)) for each in ranges]).unbind(1)
     place = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
     return (first.repeat_interleave(count) + step.repeat_interleave(count) * place).unique()

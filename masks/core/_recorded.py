@@ -45,33 +45,36 @@ _INDEXING = {
 
 
 class RecordError(Exception):
-    """A function cannot be recorded. The text is a rule, to be read after the function's name. kind: of `about`."""
+    """A function cannot be recorded. Its text is a rule, to be read after the function's name.
+
+    kind: class of the error that `about` returns.
+    """
 
     def __init__(self, rule: str, kind: type[Exception] = ValueError) -> None:
         super().__init__(rule)
         self._kind = kind
 
     def about(self, function: str) -> Exception:
-        """Return the error for the caller, which begins with this name of the function."""
+        """Return the error for the caller, whose text begins with `function`, the function's name."""
         return self._kind(f"{function} {self}")
 
 
-_OF_VALUES = (
+_NO_BRANCHES = (
     "must not branch on values of tensors (`if`, `and`, `or`, `a < b < c`): write torch.where, or `&`, `|` and `~`"
 )
-_UNSEEN = "must compute by functions of torch, without TorchScript and torch.func"
+_ONLY_TORCH = "must compute by functions of torch, without TorchScript and torch.func"
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
-    build: returns a plain function of the recorded function's arguments for such tensors. It is one object for all
-        functions with equal operations and equal Python values, and so identifies them.
+    build: returns a plain function of the recorded function's arguments for such tensors. While it is cached, functions
+        with equal operations and equal hashable Python values share this object, which so identifies them.
     shape, dtype: of the result.
-    reads: indices of the arguments on whose values the result depends.
-    text: Python code of `build`, which says in every process what it does; None if it calls functions that are not
-        torch's.
+    reads: indices of the arguments on whose values the result may depend.
+    text: Python code of `build`, which says in every process what it does; None after `through`, or if it uses
+        functions or objects that torch does not name.
 
     >>> scale = torch.tensor(2.0)
     >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
@@ -98,7 +101,7 @@ class Recorded:
         return replace(self, tensors=tuple(tensors))
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
-        """Return the function translate(function, *tensors); `translate` must be a function of a module."""
+        """Return translate(function, *tensors), recorded; `translate` must be a function at module level."""
         build = _translated(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
 
@@ -153,7 +156,7 @@ class _Recorder(TorchFunctionMode):
         self._made: set[int] = set()  # ids of values that the function made, of which it may write to
         self._alive: list[Tensor] = []  # all these values, so that no other gets their id
         self._captured: dict[int, tuple[str, Tensor]] = {}
-        self._others: dict[str, Any] = {}  # values that have no name in torch
+        self._objects: dict[str, Any] = {}  # values that have no name in torch
 
     def argument(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         index = len(self._arguments)
@@ -170,11 +173,11 @@ class _Recorder(TorchFunctionMode):
         lines += [f"    def recorded({', '.join(self._arguments)}):"]
         lines += [f"        {line}" for line in body] + ["    return recorded"]
         text = "\n".join(lines)
-        make = _built if all(isinstance(x, Hashable) for x in self._others.values()) else _built.__wrapped__
-        build = make(text, tuple(self._others.items()))
+        make = _built if all(isinstance(x, Hashable) for x in self._objects.values()) else _built.__wrapped__
+        build = make(text, tuple(self._objects.items()))
         tensors = (_savable(x) if self._has_gradients else x for _, x in captured)
         reads = self._reads.get(id(found), frozenset())
-        return Recorded(build, tuple(tensors), found.shape, found.dtype, reads, None if self._others else text)
+        return Recorded(build, tuple(tensors), found.shape, found.dtype, reads, None if self._objects else text)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -190,7 +193,7 @@ class _Recorder(TorchFunctionMode):
         own = self._names if depends else self._made - self._captured.keys()
         if kwargs.get("out") is not None or (writes and id(args[0]) not in own):
             if name == "requires_grad_":  # torch.func.grad calls it
-                raise RecordError(_UNSEEN, TypeError)
+                raise RecordError(_ONLY_TORCH, TypeError)
             raise RecordError(f"must not write to tensors that it captured; it called {name}")
         if not depends:
             found = func(*args, **kwargs)
@@ -198,22 +201,25 @@ class _Recorder(TorchFunctionMode):
             self._made |= set(map(id, made))
             return found
         if name in _READ_VALUES:
-            raise RecordError(f"{_OF_VALUES}; it called Tensor.{name}")
+            raise RecordError(f"{_NO_BRANCHES}; it called Tensor.{name}")
         if writes and self._names[id(args[0])] in self._arguments:  # which autograd may need
-            self._result(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
+            self._write_line(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
         reads = frozenset[int]().union(*(self._reads[id(x)] for x in given if id(x) in self._names))
         with apart():
-            found = self._tried(func, name, args, kwargs)
+            found = self._trial_call(func, name, args, kwargs)
         if name != "__setitem__" and not any(True for _ in _tensors(found)):
             return found
         text = self._call_text(func, name, args, kwargs)
         if self._has_gradients and not torch.is_grad_enabled():
             self._lines.append("with no_grad():")
             text = f"    {text}"
-        return self._result(found, text, args[0] if writes else None, reads)
+        return self._write_line(found, text, args[0] if writes else None, reads)
 
-    def _tried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function with tensors of the right shapes and dtypes; so are those of the result."""
+    def _trial_call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function with CPU tensors of the arguments' shapes and dtypes; its result has the right ones.
+
+        The values have no meaning. Attributes that are not tensors, such as the device, are those on later arguments.
+        """
 
         def of(x: Tensor) -> Tensor:
             if id(x) not in self._names:
@@ -227,8 +233,16 @@ class _Recorder(TorchFunctionMode):
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device=self._device))
         return found
 
-    def _result(self, found: Any, text: str, written: Tensor | None, reads: frozenset[int]) -> Any:
-        """Write the line that computes `text`, and return stand-ins for its results. reads: indices of arguments."""
+    def _write_line(self, found: Any, text: str, written: Tensor | None, reads: frozenset[int]) -> Any:
+        """Write the line of code that computes `text`, and return the result of the recorded call.
+
+        It is None if `found` is None, else `written` if given, else `found` with new tensors in place of its own.
+
+        found: result of a trial call.
+        text: expression of the call.
+        written: the tensor that the call changes in place, or None.
+        reads: indices of the arguments on whose values the result may depend.
+        """
         if written is not None:
             self._reads[id(written)] |= reads
         if found is None:
@@ -268,7 +282,7 @@ class _Recorder(TorchFunctionMode):
         if method is not None and isinstance(args[0] if args else None, Tensor):
             called, texts = f"{texts[0]}.{method}", texts[1:]
         else:
-            called = _name_in_torch(func) or self._other(func)
+            called = _name_in_torch(func) or self._object_name(func)
         texts += [f"{key}={self._text(value)}" for key, value in kwargs.items()]
         return f"{called}({', '.join(texts)})"
 
@@ -277,7 +291,7 @@ class _Recorder(TorchFunctionMode):
         if isinstance(x, Tensor):
             known = self._names.get(id(x))
             if known is None and self._apart is nullcontext and is_batchedtensor(x):
-                raise RecordError(_UNSEEN, TypeError)
+                raise RecordError(_ONLY_TORCH, TypeError)
             return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
         if kind.__module__ == "numpy" and hasattr(x, "item"):  # a single number
             x = x.item()
@@ -299,16 +313,19 @@ class _Recorder(TorchFunctionMode):
             return f"[{', '.join(map(self._text, x))}]"
         if kind is slice:
             return f"slice({self._text(x.start)}, {self._text(x.stop)}, {self._text(x.step)})"
-        return self._other(x)
+        return self._object_name(x)
 
-    def _other(self, x: Any) -> str:
+    def _object_name(self, x: Any) -> str:
         name = _name_of(x) if isinstance(x, Hashable) else f"unhashable_{next(_numbers)}"
-        self._others[name] = x
+        self._objects[name] = x
         return name
 
 
 def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
-    """Return the signature of a function that cannot be called with this number of arguments; None if it can be."""
+    """Return the signature of a function that refuses this number of positional arguments, else None.
+
+    None also for a built-in function without signature.
+    """
     try:
         taken = signature(function)
     except ValueError:  # some built-in functions have none
@@ -330,7 +347,7 @@ def _savable(x: Tensor) -> Tensor:
 
 
 def _name_in_torch(func: Any) -> str | None:
-    """Return the name by which code reads a function of torch; None for other functions."""
+    """Return the name of a function in torch, such as "torch.nn.functional.softmax"; None for other functions."""
     name = getattr(func, "__name__", "")
     places = ("torch", "torch.nn.functional", "torch.Tensor")
     for known in (*(f"{place}.{name}" for place in places), name.replace("_", ".", 1), f"ops.{func}"):
@@ -361,5 +378,5 @@ def _built(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[..., Func
 def _translated(
     build: Callable[..., Function], translate: Callable[..., Function], own: int
 ) -> Callable[..., Function]:
-    """Return the `build` of translate(function, *added): of `own` tensors of the function, and the added ones."""
+    """Return `build` for translate(function, *added): it takes the function's `own` tensors, then the added ones."""
     return lambda *tensors: translate(build(*tensors[:own]), *tensors[own:])

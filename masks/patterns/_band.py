@@ -40,7 +40,8 @@ _SIZES = {
 class Band(Pattern):
     """Base of patterns that allow a pair iff key - query is a multiple of `step` in [`least`, `most`].
 
-    Distances are in tokens; None as `least` or `most` sets no limit. Subclasses define `limits`.
+    Distances are in tokens; None as `least` or `most` sets no limit. Subclasses define `limits`, and `mask_mod` if only
+    one of the two is None.
     """
 
     def limits(self) -> tuple[int | None, int | None, int]:
@@ -199,7 +200,7 @@ def causal() -> Pattern:
 @constructor
 @advises(keywords=_SIZES, how="write masks.local_window(left=63, right=0) for the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
-    """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
+    """Pattern in which each query sees its own key, up to `left` keys before its position, and up to `right` after it.
 
     Raises ValueError for left or right below 0.
 
@@ -226,7 +227,7 @@ def strided(stride: int) -> Pattern:
 @constructor
 @advises(keywords=_SIZES, how="write masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
-    """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
+    """Pattern in which each query sees its own key, up to `left` keys before its position, and up to `right` after it.
 
     Neighbouring keys are `rate` tokens apart; rate 1 gives a `local_window`. This is dilated neighbourhood attention in
     one dimension (arXiv 2209.15001), except that a window which crosses an end of the sequence is cut off and not

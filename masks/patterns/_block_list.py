@@ -41,8 +41,8 @@ from ..core import (
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
 _COMPARED = 8  # rows of at most this many entries are compared entry by entry
-_EXACT_ROWS = 8  # a box over more block rows than this is bounded by `_picture`
-_PICTURE_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `_picture`
+_EXACT_ROWS = 8  # a box over more block rows than this is bounded by `_cell_sums`
+_MOST_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `_cell_sums`
 _ENTRIES_AT_ONCE = 1 << 20
 
 # (line, inside, column) -> bool: True if `inside`, and row `line` of the flattened tables names key block `column`
@@ -99,7 +99,7 @@ class BlockTable:
         return Bounds(low, high)
 
     def squares(self, table: int) -> Squares:
-        """Return a square of `block` queries by `block` keys for each listed key block of a table.
+        """Return the squares of `block` queries by `block` keys that a table lists: one for each entry below NOTHING.
 
         Requires q_block == block. table: index of the table.
         """
@@ -115,7 +115,7 @@ class BlockTable:
         return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
 
     def keys_of(self, table: int, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
-        """Return the positions below N that at least one of `queries` sees in one table."""
+        """Return the positions below N that at least one of `queries` sees in one table, without regard to `limit`."""
         length = len(queries)
         row = torch.nn.functional.pad(queries, (0, -length % self.q_block)).view(-1, self.q_block).any(1).nonzero()
         named = self.entries[table, row[row < self.entries.shape[1]]].flatten()
@@ -140,9 +140,9 @@ class BlockTable:
     def _count_cells(self, box: Box) -> Bounds:
         """Return bounds on the allowed pairs of each box, from the number of listed blocks in the cells it touches.
 
-        The head of each box is the index of its table. Cells: see `_picture`.
+        The head of each box is the index of its table. Cells: see `_cell_sums`.
         """
-        cell, sums = self._picture
+        cell, sums = self._cell_sums
         height, width = cell * self.q_block, cell * self.block
         top, bottom = box.q.first // height, box.q.last // height + 1
         left, right = box.k.first // width, box.k.last // width + 1
@@ -156,8 +156,8 @@ class BlockTable:
         return Bounds(torch.where(listed == held, area, 0), (listed * each).clamp(min=0).minimum(area))
 
     @cached_property
-    def _picture(self) -> tuple[int, Tensor]:
-        """Return (size of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
+    def _cell_sums(self) -> tuple[int, Tensor]:
+        """Return (side of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
 
         A cell is a square of blocks. sums[t, i, j]: listed blocks of table t in the cells above row i and left of
         column j.
@@ -165,7 +165,7 @@ class BlockTable:
         tables, rows, _ = self.entries.shape
         listed = self.entries < NOTHING
         columns = int(self.entries[listed].max()) + 1 if listed.any() else 1
-        cell = -(-max(rows, columns) // isqrt(_PICTURE_CELLS // tables))
+        cell = -(-max(rows, columns) // isqrt(_MOST_CELLS // tables))
         height, width = -(-rows // cell), -(-columns // cell)
         sums = torch.zeros(tables, height + 1, width + 1, dtype=torch.int32)
         row = torch.arange(rows)[:, None] // cell * width
@@ -244,7 +244,10 @@ class TableRule(Pattern):
 
 
 def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
-    """Return the keys in `keys` whose block, of `block` tokens, has a number in `blocks`, as few ranges."""
+    """Return the keys in `keys` whose block, of `block` tokens, has a number in `blocks`.
+
+    The result has one range for each run of consecutive numbers.
+    """
     seen = set(blocks)
     firsts = sorted(number for number in seen if number - 1 not in seen)
     lasts = sorted(number for number in seen if number + 1 not in seen)
@@ -306,7 +309,7 @@ class BlockList(TableRule):
         return _of_head(self, head) if self.by_head else self
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Return self. Raises ValueError unless `block` divides, or is a multiple of, both of these."""
+        """Return self. Raises ValueError unless `block` divides, or is a multiple of, each of q_side and k_side."""
         if any(self.block % side and side % self.block for side in (q_side, k_side)):
             raise ValueError(
                 "the blocks of a block_list cannot be rounded: list blocks whose side divides those "
@@ -365,9 +368,9 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
 
     Queries beyond the last row see no key.
 
-    Raises ValueError for negative numbers, for a number that a row names twice, and for a table without rows; TypeError
-    for entries that are not integers and for uneven nesting. `bind` raises ValueError if the row of a query names a
-    block beyond the last key.
+    Raises ValueError for numbers outside [0, 2**30), a number that a row names twice, a table without rows, a tensor of
+    another shape and a block below 1; TypeError for entries that are not integers and for uneven nesting. `bind` raises
+    ValueError if the row of a query names a block beyond the last key, and for another number of heads than of tables.
 
     >>> masks.describe(masks.block_list([[0], [0, 1]], block=64), 128).useful_pairs  # 3 blocks of 64 x 64
     12288

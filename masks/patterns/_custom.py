@@ -57,7 +57,7 @@ _POINTS = 40
 class CustomRule:
     """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest.
 
-    digest: identifies operations, tensors and period.
+    digest: identifies the operations and tensors of both functions, and the period.
     recorded, classify: on the CPU; classify may be None.
     period: shift of query and key that leaves the result unchanged, or None.
     covers_pairs: the result has an entry for every query and key.
@@ -79,7 +79,7 @@ class CustomRule:
 
     @property
     def uses_head(self) -> bool:
-        """True if the result depends on the head."""
+        """True if the result may depend on the head."""
         return _HEAD in self.recorded.reads
 
     def on(self, device: torch.device) -> MaskMod:
@@ -152,7 +152,7 @@ class Custom(Pattern):
         if classify is None or not len(area):
             return Bounds(torch.zeros_like(area), area)
         head = box.head if self.head is None else torch.full_like(box.head, self.head)
-        verdict = _classes(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        verdict = _verdicts(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
 
     def reason(self, pair: Pair) -> Reason:
@@ -184,8 +184,8 @@ class Custom(Pattern):
 def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
     """Pattern that allows the pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` returns True.
 
-    `fn` gets positions and global heads. To build block lists it is evaluated for every pair, except in blocks where
-    other parts of an intersection or `classify` decide all pairs.
+    `fn` gets positions and global heads. To build block lists it is evaluated for every pair, except in blocks that
+    `classify` or other parts of the pattern decide, or that `period` makes equal to other blocks.
 
     classify: a function (head, q_first, q_last, k_first, k_last) of int64 tensors of shape (n,): n boxes of queries
         q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,):
@@ -197,12 +197,13 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     A BlockMask gives the pattern that compiled FlexAttention computes: partial blocks by the mask_mod, full blocks
     whole, no others, with the lists of each batch entry and head. Its mask_mod may read `b` if it has lists for several
     entries. Lists and lengths are copied. A call with positions beyond its lengths raises ValueError, as does one with
-    fewer keys than its lists name.
+    fewer keys than its lists name, unless they list exactly the pairs of the mask_mod.
 
     `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
     later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
-    TypeError or ValueError if `fn` does not compute each pair alone, from its positions, by functions of torch.
-    torch.compile cannot record: build the pattern outside of compiled functions.
+    TypeError or ValueError if `fn` does not compute each pair alone, from its head and positions, by functions of
+    torch, or if `classify` or `period` fails a check of a few boxes or pairs. torch.compile cannot record: build the
+    pattern outside of compiled functions.
 
     >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
     12
@@ -267,7 +268,13 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _recorded(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
-    """Record a function of this number of integers, with copies of the tensors that it reads on the CPU."""
+    """Record a function of `number` integers; the result reads CPU copies of the tensors that the function reads.
+
+    shape: shape of its arguments.
+    what: name of the function in errors; "" for that of a mask_mod.
+
+    Raises TypeError or ValueError if the function cannot be recorded.
+    """
     what = what or f"the custom function {_name(function)!r}"
     try:
         with torch.no_grad():
@@ -296,14 +303,14 @@ def _digest(recorded: Recorded) -> str:
     return sha256(json.dumps([recorded.text, tensors]).encode()).hexdigest()
 
 
-def _refused(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
+def _refusal(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
     return kind(f"the custom function {name!r} {rule}; {got}")
 
 
 def _check_period(rule: CustomRule, period: int) -> None:
     """Raise ValueError if results on a small grid change when query and key are shifted by `period` tokens.
 
-    Does nothing if captured tensors are too short for the shifted grid.
+    Does nothing if captured tensors are too small for the heads or positions of this grid.
     """
     h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
     b = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -314,7 +321,7 @@ def _check_period(rule: CustomRule, period: int) -> None:
         return
     if not torch.equal(here, there):
         differ = f"its results near position 0 and near {period} differ"
-        raise _refused(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
+        raise _refusal(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
 def _require_function(what: str, value: object, takes: str) -> Callable[..., Any]:
@@ -327,20 +334,20 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
 
 
 def _reads_entry(function: MaskMod) -> bool:
-    """Return True if the result of a mask_mod depends on the batch entry b."""
+    """Return True if the result of a mask_mod may depend on the batch entry b."""
     return _BATCH in _recorded(_require_function("a custom function", function, "(b, h, q, k)"), 4).reads
 
 
 def _check_mask_mod(name: str, recorded: Recorded) -> bool:
-    """Check that the function is an elementwise rule that does not depend on b.
+    """Raise TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
 
-    Returns True if its result has an entry for every query and key. Raises TypeError or ValueError otherwise.
+    Returns True if its result has an entry for every query and key, False if it broadcasts to them.
     """
     if recorded.dtype != torch.bool:
-        raise _refused(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
+        raise _refusal(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
     if _BATCH in recorded.reads:
         advice = "for rules that differ between batch entries use run-time tensors, such as masks.mask"
-        raise _refused(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
+        raise _refusal(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
     grid = _largest_grid(recorded)
     result = _call(name, recorded, grid)
     answers = _over_grid(name, result, grid)
@@ -351,8 +358,9 @@ def _check_mask_mod(name: str, recorded: Recorded) -> bool:
 def _largest_grid(function: MaskMod) -> Places:
     """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
-    It is the largest of a few sizes at which the function does not index beyond the end of a captured tensor. Positions
-    begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
+    It is the largest of a few sizes at which the function does not index beyond the end of a captured tensor, or the
+    smallest size if there is none. Positions begin at 0. The grid has two batch entries, and one key fewer than queries
+    if it has over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
     grid: Places = ()
@@ -389,13 +397,13 @@ def _over_grid(name: str, result: Tensor, grid: Places) -> Tensor:
         return result.expand(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         got = f"got {tuple(result.shape)} for shapes {', '.join(map(str, shapes))}"
-        raise _refused(name, "must return the broadcast shape of its arguments", got) from None
+        raise _refusal(name, "must return the broadcast shape of its arguments", got) from None
 
 
 def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tensor) -> None:
     """Raise ValueError unless further calls give each cell of the grid the value that it has in `result`.
 
-    These calls get the cells shuffled in one dim, single cells, and int32 positions.
+    These calls get all cells shuffled in one dim, up to 40 single cells, and all cells in int32.
     """
     cells = torch.stack([part.flatten() for part in torch.broadcast_tensors(*grid)])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -411,10 +419,10 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
             _, head, query, key = given.reshape(4, -1)[:, differs[0]].tolist()
             rule = f"must decide each pair independently, with equal results {when}"
             differ = f"its results for head {head}, query {query}, key {key} differ"
-            raise _refused(name, rule, differ)
+            raise _refusal(name, rule, differ)
 
 
-def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
+def _verdicts(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
     """Return the result of `classify` for n boxes: EMPTY, PARTIAL or FULL for each, in an integer tensor of shape (n,).
 
     boxes: (head, q_first, q_last, k_first, k_last), each of shape (n,).
@@ -446,8 +454,8 @@ def _check_classify(name: str, classify: Classify) -> None:
     first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
     q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
     boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
-    together = _classes(name, classify, boxes)
-    alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
+    together = _verdicts(name, classify, boxes)
+    alone = [_verdicts(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
     if not torch.equal(together, torch.cat(alone)):
         raise ValueError(
             f"classify of the custom function {name!r} must decide each box independently of the others; it does not"

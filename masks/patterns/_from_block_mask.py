@@ -40,9 +40,9 @@ _COMPARED_PAIRS = 1 << 28
 
 @pattern_kind("positions_below", positional=0)
 class PositionsBelow(Pattern):
-    """Pattern that allows every pair, of queries at positions < `queries` and keys at positions < `keys` only.
+    """Pattern that allows every pair, but can only be bound to queries below `queries` and keys below `keys`.
 
-    Binding it to a later position raises ValueError, and so does another number of heads if `heads` is not None.
+    Binding it to later positions raises ValueError, and so does another number of heads if `heads` is not None.
     """
 
     queries: int = at_least(1)
@@ -104,7 +104,7 @@ def of_block_mask(
         before = entry - 1
         known = rule is rules[before] and all(torch.equal(table[entry], table[before]) for table in (partial, full))
         made.append(made[before] if entry and known else _of_entry(rule, partial[entry], full[entry], block_mask))
-    whole = made[0] if len(set(made)) == 1 else per_sample(made, _entries(len(made)), name="batch_entry")
+    whole = made[0] if len(set(made)) == 1 else per_sample(made, _entry_numbers(len(made)), name="batch_entry")
     (queries, keys), heads = block_mask.seq_lengths, partial.shape[1]
     return And.of(whole, PositionsBelow(int(queries), int(keys), heads if heads > 1 else None))
 
@@ -135,7 +135,7 @@ def _at_entry(function: Any, entry: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _entries(batch: int) -> Tensor:
+def _entry_numbers(batch: int) -> Tensor:
     """Return arange(batch), one tensor for all calls: patterns combine only if tensors of one name are identical."""
     return torch.arange(batch)
 
@@ -164,7 +164,10 @@ def _of_entry(
 def _are_lists_of(
     rule: Pattern, partial: Bool[Tensor, "H R C"], full: Bool[Tensor, "H R C"], block_mask: BlockMask
 ) -> bool:
-    """Return True if the lists allow the pairs that `rule` allows; False also if comparing would take long."""
+    """Return True if the lists allow exactly the pairs that `rule` allows; False also if it does not compare them.
+
+    It compares at most 2**28 pairs, and no rule that differs by head with the lists of a single head.
+    """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():
         return bool((partial | full).all())
@@ -189,7 +192,8 @@ def _are_lists_of(
 def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
     """Return (blocks in the lists of partial blocks, blocks in the lists of full blocks) as copies on the CPU.
 
-    Raises ValueError for lists that name a block beyond the lengths or twice, or have too few rows.
+    Raises ValueError for lists that name a block beyond the lengths or twice, whose shapes do not fit the lengths or
+    each other, or that are on the meta device.
     """
     rows, columns = (-(-size // side) for size, side in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
     partial = _table("", block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
@@ -206,7 +210,12 @@ def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor
 
 
 def _table(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int) -> Bool[Tensor, "B H R C"]:
-    """kind: prefix of the lists' names in errors; rows, columns: numbers of query and key blocks, by the lengths."""
+    """Return lists of blocks as booleans, True where a row names the key block of that column; errors as in `_tables`.
+
+    kind: prefix of the lists' names in errors.
+    numbers, indices: num_blocks and indices of the BlockMask.
+    rows, columns: numbers of query and key blocks, by the lengths.
+    """
     names = f"{kind}kv_num_blocks and {kind}kv_indices"
     if indices.is_meta or numbers.is_meta:
         raise ValueError(f"a BlockMask must have values in {names}; got tensors on the meta device")

@@ -36,7 +36,8 @@ def fits(step: int, grid: tuple[int, ...]) -> bool:
 
     grid: lengths of the axes, the outermost first.
 
-    The step must divide grid[-1], or be a multiple of grid[-1] such that step // grid[-1] fits grid[:-1].
+    With one axis every step fits. Otherwise the step must divide grid[-1], or be a multiple of it such that
+    step // grid[-1] fits grid[:-1].
     """
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
@@ -53,8 +54,9 @@ def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rect
 
     grid: lengths of the axes, the outermost first; `fits` must be True for the step of the progressions.
 
-    Each yielded item is a batch of n rectangles, one for each progression; a rectangle may be empty. With two axes the
-    items are the end of a row, the beginning of another row, and the whole rows between them.
+    Each yielded item is a batch of n rectangles, one for each progression; a rectangle may be empty. With two axes, and
+    a step that divides the length of a row, the items are the end of a row, the beginning of another row, and the whole
+    rows between them.
     """
     *outer, inner = grid
     step, first, count = progression.step, progression.first, progression.count

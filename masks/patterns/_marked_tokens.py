@@ -59,7 +59,7 @@ class MarkedTokens(Pattern):
         raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
-        """Return the end of "position t is ...": "one of the first 4" if it is marked, else "not among the first 4"."""
+        """Return the end of "position t is ...", such as "one of the first 4" or, unmarked, "not among the first 4"."""
         raise NotImplementedError
 
     def is_marked(self, device: torch.device) -> _Test:

@@ -137,6 +137,8 @@ class _CellRange(NamedTuple):
 
     positions: number of positions in the outer cells.
     times: number of positions that share each value: 1, or the number of the box's positions if one value serves all.
+
+    `inner` is empty if its first cell is not before its stop.
     """
 
     outer: tuple[Counts, Counts]
@@ -146,7 +148,11 @@ class _CellRange(NamedTuple):
 
     @classmethod
     def of(cls, progression: Progression, side: int, size: int) -> _CellRange:
-        """side: positions of a cell; size: positions of the axis, 1 if a single value serves all positions."""
+        """Return the cell ranges of n progressions of positions.
+
+        side: positions of a cell.
+        size: positions of the axis, 1 if a single value serves all positions.
+        """
         first, stop, count = progression.first, progression.last + 1, progression.count
         none = torch.zeros_like(first)
         if size == 1:

@@ -160,9 +160,9 @@ class Neighborhood(Pattern):
             for axis, (place, window) in enumerate(zip(key, windows, strict=True))
             if not any(place in part for part in window)
         ]
-        text = f"{pair.the_query} is at {_point(query)} and sees {' x '.join(map(_steps, windows))}"
+        text = f"{pair.the_query} is at {_point_text(query)} and sees {' x '.join(map(_window_text, windows))}"
         outside = f": outside along axis {listing(missed)}" if missed else ""
-        return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point(key)}{outside}")
+        return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point_text(key)}{outside}")
 
     def _coordinates(self, position: int) -> list[int]:
         return [position // pitch % length for pitch, length in zip(self._pitches, self.grid, strict=True)]
@@ -357,9 +357,9 @@ def neighborhood(
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds an axis that does not wrap, a stride above
     its kernel size, both or neither of radius and kernel_size, a radius with a causal axis, an axis that is causal and
-    wraps, an axis that wraps with a length that rate * stride does not divide, negative radii, and other numbers below
-    1; TypeError for values of other types. `bind` raises ValueError for tokens beyond the grid; fewer tokens are
-    allowed.
+    wraps, an axis that wraps with a length that rate * stride does not divide, negative radii, other numbers below 1, a
+    grid of more than 3 axes or 2**31 - 1 tokens, and a sequence of another length; TypeError for values of other types.
+    `bind` raises ValueError for tokens beyond the grid; fewer tokens are allowed.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144
@@ -385,14 +385,14 @@ def _per_axis(name: str, values: Any) -> tuple:
     return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
 
 
-def _point(places: Sequence[int]) -> str:
+def _point_text(places: Sequence[int]) -> str:
     return f"({', '.join(map(str, places))})"
 
 
 def _limit_windows(values: dict[str, tuple]) -> None:
     """Limit the windows of axes that wrap to the size of a residue class, in place; wrap becomes False at that size.
 
-    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size.
+    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size; kernel_size replaces radius.
 
     Raises ValueError for an axis that cannot wrap, because it is causal or rate * stride does not divide its length.
     """
@@ -414,7 +414,7 @@ def _limit_windows(values: dict[str, tuple]) -> None:
     values.update(kernel_size=tuple(sizes), wrap=tuple(wrap))
 
 
-def _steps(window: Ranges) -> str:
+def _window_text(window: Ranges) -> str:
     text = " and ".join(span(part.start, part[-1] + 1) for part in window)
     text = f"({text})" if len(window) > 1 else text
     step = max((part.step for part in window if len(part) > 1), default=1)

@@ -66,7 +66,7 @@ class EntryNumbers(Table):
         return f"{self.rows.tolist()}"
 
     def check_range(self, what: str, stop: int) -> None:
-        """Raise ValueError unless the values are at least 0 and below `stop`. what: their name in errors."""
+        """Raise ValueError unless the values, if known, are at least 0 and below `stop`. what: their name in errors."""
         least, most = (int(edge) for edge in self.rows.aminmax())
         if self.known and (least < 0 or most >= stop):
             raise ValueError(f"{what} must be at least 0 and below {stop}; got {least if least < 0 else most}")
@@ -87,7 +87,7 @@ def _check_numbers(what: str, numbers: object, stop: int) -> None:
         numbers.check_range(what, stop)
 
 
-def _values(numbers: Pattern) -> EntryNumbers:
+def _require_numbers(numbers: Pattern) -> EntryNumbers:
     if not isinstance(numbers, EntryNumbers):
         # Raises the usual error of a run-time pattern without values.
         numbers.mask_mod(num_heads=1, device=torch.device("cpu"))
@@ -123,7 +123,7 @@ class PerSample(Composite):
     @property
     def chosen(self) -> Pattern:
         """The part that all batch entries follow. Raises ValueError if entries differ."""
-        return self.parts[int(_values(self.which).only_row)]
+        return self.parts[int(_require_numbers(self.which).only_row)]
 
     def superset(self) -> Pattern:
         return Or.of(*(part.superset() for part in self.parts))
@@ -132,7 +132,7 @@ class PerSample(Composite):
         return all(part.confined() for part in self.parts)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        which = _values(self.which).for_entry(device)
+        which = _require_numbers(self.which).for_entry(device)
 
         def if_chosen(index: Tensor, inner: MaskMod) -> MaskMod:
             return lambda b, h, q, k: (which(b) == index) & inner(b, h, q, k)
@@ -149,7 +149,7 @@ class PerSample(Composite):
         return self.chosen.row(query, keys)
 
     def reason(self, pair: Pair) -> Reason:
-        inner, index = pair.reason_of(self.chosen), int(_values(self.which).only_row)
+        inner, index = pair.reason_of(self.chosen), int(_require_numbers(self.which).only_row)
         return Reason(self, inner.allowed, f"the batch entry follows part {index + 1} of {len(self.parts)}", (inner,))
 
 
@@ -203,7 +203,7 @@ class QueriesFrom(_FromStart):
     @property
     def start(self) -> int:
         """The shift of all batch entries. Raises ValueError if entries differ."""
-        return int(_values(self.starts).only_row)
+        return int(_require_numbers(self.starts).only_row)
 
     def below(self, positions: int) -> Pattern:
         if not isinstance(self.starts, EntryNumbers) or not self.starts.known:
@@ -214,14 +214,14 @@ class QueriesFrom(_FromStart):
         return every()
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        starts = _values(self.starts)
+        starts = _require_numbers(self.starts)
         if starts.known:
             least, most = (int(edge) for edge in starts.rows.aminmax())
             self.part.check_tokens(range(queries.start + least, queries.stop + most), keys)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        start = _values(self.starts).for_entry(device)
+        start = _require_numbers(self.starts).for_entry(device)
         return lambda b, h, q, k: inner(b, h, q + start(b), k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
@@ -265,8 +265,9 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
 def without_start(rule: Expression) -> tuple[Any, int]:
     """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
 
-    If every branch is one `queries_from` with a common start, possibly intersected with masks of keys, the result is
-    the rule without `queries_from`, and the start. Otherwise it is the unchanged rule, and 0.
+    If all factors of the branches are masks of keys (`KeySet`) or `queries_from` with one common start, and there is at
+    least one `queries_from`, the result is the rule without it, and the start. Otherwise it is the unchanged rule, and
+    0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}

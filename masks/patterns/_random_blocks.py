@@ -158,7 +158,7 @@ def _row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
 def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
     """Draw `drawn` distinct key blocks for each head and query block: int64 (heads, rows, drawn), ascending in rows."""
     head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
-    state = _mixed(_mixed(_mixed(torch.tensor(seed)) + head) + row)
+    state = _splitmix64(_splitmix64(_splitmix64(torch.tensor(seed)) + head) + row)
     parts = [_sampled(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))]
     return torch.cat(parts).view(*state.shape, drawn)
 
@@ -172,7 +172,7 @@ def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index
-    upper = _shifted_right(_mixed(state[:, None] + index), 32)
+    upper = _shifted_right(_splitmix64(state[:, None] + index), 32)
     block = (upper * (last + 1)) >> 32  # below 2^32 times below 2^31: no overflow; uniform to one in 2^32
     ordered, order = block.int().sort(dim=-1, stable=True)  # half the time of int64
     same = torch.zeros_like(block, dtype=torch.bool)
@@ -192,7 +192,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _mixed(state: Tensor) -> Tensor:
+def _splitmix64(state: Tensor) -> Tensor:
     """Return the splitmix64 output for each 64-bit state, held in int64; sums and products wrap around."""
     z = state - 0x61C8864680B583EB  # plus 0x9E3779B97F4A7C15, modulo 2^64
     z = (z ^ _shifted_right(z, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9

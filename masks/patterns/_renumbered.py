@@ -275,7 +275,7 @@ class Blockwise(OnePart):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
-        runs = [_runs(side, self.block) for side in (box.q, box.k)]
+        runs = [_terms_by_block(side, self.block) for side in (box.q, box.k)]
         if not all(runs):
             return self._count_coarsely(box, num_heads)
         for q, each_q in runs[0]:
@@ -300,7 +300,7 @@ class Blockwise(OnePart):
 
         All blocks between the ends of the box are assumed to hold as many of its positions as a block can.
         """
-        sides = [_span(side, self.block) for side in (box.q, box.k)]
+        sides = [_blocks_spanned(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
         most = torch.ones_like(area)
         for side in (box.q, box.k):
@@ -316,7 +316,8 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
     All parameters of `pattern` then count blocks of `block` tokens: with `blockwise(local_window(left=1, right=1), 64)`
     a query sees all keys of its own block of 64 tokens, of the previous block and of the next one. Raises ValueError
-    for a block below 1, and for a pattern with run-time tensors; intersect that with the result instead.
+    for a block below 1, and for a pattern with run-time tensors, which may be intersected with the result instead;
+    TypeError for a mixture.
 
     >>> masks.describe(masks.blockwise(masks.causal(), 64), 128).useful_pairs  # 3 blocks of 64 x 64
     12288
@@ -324,7 +325,7 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
     return Blockwise(pattern, block)
 
 
-def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
+def _terms_by_block(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
     """Group the terms of n progressions of positions by block; return [(block numbers, terms in each block), ...].
 
     Block numbers are n progressions; the number of terms in each of these blocks has shape (n,). Each block that holds
@@ -336,7 +337,7 @@ def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
         return [(blocks, torch.ones_like(terms.count))]
     if block % terms.step:
         return []
-    span, full = _span(terms, block), torch.full_like(terms.count, block // terms.step)
+    span, full = _blocks_spanned(terms, block), torch.full_like(terms.count, block // terms.step)
     in_first = terms.count.minimum((block - 1 - terms.first % block) // terms.step + 1)
     in_last = torch.where(span.count > 1, terms.last % block // terms.step + 1, in_first)
     # Most boxes begin and end at block boundaries and are one run. Partial first and last blocks are separate runs.
@@ -351,14 +352,17 @@ def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
     ]
 
 
-def _span(terms: Progression, block: int) -> Progression:
+def _blocks_spanned(terms: Progression, block: int) -> Progression:
     """Return the numbers of all blocks from that of the first term to that of the last term."""
     first = terms.first // block
     return Progression(first, 1, terms.last // block - first + 1)
 
 
 def keys_in_blocks(runs: Iterable[range], block: int, keys: range) -> Ranges:
-    """Return the keys in `keys` whose block, of `block` tokens, has a number in one of `runs`, as few ranges."""
+    """Return the keys in `keys` whose block, of `block` tokens, has a number in one of the disjoint `runs`.
+
+    A run gives one range if its step is 1, else at most min(len(run), block) ranges.
+    """
     tokens: list[range] = []
     for run in runs:
         if run.step == 1:

@@ -157,7 +157,9 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group windows in which a pattern has equal masks; return the ascending window indices of each group.
+        """Group windows of equal shape and place in the period; return the ascending window indices of each group.
+
+        A pattern has equal masks in the windows of a group.
 
         Groups are ordered by their first windows. period: shift of query and key that leaves the pattern unchanged, or
         None if there is none.
@@ -173,8 +175,8 @@ class Windows:
 class Table(Pattern):
     """Base of patterns that hold the values of a run-time tensor: one row for each batch entry, or one row for all.
 
-    Tables with equal digests and sources are equal. Methods without a batch index, such as `count`, need a table of one
-    row (see `of_entry`) or of equal rows.
+    Tables of one class with equal digests and sources are equal. Methods without a batch index, such as `count`, need a
+    table of one row (see `of_entry`) or of equal rows.
 
     rows: the values, on the CPU.
     digest: text that identifies shape and content.
@@ -278,6 +280,8 @@ class Table(Pattern):
     def windows(self, num_positions: int) -> Windows | None:
         """Return disjoint rectangles that hold exactly the allowed pairs; None if they are too many or not known.
 
+        All batch entries must share one row.
+
         num_positions: number of positions of queries, from 0 on.
         """
         return None
@@ -291,7 +295,7 @@ class HeldRows:
 
 
 def names(pattern: Expression) -> tuple[str, ...]:
-    """Return the sorted names of the run-time tensors that a pattern needs."""
+    """Return the sorted names of the run-time tensors that a pattern needs or carries, tables excluded."""
     return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
 
 
@@ -302,7 +306,7 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
 def named(leaf: Pattern) -> Pattern:
     """Return the leaf pattern with only the name of its run-time tensor, without the tensor and its values.
 
-    A leaf without a run-time tensor is returned unchanged.
+    A leaf without a run-time tensor, and a table without `source`, is returned unchanged.
     """
     if isinstance(leaf, Table):
         return leaf if leaf.source is None else leaf.source
@@ -310,9 +314,9 @@ def named(leaf: Pattern) -> Pattern:
 
 
 def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the pattern whose run-time leaves hold these tensors, by name.
+    """Return the pattern with these tensors in its run-time leaves of these names; other leaves are unchanged.
 
-    Raises TypeError for other values.
+    Raises TypeError for values that are not tensors.
     """
     for name, x in tensors.items():
         if not isinstance(x, Tensor):

@@ -36,7 +36,7 @@ from ._token_values import PADDING, Runs, check_sorted, count_in_runs
 
 @pattern_kind("same_document")
 class SameDocument(RunTime):
-    """Pattern that allows a pair iff query and key have one document id; queries and keys have separate ids.
+    """Pattern that allows a pair iff query and key have one document id, which is not negative.
 
     The run-time tensor `name` holds the ids of the query positions, followed by the ids of the key positions.
     """
@@ -63,7 +63,7 @@ class SameDocument(RunTime):
 
 @dataclass(frozen=True, eq=False)
 class SpanPairs(Table):
-    """Table that allows a pair iff query and key have one document number.
+    """Table that allows a pair iff query and key have one document number, not PADDING.
 
     rows[b, i]: document number of query position i, or PADDING (-1); rows[b, queries + j]: that of key position j.
     """
@@ -161,8 +161,8 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
         are copied into one here, so the pattern does not follow their later changes.
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
 
-    For self-attention write `documents(ids)`. Raises ValueError if the shapes do not fit together, and when the ids are
-    used, if they decrease or their number differs from that of the positions.
+    For self-attention write `documents(ids)`. Raises TypeError for ids without `k_ids`, ValueError if the shapes do not
+    fit together, and when the ids are used, if they decrease or their number differs from that of the positions.
 
     >>> masks.describe(masks.same_document([0, 0, 1], [0, 1, 1]), 3).useful_pairs  # 2 x 1 and 1 x 2
     4

@@ -57,7 +57,7 @@ class SelectedBlocks(RunTime):
     most: int = at_least(1, default=1)
 
     def check(self) -> None:
-        object.__setattr__(self, "block", _sides(self.block))
+        object.__setattr__(self, "block", _checked_block(self.block))
         super().check()
 
     def phrase(self) -> Phrase:
@@ -66,7 +66,7 @@ class SelectedBlocks(RunTime):
         return call(self.kind, self.name, block=self.block, most=self.most)
 
     @property
-    def _values(self) -> str:
+    def _noun(self) -> str:
         return "selected keys" if self.block == (1, 1) else "selected blocks"
 
     def snapped(self, q_side: int, k_side: int) -> SelectedBlocks | None:
@@ -76,7 +76,7 @@ class SelectedBlocks(RunTime):
         """
         if self.given is not None:
             return None
-        q_block, k_block = (_whole(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
+        q_block, k_block = (_rounded_up(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
         return replace(self, block=(q_block, k_block))
 
     def table(self, tensor: Tensor, extent: Extent) -> SelectedTable:
@@ -98,7 +98,7 @@ class SelectedBlocks(RunTime):
             number = f"the {columns} blocks of {self.block[1]} keys that {extent.keys} positions hold"
             number = f"{extent.keys}, the number of positions" if self.block == (1, 1) else number
             raise ValueError(
-                f"{self._values} must be below {number}, or {_NONE} for none; got "
+                f"{self._noun} must be below {number}, or {_NONE} for none; got "
                 f"{int(rows[batch, table, row, place])} in row {row} of table {table}, batch entry {batch}"
             )
         return rows, first
@@ -110,16 +110,16 @@ class SelectedBlocks(RunTime):
         (batch, tables, rows, most), without dims of size 0 and with at most one row for each query block.
         """
         if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-            raise TypeError(f"{self._values} must be integers; got a tensor of {tensor.dtype}")
+            raise TypeError(f"{self._noun} must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
             raise ValueError(
-                f"{self._values} must have shape (tables, rows, most) or (batch, tables, rows, most), without "
+                f"{self._noun} must have shape (tables, rows, most) or (batch, tables, rows, most), without "
                 f"empty dims and with most={self.most}; got {tuple(tensor.shape)}"
             )
         first = -(-extent.queries // self.block[0]) - tensor.shape[-2]
         if first < 0:
             raise ValueError(
-                f"{self._values} must have at most one row for each "
+                f"{self._noun} must have at most one row for each "
                 f"{f'block of {self.block[0]} queries' if self.block[0] > 1 else 'query'}; got {tensor.shape[-2]} rows "
                 f"for {extent.queries} positions"
             )
@@ -269,12 +269,12 @@ def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
     return rows
 
 
-def _whole(own: int, side: int) -> int:
+def _rounded_up(own: int, side: int) -> int:
     """Return the least number >= `own` that divides `side` or is a multiple of it."""
     return next(size for size in range(own, own + side) if size % side == 0 or side % size == 0)
 
 
-def _sides(block: Any) -> tuple[int, int]:
+def _checked_block(block: Any) -> tuple[int, int]:
     sides = tuple(block) if isinstance(block, tuple | list) else (block, block)
     if len(sides) != 2:
         raise ValueError(f"block must be one number or (tokens of a query block, tokens of a key block); got {block=}")
@@ -323,8 +323,8 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     most: number of entries of each row; None takes it from the tensor.
     name: name of the tensor in texts and errors, unless `keys` is a string. Names within a pattern must differ.
 
-    Raises ValueError for a string without `most`; `attend` and `bind` raise TypeError for a tensor without integers,
-    and ValueError for another shape or for keys beyond the last one.
+    Raises ValueError for a string or a scalar without `most`; `attend` and `bind` raise TypeError for a tensor without
+    integers, and ValueError for another shape or for keys beyond the last one.
 
     >>> nearest = torch.tensor([[[0, -1], [0, 1], [0, 2]]])
     >>> masks.describe(masks.selected_keys(nearest), 3).useful_pairs
@@ -343,8 +343,9 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
 class TableSplit:
     """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
 
-    others: pattern or mixture; None if there is nothing to add. place, places: indices of the pattern's branches that
-    contain `leaf`, and each branch of `others`.
+    others: pattern or mixture; None if there is nothing to add.
+    place: index of the branch of the pattern that contains `leaf`.
+    places: for each branch of `others`, the index of the branch of the pattern that it is a part of.
     """
 
     leaf: Any
@@ -355,9 +356,9 @@ class TableSplit:
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
-    """Split a pattern with one table of selected blocks, combined by `|`, `&` and `+` only; None for other patterns."""
+    """Split a pattern whose only table of selected blocks is combined by `|`, `&` and `+`; None for other patterns."""
     branches = pattern.branches()
-    chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
+    chosen = [index for index, branch in enumerate(branches) if _num_selections(branch)]
     if len(chosen) != 1:
         return None
     (place,) = chosen
@@ -372,7 +373,7 @@ def table_split(pattern: Expression) -> TableSplit | None:
     return TableSplit(own.leaf, own.rest, Mixture.of(*others) if others else None, place, places)
 
 
-def _uses(pattern: Pattern) -> int:
+def _num_selections(pattern: Pattern) -> int:
     return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
 
 
@@ -381,7 +382,7 @@ def _table_split(pattern: Pattern) -> TableSplit | None:
         return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None
-    own = [part for part in pattern.direct_parts() if _uses(part)]
+    own = [part for part in pattern.direct_parts() if _num_selections(part)]
     if len(own) != 1 or (inner := _table_split(own[0])) is None:
         return None
     beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))

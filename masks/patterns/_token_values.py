@@ -127,7 +127,7 @@ class Spans(Table):
         return Runs((ends - sizes)[real], ends[real])
 
     @cached_property
-    def _numbers(self) -> Int64[Tensor, " L"]:
+    def _span_numbers(self) -> Int64[Tensor, " L"]:
         """Index of the span of each position, or PADDING (-1); all batch entries must share one row."""
         is_start = self.only_row == torch.arange(self.rows.shape[1])
         return (is_start.cumsum(0) - 1).masked_fill(self.only_row == PADDING, PADDING)
@@ -141,9 +141,9 @@ class Spans(Table):
         return count_in_runs(self.runs, self.runs, box)
 
     def reason(self, pair: Pair) -> Reason:
-        if padding := pair.those(lambda position: pair.entry(self._numbers, position) == PADDING, "padding"):
+        if padding := pair.those(lambda position: pair.entry(self._span_numbers, position) == PADDING, "padding"):
             return Reason(self, False, padding)
-        of_query, of_key = (pair.entry(self._numbers, position) for position in (pair.query, pair.key))
+        of_query, of_key = (pair.entry(self._span_numbers, position) for position in (pair.query, pair.key))
 
         def edges(number: int) -> tuple[int, int]:
             return pair.entry(self.runs.starts, number), pair.entry(self.runs.stops, number)
@@ -153,7 +153,7 @@ class Spans(Table):
 
     def start_of(self, pair: Pair, position: int) -> int:
         """Return the first position of the span that holds one of the pair's positions, which must not be padding."""
-        return pair.entry(self.runs.starts, pair.entry(self._numbers, position))
+        return pair.entry(self.runs.starts, pair.entry(self._span_numbers, position))
 
     def windows(self, num_positions: int) -> Windows:
         return Windows.squares(self.runs.starts, self.runs.stops)
@@ -345,14 +345,14 @@ class KeySet(Table):
         return lambda b, h, q, k: held.rows[b * step, k] & (q == q)
 
     @cached_property
-    def _before(self) -> Int64[Tensor, " L+1"]:
+    def _visible_before(self) -> Int64[Tensor, " L+1"]:
         """Number of visible keys before each position 0 to L; all batch entries must share one row."""
         return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         size = self.rows.shape[1]
         first, last = box.k.first.clamp(0, size), (box.k.last + 1).clamp(0, size)
-        seen = self._before[last] - self._before[first]
+        seen = self._visible_before[last] - self._visible_before[first]
         if box.k.step == 1:
             pairs = box.q.count * seen
             return Bounds(pairs, pairs)
@@ -362,7 +362,7 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if visible keys form many runs in a batch entry, but leave few key blocks that could be skipped."""
+        """True if visible keys form over 32 runs in a batch entry, but leave under 25 % of blocks of 128 keys empty."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY

@@ -98,12 +98,12 @@ def test_windows_of_whole_tiles_leave_nothing_in_vain():
 
 
 @given(st.one_of(random_blocks(), block_lists()), st.data())
-def test_the_coarse_picture_is_sound(twin, data):
+def test_bounds_from_coarse_cells_are_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
     with pytest.MonkeyPatch.context() as patch:
         for table in (_block_list._table, _random_blocks._table):
             patch.setattr(table.__module__ + "._table", table.__wrapped__)  # the picture is kept with a table
-        patch.setattr(_block_list, "_PICTURE_CELLS", 10)
+        patch.setattr(_block_list, "_MOST_CELLS", 10)
         patch.setattr(_block_list, "_EXACT_ROWS", 0)
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
