@@ -88,9 +88,12 @@ def moved(positions: range, distance: int) -> range:
 def rewritten(wanted: KeyQuery) -> Parts | None:
     """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
 
-    A map takes the ranges of keys that its search finds to keys of `wanted`; the union over all pairs is all of them.
+    A map turns the ranges that its search finds into ranges of keys of `wanted`; the union over all pairs is all of
+    them.
     """
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
+    # Every rewrite is exact, so the order matters for speed only; but _segments must come after _one_by_one, which
+    # takes all dilated factors with few segments.
     for rewrite in (
         _plainer,
         _one_sided,
@@ -118,7 +121,7 @@ def _same(parts: Iterable[KeyQuery]) -> Parts:
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
-    Trivial are `every()`, which is dropped, `&`, which is flattened, and some complements, which are resolved.
+    Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
     """
     match factor:
         case Every():
@@ -136,9 +139,10 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a factor that depends on the query alone, or on the key alone.
+    """Return searches for the keys allowed by `rest` and a `KeySet`, or by `rest` and marked tokens of one side.
 
-    None for other factors.
+    These are `MarkedTokens` that depend on the query alone or on the key alone. None for other factors, and for more
+    than 2**12 runs of marked tokens.
     """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
@@ -183,8 +187,8 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
 
-    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it
-    excludes no key. None also if nothing changes.
+    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped if it
+    then excludes no key. None also if nothing changes.
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
@@ -210,7 +214,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
-    """Return the intersection of two bands if it is a window that includes distance 0, else None."""
+    """Return the intersection of two bands of step 1 if it has both limits and includes distance 0, else None."""
     least = max((side for side in (one.least, other.least) if side is not None), default=None)
     most = min((side for side in (one.most, other.most) if side is not None), default=None)
     if least is None or most is None or not least <= 0 <= most:
@@ -229,7 +233,7 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and `factor`, one for each span of positions, such as a document.
 
-    None unless the factor confines pairs to spans.
+    None unless the factor is `Spans`, or is `PerDocument` over `Spans` and all factors of `rest` have period 1.
     """
     if isinstance(factor, Spans):
         return _same(rest.within(span, span) for span in _common_spans(factor, rest))
@@ -258,7 +262,8 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
-    None for other factors, or if more than `most` segments hold both queries and keys.
+    None for other factors, or if more than `most` segments overlap both the span of the queries and that of the keys;
+    some of these may hold no query or no key.
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
@@ -270,6 +275,7 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
     Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
     there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
+    There must be more segments than `_one_by_one` takes.
     """
     if not isinstance(factor, Dilated):
         return None
@@ -278,6 +284,7 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if not all(step is not None and factor.segment % step == 0 for step in steps):
         return _one_by_one(factor, rest, _MOST_SEGMENTS)
     common = _common_segments(factor, rest)
+    assert len(common) > _FEW_SEGMENTS, "_one_by_one comes first: here the first, second and last segment are distinct"
     repeated = partial(_repeated, len(common) - 2, factor.segment)
     edges = _same([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
@@ -296,7 +303,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
 
 
 def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
-    """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, and so on."""
+    """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, ..., in few ranges."""
     ranges: list[range] = []
     for each in keys:
         if len(each) * each.step == stride:
@@ -345,9 +352,9 @@ def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return the search of `rest`, restricted to the keys that a single query sees by a factor with rows.
+    """Return the search of `rest`, restricted to the keys that its single query sees by `factor`.
 
-    None for several queries, and for a factor whose row has no closed form.
+    None for several queries, for keys of a step above 1, and for a factor whose `row` has no closed form.
     """
     row = factor.row(rest.queries.start, rest.keys) if len(rest.queries) == 1 and rest.keys.step == 1 else None
     if row is None:
@@ -371,8 +378,10 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
     """Split a run of tokens of a grid in row-major order into rectangles: tuples of one range for each axis.
 
-    These are the end of a row, the beginning of a row, and whole rows. strides: distance in tokens between neighbours
-    along each axis.
+    With two axes these are the end of a grid line, the beginning of another, and the whole lines between; with more, an
+    incomplete part is split again along the inner axes.
+
+    strides: distance in tokens between neighbours along each axis, the outermost first; the last is 1.
     """
     stride, *inner = strides
     if not run or not inner:

@@ -89,7 +89,7 @@ def keys_seen(wanted: KeyQuery) -> list[range]:
 def found_by_boxes(wanted: KeyQuery) -> list[range]:
     """Return the keys that some query sees, by bounds on ever smaller boxes of pairs.
 
-    Small boxes that bounds do not decide are evaluated pair by pair.
+    Small boxes that bounds do not decide are evaluated pair by pair, and so are all pairs if there are at most 2**16.
     """
     if len(wanted.queries) * len(wanted.keys) <= _FEW_PAIRS:
         q, k = (torch.arange(side.start, side.stop, side.step) for side in (wanted.queries, wanted.keys))
@@ -154,7 +154,7 @@ def _classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """Return (boxes of which every key is seen by some query, boxes of which some keys are undecided)."""
+    """Return (boxes of which bounds show that each key is seen by some query, boxes with undecided keys)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
     seen = boxes.area - bounds.low < boxes.q.count
@@ -310,8 +310,8 @@ def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return intervals of lags between two allowed lags at most n apart, as (begins, exclusive ends).
 
     Each argument interval [begin, end) holds an allowed lag; the intervals are disjoint and ascend. For each interval
-    and the last one that ends within n + 1 lags of its begin, the result has an interval from the last lag of the
-    former to the first lag of the latter, both included.
+    i, let j be the last one with end[j] <= begin[i] + n + 1: if j > i, the result has an interval from the last lag of
+    i to the first lag of j, both included.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)

@@ -152,8 +152,9 @@ class BlockPlaces(NamedTuple):
 def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: (number
-    of query slots, number of key slots, queries of a block, keys of a block).
+    A block is alone in its class if its queries or its keys extend over several pieces, or if pieces have strides.
+
+    shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)

@@ -47,7 +47,7 @@ class Tiling(Permutation):
         slot = torch.arange(self.num_slots, device=device)
         box = self._everywhere(slot)
         for axis, unit in self._digits():
-            size = unit * _others(box, axis)
+            size = unit * _tokens_per_place(box, axis)
             number = slot // size
             slot, box = slot - number * size, _children(box, axis, unit, number, number + 1)
         return sum((side.first * stride for side, stride in self._strided(box)), torch.zeros_like(slot))
@@ -58,7 +58,10 @@ class Tiling(Permutation):
         places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
         for axis, unit in self._digits():
             number = (places[axis] - box[axis].first) // unit
-            slot, box = slot + number * unit * _others(box, axis), _children(box, axis, unit, number, number + 1)
+            slot, box = (
+                slot + number * unit * _tokens_per_place(box, axis),
+                _children(box, axis, unit, number, number + 1),
+            )
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
@@ -119,14 +122,14 @@ class _Runs:
 
 
 def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """Split slot runs at the borders of children; return (rectangles of whole children, the remaining parts).
+    """Split slot runs at the boundaries of children; return (rectangles of whole children, the remaining parts).
 
     Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
     `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is
-    inside one child. Each remaining part is inside one child. A smaller last child counts as a beginning even if it is
-    whole.
+    inside one child. Each remaining part is inside one child. A last child that is smaller than others counts as
+    a beginning even if it is whole.
     """
-    size = unit * _others(runs.box, axis)
+    size = unit * _tokens_per_place(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
     whole, before = begin < end, runs.start < begin * size
     after = (begin <= end) & (end * size < runs.stop)
@@ -151,7 +154,7 @@ def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _
     return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
 
 
-def _others(box: Rectangle, axis: int) -> Tensor:
+def _tokens_per_place(box: Rectangle, axis: int) -> Tensor:
     """Return the number of tokens of a rectangle at one place along `axis`: the product of its other sides."""
     return prod((side.count for side in (*box[:axis], *box[axis + 1 :])), start=torch.ones_like(box[axis].count))
 

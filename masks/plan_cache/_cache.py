@@ -64,7 +64,7 @@ class CacheStats:
     misses: look-ups that built it.
     evictions: entries dropped to stay within the budgets.
     build_seconds: time spent building; builds within builds count once.
-    masters: plans and block lists, on the CPU.
+    masters: plans, block lists and other values that are no copies.
     copies: tensors made from these, one item for each device.
     limits: budgets in bytes and entries.
     """
@@ -79,7 +79,7 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """Number of all entries: plans and block lists (masters), and tensors made from them (copies)."""
+        """Number of all entries, masters and copies."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
@@ -218,7 +218,8 @@ class Cache:
     def forget(self, pattern: Expression) -> int:
         """Drop all values that depend on a pattern, or on a combination that contains it; return their number.
 
-        Values that are being built for the pattern are returned to their callers but not kept.
+        Values that depend on all parts of the pattern in other combinations are dropped, too. Values that are being
+        built for the pattern are returned to their callers but not kept.
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
         branches = require_expression(pattern).unpadded.branches()
@@ -351,8 +352,8 @@ def debug_wanted() -> bool:
 def pattern_text(text: str) -> str:
     """Return the first of several concatenated JSON texts of patterns, as a Python expression.
 
-    It is shortened to 160 characters; the JSON itself is returned if it cannot be read, and "any pattern" for an empty
-    text.
+    It is shortened as by `in_line`; so is the JSON itself, which is returned if it cannot be read. "any pattern" for an
+    empty text.
     """
     text = text.strip()
     if not text:

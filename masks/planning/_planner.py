@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def shares_rows(self) -> bool:
-        """True if several terms contribute to one row of the output, which is then merged by log-sum-exp."""
+        """True if several terms may contribute to one row of the output, which is then merged by log-sum-exp."""
         return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def beside_table(self) -> Plan:
-        """The plan of the other pairs: without `table`, or unchanged if there is none."""
+        """The plan of the pairs outside the table: without `table`; self if there is none."""
         if self.table is None:
             return self
         options = self.options[1:]
@@ -109,7 +109,7 @@ def plan(
     operands: sizes of the tensors; None for the device's usual ones.
     layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
         the copies, in natural order: see `Plan.layout`.
-    choice: options to take in natural order instead of the cheapest.
+    choice: options to take in natural order instead of the cheapest, if the pattern has all of them.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
@@ -142,8 +142,8 @@ def plan_with_table(
 ) -> Plan:
     """Return the plan of `plan`, except for pairs in a table of selected blocks: engines read the table itself.
 
-    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Raises ValueError for tables that differ by
-    batch entry. Cached.
+    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Without such a table it
+    is `plan`. Raises ValueError for tables that differ by batch entry. Cached.
     """
     split = _table_split(bound)
     if split is None:

@@ -83,8 +83,8 @@ class TableProblems:
 
     bound: the call's sizes.
     block: tokens of (a query block, a key block).
-    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or where the pattern allows no pair.
-    full: True where all pairs of the entry are allowed.
+    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or where bounds exclude allowed pairs.
+    full: True where, by bounds, all pairs of the entry are allowed.
     low, high: bounds on the allowed pairs of each entry.
     only_kind: see `of_largest_batch`; None for all batches.
     """
@@ -184,7 +184,7 @@ class TableProblems:
 
     @cached_property
     def whole(self) -> Bool[Tensor, "T R W"]:
-        """True for table entries whose key block has all its tokens and allows every pair with the query block."""
+        """True for table entries that are `full` and whose key block has all its tokens."""
         return self.full & (self.column < self.bound.num_keys // self.block[1])
 
     def portions(self, width: int) -> Iterator[tuple[range, range]]:
@@ -220,7 +220,7 @@ class TableProblems:
                 return
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
-        """Return these problems with `batches` cut to one of each portion: the batch that takes most memory."""
+        """Return these problems with `batches` cut to one of each portion, of the kind that takes most memory."""
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice
             (number, queries), keys = kind.query.shape, kind.block.shape[1] * self.block[1]
@@ -322,7 +322,7 @@ class TableProblems:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableTerm(Term):
-    """Term of a plan that engine "aten" computes from a table of selected blocks, without block lists.
+    """Term of a plan that engines "aten" and "portable" compute from a table of selected blocks, without block lists.
 
     problems: how it is computed.
     width, element_bytes: channels of keys and values, and bytes of each.

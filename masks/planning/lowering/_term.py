@@ -1,4 +1,4 @@
-"""Term: pairs of one branch that one kernel computes, in one order of tokens; and weights of its pairs."""
+"""Term: pairs that one kernel computes, in an order of queries and one of keys; and weights of its pairs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift."""
+        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and that shift."""
         # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
@@ -104,7 +104,8 @@ class CountedPairs:
     def _cached_or_cut(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
         """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
 
-        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones.
+        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones with an equal
+        difference of num_keys and num_queries.
         """
         bound = self.bound
         first = replace(bound, num_queries=1, num_keys=1).key()
@@ -130,7 +131,7 @@ class CountedPairs:
     @cached_property
     @outside_torch_modes
     def is_causal(self) -> bool:
-        """True if no pair has its key slot after its query slot."""
+        """True if no allowed pair has its key slot after its query slot."""
         return not bool(self.counts().triu(1).any())
 
     def counted(self, num_queries: int, num_keys: int) -> int:
@@ -174,7 +175,7 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Term:
-    """Some heads of one branch, over orders of the queries and keys, computed by one kernel.
+    """Pairs of some heads, of one branch or of several together, over orders of queries and keys, for one kernel.
 
     q, k: orders, which give the tokens of the term and the slot of each. All folds repeat the rule of fold 0.
     rule: allowed pairs among these tokens.
@@ -312,7 +313,7 @@ class Term:
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """n copies of the term, shifted by these numbers of tokens, as folds of one term.
 
-        The rule must be the same at all shifts.
+        The rule must be equal at all shifts: positions are those of the first copy.
         """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
@@ -366,7 +367,7 @@ class Term:
         return built.with_heads(self.tables())
 
     def _square(self, q_block: int, k_block: int) -> Term | None:
-        """The term over one period of its rule, if its block list repeats that period along the diagonal; else None."""
+        """The term over one period of its rule, if its block list surely repeats along the diagonal; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
             return None

@@ -27,7 +27,8 @@ Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a p
 def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
     """Split a branch that allows pairs only inside disjoint windows, such as documents, given by a run-time tensor.
 
-    Returns (rule inside a window, windows clipped to the bound's queries and keys); None if it is no such branch.
+    Returns (rule inside a window, windows clipped to the bound's queries and keys); None if it is no such branch,
+    or if no such tensor has a list of windows.
     """
     for cut in _cuts(branch):
         windows = cut.table.windows(bound.num_positions)
@@ -64,7 +65,7 @@ def window_terms(
 
     A kind is the windows of equal lengths that start at one phase of the rule's period.
 
-    weighed: function that returns the terms of a rule in a large window, chosen by cost.
+    weighed: function that returns the terms of a rule in a window of over 1024 tokens, chosen by cost.
     any_number: True to set no limit. Otherwise there may be as many kinds as distinct lengths are possible, plus
         `_MOST_LISTS`, as windows of one length may start at different phases; and `_MOST_LISTS` kinds with block lists.
     """
@@ -101,7 +102,7 @@ class _Cut:
     table: Table
     from_start: bool | None
 
-    def beside(self, others: Sequence[Pattern]) -> _Cut | None:
+    def intersected_with(self, others: Sequence[Pattern]) -> _Cut | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
         None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
@@ -125,7 +126,7 @@ def _cuts(rule: Pattern) -> Iterator[_Cut]:
     elif isinstance(rule, And):
         for part in rule.parts:
             others = [each for each in rule.parts if each != part]
-            yield from (found for cut in _cuts(part) if (found := cut.beside(others)) is not None)
+            yield from (found for cut in _cuts(part) if (found := cut.intersected_with(others)) is not None)
     elif isinstance(rule, Or | PerHead | HeadGroups):
         of_parts = [{cut.table: cut for cut in _cuts(part)} for part in rule.parts]
         for table in of_parts[0]:
@@ -153,7 +154,10 @@ def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
-    """Simplify a rule for these positions: drop local windows that cover them all, which would need block lists."""
+    """Simplify the local windows of a rule for these positions, as windows would need block lists.
+
+    Those that allow all pairs are dropped; those that forbid only keys after the query become causal order.
+    """
     kept = []
     for factor in rest.factors():
         if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
@@ -200,7 +204,7 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
     In it, run-time documents separate the entries. None if a branch has no run-time documents, or has another factor
     that does not repeat from entry to entry.
     """
-    if not all(_is_one(branch, num_tokens) for branch in pattern.branches()):
+    if not all(_can_be_joined(branch, num_tokens) for branch in pattern.branches()):
         return None
 
     def joined(leaf: Pattern) -> Pattern:
@@ -226,7 +230,7 @@ def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | N
     return None
 
 
-def _is_one(branch: Pattern, num_tokens: int) -> bool:
+def _can_be_joined(branch: Pattern, num_tokens: int) -> bool:
     spans = [factor for factor in branch.factors() if isinstance(factor, Spans | PerDocument)]
     rest = [factor for factor in branch.factors() if not isinstance(factor, Spans | KeySet | PerDocument)]
     return bool(spans) and all(_repeats(factor, num_tokens) for factor in rest)
