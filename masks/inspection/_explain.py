@@ -78,7 +78,7 @@ class Explanation:
     multiplicity: number of branches that allow the pair.
     reason: the tree; str() gives it as indented lines.
     standings: the blocks that contain the pair: one in natural order, and one in the order of `masks.layout` if this
-        differs; empty if the number of tokens is unknown.
+        differs and there are as many keys as queries; empty if the number of tokens is unknown.
     zero_keys: number of zero keys that padding adds to the query's softmax; None if that depends on an unknown number
         of tokens.
     """
@@ -147,8 +147,8 @@ def explain(
     head: one of num_heads global heads.
     batch: index of the batch entry, for run-time tensors.
     num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. If it is given,
-        the explanation includes the block of the pair, of block_size, in natural order and in the order of
-        `masks.layout`.
+        the explanation includes the block of the pair, of block_size, in natural order and, for as many keys as
+        queries, in the order of `masks.layout`.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.

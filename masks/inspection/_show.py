@@ -104,7 +104,10 @@ class HeatMap:
 
     def _facts(self) -> list[str]:
         order = "natural order" if self.order == "natural" else f"residue order mod {self.rate}"
-        down, across = _side(self.cells.row_edges, "query", "queries"), _side(self.cells.column_edges, "key", "keys")
+        down, across = (
+            _side_text(self.cells.row_edges, "query", "queries"),
+            _side_text(self.cells.column_edges, "key", "keys"),
+        )
         tokens = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens"
         return wrap(f"{tokens}, {order}; cells of {down} x {across}", self._canvas.columns, break_on_hyphens=False)
 
@@ -145,7 +148,7 @@ def show(
     queries, keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order.
     size: (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn
         pair by pair.
-    cells: (rows, columns) of the grid, regardless of `size`.
+    cells: (rows, columns) of the grid, regardless of `size`, each at most the slots of the window.
     color: use 256 ANSI colors.
     ascii: use only ASCII characters.
     head: one of num_heads.
@@ -193,7 +196,7 @@ def _pair(name: str, value: object, least: tuple[int, int], most: int) -> tuple[
     return first, second
 
 
-def _side(edges: Tensor, one: str, many: str) -> str:
+def _side_text(edges: Tensor, one: str, many: str) -> str:
     """Side of the cells as text, such as "64 queries" or "63 to 64 queries"; one, many: singular and plural noun."""
     least, most = (int(size) for size in edges.diff().aminmax())
     return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
@@ -233,9 +236,9 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 
 
 def _even(slots: int, most: int) -> int:
-    """Number of cells for `slots` slots: their largest divisor that is at most `most` and not far below it, if any.
+    """Number of cells for `slots` slots: their largest divisor that is at most `most` and at least 80 % of it, if any.
 
-    Otherwise it is `most`.
+    Otherwise it is `most`, or `slots` if these are fewer.
     """
     # Divisors are preferred, as the borders of equally long cells coincide with those of segments and blocks.
     least = max(1, round(_LEAST_SHARE * most))
@@ -367,7 +370,7 @@ class Level:
 
     @property
     def is_times(self) -> bool:
-        """True if the character is a digit: the mean number of branches that allow a pair of the cell, rounded up."""
+        """True if the character is a digit: the mean number of branches that allow a pair, rounded up, 9 for more."""
         return self.shape.isdigit()
 
 
