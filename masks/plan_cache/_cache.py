@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number of cache entries of one kind, and the bytes of their tensors.
+    """Number of cache entries of one kind, and the bytes of their values.
 
     name: the kind, such as "masters" or "copies on cuda:0".
     """
@@ -84,7 +84,7 @@ class CacheStats:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors of all entries, without the overhead of Python objects."""
+        """Bytes of all entries: of their tensors, and roughly of plans, without the overhead of Python objects."""
         return self.masters.bytes + sum(holding.bytes for holding in self.copies)
 
     @property

@@ -209,7 +209,7 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
     """Map from tile shape to a list of one term for all heads, with the grid's tokens ordered tile by tile.
 
-    Empty unless the branch is a neighbourhood, and queries and keys are its whole grid. Tiles with natural order are left
+    Empty unless the branch is a neighbourhood, and queries and keys are its whole grid. Tiles in natural order are left
     out.
     """
     everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
