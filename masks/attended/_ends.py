@@ -83,11 +83,11 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
 
     Rules that are causal by their form are not searched, others among the first 2048 positions.
     """
-    return None if causal_by_form(source.rule) else _first_ahead(source, _LEAST_TRIED)
+    return None if causal_by_form(source.rule) else _first_pair_ahead(source, _LEAST_TRIED)
 
 
-def _first_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
-    ahead, blocks = _ahead(source, tried)
+def _first_pair_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
+    ahead, blocks = _blocks_ahead(source, tried)
     if len(blocks.row) == 0:
         return None
     q = int(blocks.row[0]) * _BLOCK + torch.arange(_BLOCK)[:, None]
@@ -120,14 +120,14 @@ def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
         firsts = columns.all(0).nonzero()
         if len(firsts):
             return Ends(int(firsts[0]), chunk)
-    return next(pair for source in periods if (pair := _first_ahead(source, tried)) is not None)
+    return next(pair for source in periods if (pair := _first_pair_ahead(source, tried)) is not None)
 
 
 def _longest_period(rule: Pattern) -> int:
     return max([rule.period() or 1, *map(_longest_period, rule.direct_parts())])
 
 
-def _ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
+def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
     """Return the rule of pairs whose key is after the query, and its blocks of 64 among the first `tried` positions."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
@@ -136,7 +136,7 @@ def _ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
 
 def _crossed(source: RowSource, tried: int) -> Bool[Tensor, " P"]:
     """Return, for each of the first `tried` positions, True if a query before it sees one of these at or after it."""
-    ahead, blocks = _ahead(source, tried)
+    ahead, blocks = _blocks_ahead(source, tried)
     row, column = blocks.row.long(), blocks.column.long()
     # Any pair of a block crosses all positions from the end of its queries to the first of its keys.
     crossed = _covered(_BLOCK * row + _BLOCK - 1, _BLOCK * column, tried)

@@ -98,7 +98,7 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
         _plainer,
         _one_sided,
         _one_residue,
-        _near,
+        _in_reach,
         _one_by_one,
         _spans,
         _alternatives,
@@ -114,7 +114,7 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
     return None
 
 
-def _same(parts: Iterable[KeyQuery]) -> Parts:
+def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
     return [(part, list) for part in parts]
 
 
@@ -125,16 +125,16 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     match factor:
         case Every():
-            return _same([rest])
+            return _with_same_keys([rest])
         case And():
-            return _same([rest.also(*factor.parts)])
+            return _with_same_keys([rest.also(*factor.parts)])
         case Not(part=Every()):
             return []
         case Not(part=Or(parts=parts)):
-            return _same([rest.also(*(~part for part in parts))])
+            return _with_same_keys([rest.also(*(~part for part in parts))])
         case Not(part=GlobalTokens() as part):
             later = range(part.tokens, _ALL.stop)
-            return _same([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
+            return _with_same_keys([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
     return None
 
 
@@ -167,7 +167,7 @@ def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     )
     if max(len(queries), len(keys)) > _MOST_SEGMENTS:
         return None
-    return _same([*(rest.within(queries=run) for run in queries), *(rest.within(keys=run) for run in keys)])
+    return _with_same_keys([*(rest.within(queries=run) for run in queries), *(rest.within(keys=run) for run in keys)])
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -180,11 +180,11 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return None
     near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
     if factor.least is None or factor.most is None:
-        return _same([near])
-    return _same([near.also(local_window(left=-factor.least, right=factor.most))])
+        return _with_same_keys([near])
+    return _with_same_keys([near.also(local_window(left=-factor.least, right=factor.most))])
 
 
-def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
 
     The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped if it
@@ -198,7 +198,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)
             kept = [each for each in rest.factors if each != other]
-            return None if joint is None else _same([rest.of([*kept, joint])])
+            return None if joint is None else _with_same_keys([rest.of([*kept, joint])])
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -209,8 +209,8 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     furthest = max(near.queries[-1] - near.keys.start - left, near.keys[-1] - near.queries.start - right)
     gapless = not rest.factors and near.queries.step <= left + right + 1
     if furthest <= 0 or gapless:
-        return _same([near])
-    return None if near == rest else _same([near.also(factor)])
+        return _with_same_keys([near])
+    return None if near == rest else _with_same_keys([near.also(factor)])
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
@@ -224,9 +224,9 @@ def _joint_window(one: Band, other: Band) -> Pattern | None:
 
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(factor, Or):
-        return _same(rest.also(part) for part in factor.parts)
+        return _with_same_keys(rest.also(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
-        return _same(rest.also(~part) for part in factor.part.parts)
+        return _with_same_keys(rest.also(~part) for part in factor.part.parts)
     return _marked(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
@@ -236,7 +236,7 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     None unless the factor is `Spans`, or is `PerDocument` over `Spans` and all factors of `rest` have period 1.
     """
     if isinstance(factor, Spans):
-        return _same(rest.within(span, span) for span in _common_spans(factor, rest))
+        return _with_same_keys(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
         inner = rest.also(factor.part)
@@ -252,7 +252,7 @@ def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
 
 
 def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
-    begin, end = _overlap(wanted)
+    begin, end = _common_interval(wanted)
     starts, stops = spans.runs.starts, spans.runs.stops
     first = int(torch.searchsorted(stops, begin, right=True))
     last = int(torch.searchsorted(starts, end))
@@ -267,7 +267,7 @@ def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> P
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
-    return _same(_in_segment(factor, rest, segment) for segment in common)
+    return _with_same_keys(_in_segment(factor, rest, segment) for segment in common)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -286,12 +286,12 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     common = _common_segments(factor, rest)
     assert len(common) > _FEW_SEGMENTS, "_one_by_one comes first: here the first, second and last segment are distinct"
     repeated = partial(_repeated, len(common) - 2, factor.segment)
-    edges = _same([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
+    edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
 
 
 def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
-    begin, end = _overlap(wanted)
+    begin, end = _common_interval(wanted)
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
 
@@ -315,7 +315,7 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
     return ranges
 
 
-def _overlap(wanted: KeyQuery) -> tuple[int, int]:
+def _common_interval(wanted: KeyQuery) -> tuple[int, int]:
     """Return the interval [begin, end) that the span of the queries and the span of the keys have in common.
 
     A span extends from the first position to the last, both included. begin >= end if they have nothing in common.
@@ -348,7 +348,7 @@ def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
-    return _same(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
+    return _with_same_keys(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
 
 
 def _one_query(factor: Pattern, rest: KeyQuery) -> Parts | None:

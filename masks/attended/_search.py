@@ -103,12 +103,12 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
             continue
         seen, boxes = _decide(wanted, boxes)
         small = (boxes.q.count <= _SIDE) & (boxes.k.count <= _SIDE)
-        single = _look(wanted, boxes.select(small))
+        single = _evaluated_keys(wanted, boxes.select(small))
         firsts += [seen.k.first, single]
         counts += [seen.k.count, torch.ones_like(single)]
         if not bool(small.all()):
             stack.append(_halve_long_sides(boxes.select(~small)))
-    return _ranges(torch.cat(firsts), torch.cat(counts), step)
+    return _union_of_progressions(torch.cat(firsts), torch.cat(counts), step)
 
 
 def _roots(wanted: KeyQuery) -> Box:
@@ -187,7 +187,7 @@ def _halved(side: Progression) -> tuple[Tensor, Progression]:
     return torch.cat([torch.arange(len(half)), cut]), Progression(first, side.step, count)
 
 
-def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
+def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
     """Return the keys of small boxes, of sides up to 16, that some query sees; pairs are evaluated one by one."""
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
@@ -195,7 +195,7 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
     place = torch.arange(_SIDE)
     open_keys = place < count[:, None]
     seen = torch.zeros(runs, _SIDE, dtype=torch.bool)
-    turn = _turns(number, runs)
+    turn = _earlier_of_run(number, runs)
     # In rounds of doubling size: a few boxes often settle all keys of a run.
     begin, rounds = 0, 1
     while len(turn):
@@ -211,7 +211,7 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
     return first[run] + boxes.k.step * key
 
 
-def _turns(number: Tensor, runs: int) -> Tensor:
+def _earlier_of_run(number: Tensor, runs: int) -> Tensor:
     """Return, for each box, the number of earlier boxes that have its run of keys.
 
     number: index of the run of each box.
@@ -237,7 +237,7 @@ def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
     return wanted.allows(q[:, :, None], k[:, None, :]) & in_q[:, :, None] & in_k[:, None, :]
 
 
-def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
+def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[range]:
     """Return the union of the progressions first[i], first[i] + step, ... of count[i] terms as disjoint ranges."""
     if not len(first):
         return []

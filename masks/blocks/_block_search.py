@@ -84,7 +84,7 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     found = [descend(replace(rule, pattern=part), nodes, sides) for part, nodes in covered.items()]
     if covered and (rest := [part for part in parts if part not in covered]):
         found.append(descend(replace(rule, pattern=Or.of(*rest)), _roots(rule, tables, slots), sides))
-    yield from _together(rule, found or [whole], whole, sides)
+    yield from _leaves_of_union(rule, found or [whole], whole, sides)
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, sides: Sides) -> Iterator[Leaves]:
@@ -101,10 +101,12 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
         yield from descend(rule, _roots(rule, tables, slots), sides)
         return
     found = [_descend_classes(rule, part, tables, slots, sides) for part in _alternatives(rule.pattern)]
-    yield from _together(rule, found, _descend_classes(rule, rule.pattern, tables, slots, sides), sides)
+    yield from _leaves_of_union(rule, found, _descend_classes(rule, rule.pattern, tables, slots, sides), sides)
 
 
-def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides) -> Iterator[Leaves]:
+def _leaves_of_union(
+    rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides
+) -> Iterator[Leaves]:
     """Yield the leaves (bounded parts of blocks) of a union, from the leaves `found` of each of its parts.
 
     The whole rule is bounded on the blocks found; if these are too many, the result is `whole`, a search without parts.
@@ -148,14 +150,14 @@ def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotInt
         squares = pattern.squares(rule.heads[table], rule.num_heads)
         if squares is None:
             return None
-        q = _run(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.last)
-        k = _run(rule.k, table, squares.k_first, squares.side)
+        q = _slots_of_positions(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.last)
+        k = _slots_of_positions(rule.k, table, squares.k_first, squares.side)
         nodes = Nodes(torch.full_like(q.piece, table), q, k)
         found.append(nodes.select(((q.count > 0) & (k.count > 0)).nonzero().squeeze(1)))
     return join_nodes(found)
 
 
-def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
+def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
     """Return the slots of positions first[i] to first[i] + length - 1, clipped to existing slots, as run i.
 
     pieces: the slots of queries or of keys in table `table`, in the order of positions.
@@ -245,7 +247,10 @@ def _descend_classes(
     for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
         _, q = _runs_in(each.q, slots)
         k = SlotRun.of(each.k)
-        runs = ((table, _that_see(each, table, q, of_queries=True), _that_see(each, table, k)) for table in tables)
+        runs = (
+            (table, _runs_that_meet(each, table, q, of_queries=True), _runs_that_meet(each, table, k))
+            for table in tables
+        )
         found = [_Meeting.of(each, *run) for run in runs]
         ways.append((sum(meeting.number for meeting in found), each, found))
     _, best, found = min(ways, key=lambda way: way[0])
@@ -301,7 +306,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     return stretch[held], run.select(held)
 
 
-def _that_see(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
+def _runs_that_meet(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the key runs in `own` that may have an allowed pair with a query.
 
     own: key runs, or query runs if `of_queries` is True; these must have a pair with a key.

@@ -121,7 +121,7 @@ def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -
 
     Halves the range of tables, then of query blocks, while too many blocks are undecided.
     """
-    found = _search(rule, tables, rows, sides, settle)
+    found = _bounded_blocks(rule, tables, rows, sides, settle)
     if found is not None:
         yield _list(rule, found, sides, settle)
     elif len(tables) > 1:
@@ -137,7 +137,7 @@ def _halves(some: range) -> tuple[range, range]:
     return some[:middle], some[middle:]
 
 
-def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
+def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
     """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
     None if blocks are to be settled, too many are undecided, and the range of tables or query blocks can be halved.

@@ -115,7 +115,7 @@ def pairs_of_queries(
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
     """Return the number of allowed pairs of each box, for the pattern of one head; q and k must have equal steps."""
-    return _search(rule, box, Budget(_UNLIMITED), _FRONTIER).low
+    return _count_pairs(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
@@ -123,10 +123,10 @@ def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
 
     `rule` is the pattern of one head. The budget is reduced by the work done.
     """
-    return _search(rule, box, budget, _UNLIMITED)
+    return _count_pairs(rule, box, budget, _UNLIMITED)
 
 
-def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
+def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
     """Count the allowed pairs of each box.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
@@ -212,8 +212,8 @@ def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
     for few in few_at_once(owned, max(1, _SAMPLED_AT_ONCE // samples)):
         box, bounds = few.box, rule.count(few.box, num_heads=1)
         row, column = even_places((len(few), samples), begin)
-        q = _place(box.q.count, row) * box.q.step + box.q.first[:, None]
-        k = _place(box.k.count, column) * box.k.step + box.k.first[:, None]
+        q = _index_at(box.q.count, row) * box.q.step + box.q.first[:, None]
+        k = _index_at(box.k.count, column) * box.k.step + box.k.first[:, None]
         head = box.head[:, None]
         allowed = rule.mask_mod(num_heads=1, device=torch.device("cpu"))(torch.zeros_like(head), head, q, k)
         likely = (allowed.double().mean(1) * box.area).clamp(bounds.low.double(), bounds.high.double())
@@ -227,7 +227,7 @@ def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor,
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
 
-def _place(count: Counts, share: Tensor) -> Tensor:
+def _index_at(count: Counts, share: Tensor) -> Tensor:
     """Return the index at fraction `share` (in [0, 1)) of each progression of `count` elements."""
     return (count[:, None] * share).long().minimum(count[:, None] - 1)
 

@@ -165,7 +165,7 @@ def explain(
     _require_position("key", key, keys, "tokens" if num_keys is None else "keys")
     require_below("head", head, num_heads, "heads")
     require_int("batch", batch, minimum=0)
-    rule = _rule(pattern, num_heads, num_tokens, keys, bindings)
+    rule = _with_run_time_values(pattern, num_heads, num_tokens, keys, bindings)
     if rule.num_entries() > 1:
         require_below("batch", batch, rule.num_entries(), "batch entries")
     rule = rule.entry(batch)
@@ -217,7 +217,7 @@ def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int,
     return slot, block, layout.pieces(0).position(torch.tensor(0), slots)
 
 
-def _rule(
+def _with_run_time_values(
     pattern: Expression,
     num_heads: int,
     num_tokens: int | None,

@@ -45,7 +45,7 @@ class Tiling(Permutation):
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         slot = torch.arange(self.num_slots, device=device)
-        box = self._everywhere(slot)
+        box = self._whole_grid(slot)
         for axis, unit in self._digits():
             size = unit * _tokens_per_place(box, axis)
             number = slot // size
@@ -54,7 +54,7 @@ class Tiling(Permutation):
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         token = torch.arange(self.num_slots, device=device)
-        slot, box = torch.zeros_like(token), self._everywhere(token)
+        slot, box = torch.zeros_like(token), self._whole_grid(token)
         places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
         for axis, unit in self._digits():
             number = (places[axis] - box[axis].first) // unit
@@ -78,7 +78,7 @@ class Tiling(Permutation):
 
         The result also has the index i of the slot run of each rectangle.
         """
-        rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
+        rest = _Runs(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
         found = []
         for axis, unit in self._digits():
             whole, rest = _cut_at_children(rest, axis, unit)
@@ -95,7 +95,7 @@ class Tiling(Permutation):
         yield from enumerate(self.tile)
         yield from ((axis, 1) for axis in range(len(self.tile)))
 
-    def _everywhere(self, like: Tensor) -> Rectangle:
+    def _whole_grid(self, like: Tensor) -> Rectangle:
         return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
 
     def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
@@ -134,8 +134,8 @@ def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Ru
     whole, before = begin < end, runs.start < begin * size
     after = (begin <= end) & (end * size < runs.stop)
     boxes = _children(runs.box, axis, unit, begin, end)
-    ends = _inside(runs, begin - 1, size, axis, unit).select(before)
-    beginnings = _inside(runs, end, size, axis, unit).select(after)
+    ends = _part_in_child(runs, begin - 1, size, axis, unit).select(before)
+    beginnings = _part_in_child(runs, end, size, axis, unit).select(after)
     rest = _Runs(
         torch.cat([ends.run, beginnings.run]),
         torch.cat([ends.start, beginnings.start]),
@@ -145,7 +145,7 @@ def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Ru
     return Rectangles(runs.run[whole], select(boxes, whole)), rest
 
 
-def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
+def _part_in_child(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
     """Return the part of each slot run i in child number child[i] of its rectangle, with that child as its rectangle.
 
     Children of a rectangle have `unit` places along `axis` and are numbered from 0. size: number of slots of a child.

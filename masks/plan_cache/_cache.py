@@ -202,7 +202,7 @@ class Cache:
             building = self._building.get(key)
             is_mine = building is None
             if building is None:
-                outer, text = getattr(self._inside, "patterns", None) or "", _text(pattern)
+                outer, text = getattr(self._inside, "patterns", None) or "", _json_of(pattern)
                 building = _Building(outer if text in outer else f"{outer} {text}", device)
                 self._building[key] = building
             self._misses += is_mine
@@ -223,7 +223,7 @@ class Cache:
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
         branches = require_expression(pattern).unpadded.branches()
-        texts = [_text(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
+        texts = [_json_of(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
         def concerns(built: Entry | _Building) -> bool:
             return all(text in built.pattern for text in texts)
@@ -279,7 +279,7 @@ class Cache:
         except BaseException as error:
             # Waiting threads get this error too; the next call may try again.
             with self._lock:
-                self._end(key, mine)
+                self._end_build(key, mine)
             mine.done.set_exception(error)
             raise
         finally:
@@ -287,7 +287,7 @@ class Cache:
         seconds, gone = time.perf_counter() - begin, []
         with self._lock:
             limits = self._limits
-            kept = self._end(key, mine) and entry.nbytes <= limits.bytes and limits.entries > 0
+            kept = self._end_build(key, mine) and entry.nbytes <= limits.bytes and limits.entries > 0
             if kept:
                 gone = self._evict(entry.nbytes, 1)
                 self._entries[key] = entry
@@ -297,11 +297,11 @@ class Cache:
                 self._build_seconds += seconds
         mine.done.set_result(value)
         why = "" if kept else "; not kept, as it is over the budget or was forgotten meanwhile"
-        _tell("built", [entry], f" in {1e3 * seconds:.2f} ms{why}")
-        _tell("evicted", gone, ", used longest ago")
+        _log_entries("built", [entry], f" in {1e3 * seconds:.2f} ms{why}")
+        _log_entries("evicted", gone, ", used longest ago")
         return value
 
-    def _end(self, key: Hashable, mine: _Building) -> bool:
+    def _end_build(self, key: Hashable, mine: _Building) -> bool:
         """Remove a finished build from the builds in progress.
 
         Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.
@@ -312,7 +312,7 @@ class Cache:
         with self._lock:
             self._limits = limits
             gone = self._evict(0, 0)
-        _tell("evicted", gone, ", used longest ago")
+        _log_entries("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
         """Evict entries until these additional bytes and entries fit, copies first; return the evicted entries."""
@@ -330,7 +330,7 @@ class Cache:
         self._bytes -= entry.nbytes
 
 
-def _tell(what: str, entries: list[Entry], how: str) -> None:
+def _log_entries(what: str, entries: list[Entry], how: str) -> None:
     """Log one DEBUG line for each entry: `what` happened to it, such as "evicted", and `how`.
 
     Do not call it with the lock held: a log handler may use the cache.
@@ -370,7 +370,7 @@ def in_line(value: object) -> str:
     return shortened(str(value), _LONGEST)
 
 
-def _text(pattern: Expression | str) -> str:
+def _json_of(pattern: Expression | str) -> str:
     """Return the JSON text of a pattern, with names of run-time tensors instead of values; a string unchanged."""
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 

@@ -111,7 +111,7 @@ def options_of(
 
         terms = window_terms(*cut, times, bound, weighed, any_number=allowed.any_windows)
         if terms is not None:
-            return _in_order(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
+            return _cheapest_first(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # For all lengths: a choice by length would cause recompilation.
         return (option("padded", padded),)
@@ -197,10 +197,10 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
-    return (*_in_order(weighed), *ruled_out)
+    return (*_cheapest_first(weighed), *ruled_out)
 
 
-def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
+def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
     return tuple(sorted(options, key=_adjusted_seconds))
 
 
@@ -242,13 +242,13 @@ def _ruled_out(options: list[Option]) -> list[Option]:
         for option in options
         if _is_listed(option)
         and least_seconds(
-            option.terms, wanted / _fullest(option, plain[0]), option.machine, option.given, option.operands
+            option.terms, wanted / _most_allowed(option, plain[0]), option.machine, option.given, option.operands
         )
         > least
     ]
 
 
-def _fullest(option: Option, plain: Option) -> float:
+def _most_allowed(option: Option, plain: Option) -> float:
     """Upper bound on the fraction of pairs that the rule allows in a block of the option.
 
     plain: an option without block lists for the same branch.
@@ -313,7 +313,7 @@ class Candidates:
             for branch, times in Counter(bound.pattern.branches()).items()
         }
         cheapest = {branch: options[0] for branch, options in found.items()}
-        return cls(tuple(found.values()), _in_order(list(_together(cheapest, bound, *under))))
+        return cls(tuple(found.values()), _cheapest_first(list(_together(cheapest, bound, *under))))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """Options for each branch, with the chosen one first; None if the choice is for other branches or options.

@@ -90,7 +90,7 @@ class Plan:
         return Plan.of(bound, self.layout, options)
 
     def __repr__(self) -> str:
-        return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
+        return f"Plan({_bound_text(self.bound)}: {_ways_text(self)})"
 
 
 @outside_torch_modes
@@ -370,10 +370,12 @@ def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
         return plan
     measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
     why = ", in ways that were chosen before" if measured else ""
-    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways(plan), why)
+    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways_text(plan), why)
     for best, *others in plan.options[:_MOST_BRANCHES]:
         if others:
-            log.debug("chose %s for %s, over %s", _way(best), in_line(best.branch), ", ".join(map(_way, others)))
+            log.debug(
+                "chose %s for %s, over %s", _way_text(best), in_line(best.branch), ", ".join(map(_way_text, others))
+            )
     return plan
 
 
@@ -389,13 +391,13 @@ def _bound_text(bound: Bound) -> str:
     return f"{in_line(bound.pattern)}, {sizes}"
 
 
-def _ways(plan: Plan) -> str:
+def _ways_text(plan: Plan) -> str:
     layouts = Counter(options[0].layout for options in plan.options)
     named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
     terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
     return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
 
 
-def _way(option: Option) -> str:
+def _way_text(option: Option) -> str:
     """Layout name of an option, with its predicted time if that is already computed."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

@@ -177,13 +177,13 @@ def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
 
     Returns all terms, with each such term replaced by one or two; None if no term can be replaced.
     """
-    parts = [_parts(term) for term in terms]
+    parts = [_split_causal_term(term) for term in terms]
     if all(found is None for found in parts):
         return None
     return tuple(part for term, found in zip(terms, parts, strict=True) for part in (found or (term,)))
 
 
-def _parts(term: Term) -> tuple[Term, ...] | None:
+def _split_causal_term(term: Term) -> tuple[Term, ...] | None:
     if term.shape != "blocks" or term.rule != Causal() or term.weights is not None:
         return None
     q, k = (side.as_compact(term.heads) for side in (term.q, term.k))

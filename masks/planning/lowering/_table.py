@@ -117,8 +117,8 @@ class TableProblems:
         require_row(q_block, first, rows.shape[1], bound.q_offset)
         rows = _of_heads(bound, rows)[:, bound.q_offset // q_block - first :]
         shape, row = rows.shape, (bound.q_offset // q_block + torch.arange(rows.shape[1]))[None, :, None]
-        q = _within(row * q_block, q_block, bound.q_offset, bound.num_queries)
-        k = _within(rows * k_block, k_block, bound.k_offset, bound.num_keys)
+        q = _overlap(row * q_block, q_block, bound.q_offset, bound.num_queries)
+        k = _overlap(rows * k_block, k_block, bound.k_offset, bound.num_keys)
         area = q[1] * k[1]
         assert isinstance(bound.pattern, Pattern)
         if isinstance(bound.pattern, Every):
@@ -363,7 +363,7 @@ class TableTerm(Term):
         return full, int((self.problems.column >= 0).sum()) * users - full
 
 
-def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
+def _overlap(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
     """(start, length) of the intersection of [begin, begin + length) and [first, first + number); length 0 if empty."""
     start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
     return start, (stop - start).clamp(min=0)

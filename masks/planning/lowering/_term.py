@@ -60,7 +60,7 @@ class PairWeights:
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """Sum of the weights over all causal pairs of one head."""
-        table, (q, k) = torch.tensor(self.table), _strip(num_queries, num_keys - num_queries, num_queries)
+        table, (q, k) = torch.tensor(self.table), _strip_slots(num_queries, num_keys - num_queries, num_queries)
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
@@ -151,13 +151,13 @@ def _repeated(periods: Tensor, slots: int) -> Tensor:
     return periods.repeat(1, -(-slots // periods.shape[1]))[:, :slots]
 
 
-def _strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
+def _strip_slots(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
     """(query slots 0 to rows - 1, key slots -before to columns - 1)."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
 def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: torch.dtype) -> Tensor:
-    q, k = _strip(rows, before, columns)
+    q, k = _strip_slots(rows, before, columns)
     logs = table.to(dtype).log()[q % len(table)][:, k % len(table)]
     return logs.masked_fill_(k > q[:, None], -torch.inf)
 
@@ -304,11 +304,11 @@ class Term:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q = self.q.in_pieces(self.rule, self.q_offset)
         _, k = self.k.in_pieces(self.rule, self.k_offset)
-        rule = Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
+        rule = Rule(pattern, self.num_heads_global, heads, _with_tables(q, distinct), _with_tables(k, distinct))
         if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
             return rule
         q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
-        return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
+        return replace(rule, rows=replace(rule, q=_with_tables(q, distinct), k=_with_tables(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """n copies of the term, shifted by these numbers of tokens, as folds of one term.
@@ -397,7 +397,7 @@ class Term:
         return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
-def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
+def _with_tables(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     """Return the pieces with only the rows tables[0], tables[1], ... of `firsts`; a single row is repeated for all."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]

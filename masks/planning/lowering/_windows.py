@@ -48,7 +48,7 @@ def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
     """
     if len(windows) != 1:
         return None
-    rest, part = _part(rest, bound, windows)
+    rest, part = _first_window(rest, bound, windows)
     return rest if part == replace(bound, pattern=rest) else None
 
 
@@ -76,15 +76,15 @@ def window_terms(
     lists = 0
     for index in kinds:
         alike = windows.select(index)
-        plainest, part = _part(rest, bound, alike)
+        plainest, part = _first_window(rest, bound, alike)
         if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
             lowered = weighed(plainest, part)
         else:
-            lowered = _lower(plainest, multiplicity, part, weighed, any_number=any_number)
+            lowered = _terms_of_small_window(plainest, multiplicity, part, weighed, any_number=any_number)
         lists += any(term.shape == "blocks" for term in lowered)
         if lists > _MOST_LISTS and not any_number:
             return None
-        for some in _together(alike, bound.num_heads):
+        for some in _fold_groups(alike, bound.num_heads):
             moves = some.q_start - bound.q_offset, some.k_start - bound.k_offset
             terms += [term.repeated(*moves) for term in lowered]
     return terms
@@ -143,7 +143,7 @@ def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pa
     return Every() if Every() in parts else Or.of(*parts)
 
 
-def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
+def _first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
     """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
@@ -169,7 +169,9 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
     return And.of(*kept)
 
 
-def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
+def _terms_of_small_window(
+    rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool
+) -> Sequence[Term]:
     """Terms of a small window, without comparing costs.
 
     They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
@@ -181,7 +183,7 @@ def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, a
     return shared_terms(rest, multiplicity, part, 1) if terms is None else terms
 
 
-def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
+def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
     """Yield groups of these equal windows, each to be computed as the folds (a batch) of one term.
 
     It is a single group, or, for large windows at uneven distances, one group for each window.
