@@ -159,7 +159,7 @@ def _covered(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) 
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return an allowed pair (query, key) with the largest key in `keys` that a query sees; None if none sees a key.
+    """Return an allowed pair (query, key) with the largest key in `keys` that a query sees; None if no query sees one.
 
     queries, keys: consecutive positions.
     """
@@ -173,7 +173,7 @@ def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tup
 
 
 def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: int) -> Iterator[int]:
-    """Yield, without end, each p >= position such that no query in [first, p) sees a key at or after p, ascending.
+    """Yield, ascending and endlessly, each p >= `position` such that no query in [first, p) sees a key at or after p.
 
     ends: ends of chunks that these rules have; p need not be one of them.
     first: below position.

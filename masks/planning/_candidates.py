@@ -228,7 +228,7 @@ def _is_listed(option: Option) -> bool:
 
 
 def _ruled_out(options: list[Option]) -> list[Option]:
-    """Options with block lists whose lower bound on cost exceeds 95 % of the cheapest option without lists.
+    """Options with block lists whose lower bound on cost exceeds 95 % of the cost of the cheapest without lists.
 
     [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """

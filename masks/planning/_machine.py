@@ -87,7 +87,7 @@ class Machine:
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this size, or of the nearest size that has rates, the smaller of two."""
+        """Rates of blocks of this size, or of the nearest size that has rates, the smaller if two are."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
