@@ -1,4 +1,4 @@
-"""Ends of chunks: positions at which a sequence can be cut for decoding, as no query before them sees later keys."""
+"""Ends of chunks: positions to cut a sequence at for decoding, as no query before them sees a key at or after them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _BLOCKS_AT_ONCE = 1 << 10  # blocks evaluated together: bounds the memory
 class Ends:
     """The positions first, first + chunk, first + 2 * chunk, ...: ends of chunks; first is below chunk.
 
-    A rule has these ends if no query before one of them sees a key at or after it; a causal rule has chunk 1.
+    A rule has these ends if no query before one of them sees a key at or after it; those of a causal rule are all
+    positions, with chunk 1.
     """
 
     first: int
@@ -49,9 +50,9 @@ class Ends:
     def by_form(self, rule: Pattern) -> bool:
         """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
 
-        Recognized are causal order and windows up to the query, over tokens or over blocks whose size divides the
-        chunk; rules without pairs across segments whose length divides the chunk; intersections with one such rule, and
-        unions of such rules. Blocks and segments are recognized only if `first` is 0.
+        Recognized are causal order and windows without keys after the query, over tokens or over blocks whose size
+        divides the chunk; rules without pairs across segments whose length divides the chunk; intersections with at
+        least one such rule, and unions of such rules only. Blocks and segments are recognized only if `first` is 0.
         """
         if isinstance(rule, And):
             return any(map(self.by_form, rule.parts))
@@ -65,7 +66,7 @@ class Ends:
         return rule.confined() and period is not None and self._divided_by(period)
 
     def _divided_by(self, block: int) -> bool:
-        return self.first == self.chunk % block == 0
+        return self.first == 0 and self.chunk % block == 0
 
 
 _CAUSAL = Ends(0, 1)
@@ -82,11 +83,11 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
 
     Rules that are causal by their form are not searched, others among the first 2048 positions.
     """
-    return None if causal_by_form(source.rule) else _first_ahead(source, _LEAST_TRIED)
+    return None if causal_by_form(source.rule) else _first_pair_ahead(source, _LEAST_TRIED)
 
 
-def _first_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
-    ahead, blocks = _ahead(source, tried)
+def _first_pair_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
+    ahead, blocks = _blocks_ahead(source, tried)
     if len(blocks.row) == 0:
         return None
     q = int(blocks.row[0]) * _BLOCK + torch.arange(_BLOCK)[:, None]
@@ -100,8 +101,9 @@ def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
     """Return the common ends of all these rules, with the shortest possible chunk.
 
     If none are found, return the positions (query, key) of an allowed pair whose key is after its query. Rules that are
-    causal by their form are not searched. Other rules are searched over the first 2048 positions, or two periods if
-    these are longer, up to position 32,768; chunks of half the searched positions or more are not found.
+    causal by their form are not searched. Other rules are searched over the first 2048 positions, or two of their
+    longest period if these are longer, up to position 32,768; chunks of half the searched positions or more are not
+    found, and later positions are assumed to repeat the chunks found.
     """
     periods = {source: _longest_period(source.rule) for source in sources if not causal_by_form(source.rule)}
     tried = min(max(_LEAST_TRIED, 2 * max(periods.values(), default=0) + _BLOCK), _MOST_TRIED) // _BLOCK * _BLOCK
@@ -118,14 +120,14 @@ def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
         firsts = columns.all(0).nonzero()
         if len(firsts):
             return Ends(int(firsts[0]), chunk)
-    return next(pair for source in periods if (pair := _first_ahead(source, tried)) is not None)
+    return next(pair for source in periods if (pair := _first_pair_ahead(source, tried)) is not None)
 
 
 def _longest_period(rule: Pattern) -> int:
     return max([rule.period() or 1, *map(_longest_period, rule.direct_parts())])
 
 
-def _ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
+def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
     """Return the rule of pairs whose key is after the query, and its blocks of 64 among the first `tried` positions."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
@@ -133,8 +135,8 @@ def _ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
 
 
 def _crossed(source: RowSource, tried: int) -> Bool[Tensor, " P"]:
-    """Return, for each of the first `tried` positions, True if some query before it sees a key at or after it."""
-    ahead, blocks = _ahead(source, tried)
+    """Return, for each of the first `tried` positions, True if a query before it sees one of these at or after it."""
+    ahead, blocks = _blocks_ahead(source, tried)
     row, column = blocks.row.long(), blocks.column.long()
     # Any pair of a block crosses all positions from the end of its queries to the first of its keys.
     crossed = _covered(_BLOCK * row + _BLOCK - 1, _BLOCK * column, tried)
@@ -157,7 +159,7 @@ def _covered(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) 
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return the allowed pair (query, key) with the largest key in `keys`; None if no query sees a key in `keys`.
+    """Return an allowed pair (query, key) with the largest key in `keys` that a query sees; None if no query sees one.
 
     queries, keys: consecutive positions.
     """
@@ -171,9 +173,9 @@ def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tup
 
 
 def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: int) -> Iterator[int]:
-    """Yield, in order, each end >= position such that no query in [first, end) sees a key at or after the end.
+    """Yield, ascending and endlessly, each p >= `position` such that no query in [first, p) sees a key at or after p.
 
-    ends: the ends of chunks of these rules.
+    ends: ends of chunks that these rules have; p need not be one of them.
     first: below position.
     """
     while True:

@@ -88,14 +88,17 @@ def moved(positions: range, distance: int) -> range:
 def rewritten(wanted: KeyQuery) -> Parts | None:
     """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
 
-    A map takes the ranges of keys that its search finds to keys of `wanted`; the union over all pairs is all of them.
+    A map turns the ranges that its search finds into ranges of keys of `wanted`; the union over all pairs is all of
+    them.
     """
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
+    # Every rewrite is exact, so the order matters for speed only; but _segments must come after _one_by_one, which
+    # takes all dilated factors with few segments.
     for rewrite in (
         _plainer,
         _one_sided,
         _one_residue,
-        _near,
+        _in_reach,
         _one_by_one,
         _spans,
         _alternatives,
@@ -111,34 +114,35 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
     return None
 
 
-def _same(parts: Iterable[KeyQuery]) -> Parts:
+def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
     return [(part, list) for part in parts]
 
 
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
-    Trivial are `every()`, which is dropped, `&`, which is flattened, and some complements, which are resolved.
+    Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
     """
     match factor:
         case Every():
-            return _same([rest])
+            return _with_same_keys([rest])
         case And():
-            return _same([rest.also(*factor.parts)])
+            return _with_same_keys([rest.also(*factor.parts)])
         case Not(part=Every()):
             return []
         case Not(part=Or(parts=parts)):
-            return _same([rest.also(*(~part for part in parts))])
+            return _with_same_keys([rest.also(*(~part for part in parts))])
         case Not(part=GlobalTokens() as part):
             later = range(part.tokens, _ALL.stop)
-            return _same([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
+            return _with_same_keys([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
     return None
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a factor that depends on the query alone, or on the key alone.
+    """Return searches for the keys allowed by `rest` and a `KeySet`, or by `rest` and marked tokens of one side.
 
-    None for other factors.
+    These are `MarkedTokens` that depend on the query alone or on the key alone. None for other factors, and for more
+    than 2**12 runs of marked tokens.
     """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
@@ -163,7 +167,7 @@ def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     )
     if max(len(queries), len(keys)) > _MOST_SEGMENTS:
         return None
-    return _same([*(rest.within(queries=run) for run in queries), *(rest.within(keys=run) for run in keys)])
+    return _with_same_keys([*(rest.within(queries=run) for run in queries), *(rest.within(keys=run) for run in keys)])
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -176,15 +180,15 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return None
     near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
     if factor.least is None or factor.most is None:
-        return _same([near])
-    return _same([near.also(local_window(left=-factor.least, right=factor.most))])
+        return _with_same_keys([near])
+    return _with_same_keys([near.also(local_window(left=-factor.least, right=factor.most))])
 
 
-def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
 
-    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it
-    excludes no key. None also if nothing changes.
+    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped if it
+    then excludes no key. None also if nothing changes.
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
@@ -194,7 +198,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)
             kept = [each for each in rest.factors if each != other]
-            return None if joint is None else _same([rest.of([*kept, joint])])
+            return None if joint is None else _with_same_keys([rest.of([*kept, joint])])
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -205,12 +209,12 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     furthest = max(near.queries[-1] - near.keys.start - left, near.keys[-1] - near.queries.start - right)
     gapless = not rest.factors and near.queries.step <= left + right + 1
     if furthest <= 0 or gapless:
-        return _same([near])
-    return None if near == rest else _same([near.also(factor)])
+        return _with_same_keys([near])
+    return None if near == rest else _with_same_keys([near.also(factor)])
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
-    """Return the intersection of two bands if it is a window that includes distance 0, else None."""
+    """Return the intersection of two bands of step 1 if it has both limits and includes distance 0, else None."""
     least = max((side for side in (one.least, other.least) if side is not None), default=None)
     most = min((side for side in (one.most, other.most) if side is not None), default=None)
     if least is None or most is None or not least <= 0 <= most:
@@ -220,19 +224,19 @@ def _joint_window(one: Band, other: Band) -> Pattern | None:
 
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(factor, Or):
-        return _same(rest.also(part) for part in factor.parts)
+        return _with_same_keys(rest.also(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
-        return _same(rest.also(~part) for part in factor.part.parts)
+        return _with_same_keys(rest.also(~part) for part in factor.part.parts)
     return _marked(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and `factor`, one for each span of positions, such as a document.
 
-    None unless the factor confines pairs to spans.
+    None unless the factor is `Spans`, or is `PerDocument` over `Spans` and all factors of `rest` have period 1.
     """
     if isinstance(factor, Spans):
-        return _same(rest.within(span, span) for span in _common_spans(factor, rest))
+        return _with_same_keys(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
         inner = rest.also(factor.part)
@@ -248,7 +252,7 @@ def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
 
 
 def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
-    begin, end = _overlap(wanted)
+    begin, end = _common_interval(wanted)
     starts, stops = spans.runs.starts, spans.runs.stops
     first = int(torch.searchsorted(stops, begin, right=True))
     last = int(torch.searchsorted(starts, end))
@@ -258,11 +262,12 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
-    None for other factors, or if more than `most` segments hold both queries and keys.
+    None for other factors, or if more than `most` segments overlap both the span of the queries and that of the keys;
+    some of these may hold no query or no key.
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
-    return _same(_in_segment(factor, rest, segment) for segment in common)
+    return _with_same_keys(_in_segment(factor, rest, segment) for segment in common)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -270,6 +275,7 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
     Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
     there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
+    There must be more segments than `_one_by_one` takes.
     """
     if not isinstance(factor, Dilated):
         return None
@@ -278,13 +284,14 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if not all(step is not None and factor.segment % step == 0 for step in steps):
         return _one_by_one(factor, rest, _MOST_SEGMENTS)
     common = _common_segments(factor, rest)
+    assert len(common) > _FEW_SEGMENTS, "_one_by_one comes first: here the first, second and last segment are distinct"
     repeated = partial(_repeated, len(common) - 2, factor.segment)
-    edges = _same([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
+    edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
 
 
 def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
-    begin, end = _overlap(wanted)
+    begin, end = _common_interval(wanted)
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
 
@@ -296,7 +303,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
 
 
 def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
-    """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, and so on."""
+    """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, ..., in few ranges."""
     ranges: list[range] = []
     for each in keys:
         if len(each) * each.step == stride:
@@ -308,7 +315,7 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
     return ranges
 
 
-def _overlap(wanted: KeyQuery) -> tuple[int, int]:
+def _common_interval(wanted: KeyQuery) -> tuple[int, int]:
     """Return the interval [begin, end) that the span of the queries and the span of the keys have in common.
 
     A span extends from the first position to the last, both included. begin >= end if they have nothing in common.
@@ -341,13 +348,13 @@ def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
-    return _same(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
+    return _with_same_keys(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
 
 
 def _one_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return the search of `rest`, restricted to the keys that a single query sees by a factor with rows.
+    """Return the search of `rest`, restricted to the keys that its single query sees by `factor`.
 
-    None for several queries, and for a factor whose row has no closed form.
+    None for several queries, for keys of a step above 1, and for a factor whose `row` has no closed form.
     """
     row = factor.row(rest.queries.start, rest.keys) if len(rest.queries) == 1 and rest.keys.step == 1 else None
     if row is None:
@@ -371,8 +378,10 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
     """Split a run of tokens of a grid in row-major order into rectangles: tuples of one range for each axis.
 
-    These are the end of a row, the beginning of a row, and whole rows. strides: distance in tokens between neighbours
-    along each axis.
+    With two axes these are the end of a grid line, the beginning of another, and the whole lines between; with more, an
+    incomplete part is split again along the inner axes.
+
+    strides: distance in tokens between neighbours along each axis, the outermost first; the last is 1.
     """
     stride, *inner = strides
     if not run or not inner:

@@ -83,8 +83,7 @@ class RowSource:
     def _searched(self, queries: range, keys: range) -> Seen | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
-        None if no query sees a key.
-        Pairs are evaluated if they are few; otherwise the keys are searched by bounds.
+        None if no query sees a key. Up to 2**20 pairs are evaluated; of more, the keys are searched by bounds first.
         """
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])
@@ -122,7 +121,7 @@ def _hull(indices: Sequence[int]) -> range:
 def _union(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges.
 
-    Ranges of equal step and residue that touch, as those of one rule mostly do, are joined first.
+    Ranges of equal step and residue that overlap or touch, as those of one rule mostly do, are joined first.
     """
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []

@@ -89,7 +89,7 @@ def keys_seen(wanted: KeyQuery) -> list[range]:
 def found_by_boxes(wanted: KeyQuery) -> list[range]:
     """Return the keys that some query sees, by bounds on ever smaller boxes of pairs.
 
-    Small boxes that bounds do not decide are evaluated pair by pair.
+    Small boxes that bounds do not decide are evaluated pair by pair, and so are all pairs if there are at most 2**16.
     """
     if len(wanted.queries) * len(wanted.keys) <= _FEW_PAIRS:
         q, k = (torch.arange(side.start, side.stop, side.step) for side in (wanted.queries, wanted.keys))
@@ -103,12 +103,12 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
             continue
         seen, boxes = _decide(wanted, boxes)
         small = (boxes.q.count <= _SIDE) & (boxes.k.count <= _SIDE)
-        single = _look(wanted, boxes.select(small))
+        single = _evaluated_keys(wanted, boxes.select(small))
         firsts += [seen.k.first, single]
         counts += [seen.k.count, torch.ones_like(single)]
         if not bool(small.all()):
             stack.append(_halve_long_sides(boxes.select(~small)))
-    return _ranges(torch.cat(firsts), torch.cat(counts), step)
+    return _union_of_progressions(torch.cat(firsts), torch.cat(counts), step)
 
 
 def _roots(wanted: KeyQuery) -> Box:
@@ -154,7 +154,7 @@ def _classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """Return (boxes of which every key is seen by some query, boxes of which some keys are undecided)."""
+    """Return (boxes of which bounds show that each key is seen by some query, boxes with undecided keys)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
     seen = boxes.area - bounds.low < boxes.q.count
@@ -187,7 +187,7 @@ def _halved(side: Progression) -> tuple[Tensor, Progression]:
     return torch.cat([torch.arange(len(half)), cut]), Progression(first, side.step, count)
 
 
-def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
+def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
     """Return the keys of small boxes, of sides up to 16, that some query sees; pairs are evaluated one by one."""
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
@@ -195,7 +195,7 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
     place = torch.arange(_SIDE)
     open_keys = place < count[:, None]
     seen = torch.zeros(runs, _SIDE, dtype=torch.bool)
-    turn = _turns(number, runs)
+    turn = _earlier_of_run(number, runs)
     # In rounds of doubling size: a few boxes often settle all keys of a run.
     begin, rounds = 0, 1
     while len(turn):
@@ -211,7 +211,7 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
     return first[run] + boxes.k.step * key
 
 
-def _turns(number: Tensor, runs: int) -> Tensor:
+def _earlier_of_run(number: Tensor, runs: int) -> Tensor:
     """Return, for each box, the number of earlier boxes that have its run of keys.
 
     number: index of the run of each box.
@@ -237,7 +237,7 @@ def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
     return wanted.allows(q[:, :, None], k[:, None, :]) & in_q[:, :, None] & in_k[:, None, :]
 
 
-def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
+def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[range]:
     """Return the union of the progressions first[i], first[i] + step, ... of count[i] terms as disjoint ranges."""
     if not len(first):
         return []
@@ -310,8 +310,8 @@ def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return intervals of lags between two allowed lags at most n apart, as (begins, exclusive ends).
 
     Each argument interval [begin, end) holds an allowed lag; the intervals are disjoint and ascend. For each interval
-    and the last one that ends within n + 1 lags of its begin, the result has an interval from the last lag of the
-    former to the first lag of the latter, both included.
+    i, let j be the last one with end[j] <= begin[i] + n + 1: if j > i, the result has an interval from the last lag of
+    i to the first lag of j, both included.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)

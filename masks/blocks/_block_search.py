@@ -50,21 +50,20 @@ class Leaves(NamedTuple):
 
 
 class SlotIntervals(NamedTuple):
-    """Intervals of query slots; interval i is first[i] to last[i] - 1."""
+    """Intervals of slots; interval i is first[i] to last[i] - 1."""
 
     first: Tensor
     last: Tensor
 
     @classmethod
-    def of_rows(cls, rows: range | Tensor, q_block: int) -> SlotIntervals:
-        """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor.
+    def of_blocks(cls, blocks: range | Tensor, side: int) -> SlotIntervals:
+        """Return the slots of the blocks with these indices: one interval for a range, one for each block for a tensor.
 
-        rows: indices of query blocks.
-        q_block: slots per query block.
+        side: slots of a block.
         """
-        if isinstance(rows, range):
-            return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
-        return cls(rows * q_block, (rows + 1) * q_block)
+        if isinstance(blocks, range):
+            return cls(torch.tensor([blocks.start * side]), torch.tensor([blocks.stop * side]))
+        return cls(blocks * side, (blocks + 1) * side)
 
 
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
@@ -74,18 +73,18 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     rows: query blocks to search.
     sides: (queries, keys) of a block.
 
-    If the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In
-    a union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
-    found, unless these are too many.
+    If slots are in the order of positions and the pattern lists squares that contain all its pairs, only these are
+    subdivided, instead of the whole matrix. In a union, parts with squares and parts without are searched separately,
+    and the whole rule is then bounded on the blocks found; if these are too many, the whole matrix is searched.
     """
-    slots = SlotIntervals.of_rows(rows, sides[0])
+    slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
     covered = {part: nodes for part in parts if (nodes := _squares(rule, part, tables, slots)) is not None}
     whole = leaves_everywhere(rule, tables, slots, sides)
     found = [descend(replace(rule, pattern=part), nodes, sides) for part, nodes in covered.items()]
     if covered and (rest := [part for part in parts if part not in covered]):
         found.append(descend(replace(rule, pattern=Or.of(*rest)), _roots(rule, tables, slots), sides))
-    yield from _together(rule, found or [whole], whole, sides)
+    yield from _leaves_of_union(rule, found or [whole], whole, sides)
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, sides: Sides) -> Iterator[Leaves]:
@@ -102,10 +101,12 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
         yield from descend(rule, _roots(rule, tables, slots), sides)
         return
     found = [_descend_classes(rule, part, tables, slots, sides) for part in _alternatives(rule.pattern)]
-    yield from _together(rule, found, _descend_classes(rule, rule.pattern, tables, slots, sides), sides)
+    yield from _leaves_of_union(rule, found, _descend_classes(rule, rule.pattern, tables, slots, sides), sides)
 
 
-def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides) -> Iterator[Leaves]:
+def _leaves_of_union(
+    rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides
+) -> Iterator[Leaves]:
     """Yield the leaves (bounded parts of blocks) of a union, from the leaves `found` of each of its parts.
 
     The whole rule is bounded on the blocks found; if these are too many, the result is `whole`, a search without parts.
@@ -139,24 +140,24 @@ def _in_order(rule: Rule) -> bool:
 
 
 def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
-    """Return one node (query run, key run) for each square of pairs that `pattern` lists; None if it lists none.
+    """Return one node (query run, key run) for each square of pairs that `pattern` lists for each table.
 
-    The squares are disjoint and contain all allowed pairs. Their queries are cut to `slots`, and empty nodes dropped.
-    The slots of queries and of keys must be in the order of positions.
+    None if it does not list squares. The squares are disjoint and contain all allowed pairs. Their queries are cut to
+    `slots`, and empty nodes dropped. The slots of queries and of keys must be in the order of positions.
     """
     found = []
     for table in tables:
         squares = pattern.squares(rule.heads[table], rule.num_heads)
         if squares is None:
             return None
-        q = _run(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.last)
-        k = _run(rule.k, table, squares.k_first, squares.side)
+        q = _slots_of_positions(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.last)
+        k = _slots_of_positions(rule.k, table, squares.k_first, squares.side)
         nodes = Nodes(torch.full_like(q.piece, table), q, k)
         found.append(nodes.select(((q.count > 0) & (k.count > 0)).nonzero().squeeze(1)))
     return join_nodes(found)
 
 
-def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
+def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
     """Return the slots of positions first[i] to first[i] + length - 1, clipped to existing slots, as run i.
 
     pieces: the slots of queries or of keys in table `table`, in the order of positions.
@@ -167,7 +168,10 @@ def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
 
 
 def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Return the unique flat (table, row, column) indices of the leaves' blocks; None if there are over 2**20."""
+    """Return the unique flat (table, row, column) indices of the leaves' blocks; None for too many.
+
+    Blocks are counted after every 2**20 leaves: up to 2**20 blocks are never too many, over 2**21 always.
+    """
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
         new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
@@ -243,7 +247,10 @@ def _descend_classes(
     for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
         _, q = _runs_in(each.q, slots)
         k = SlotRun.of(each.k)
-        runs = ((table, _that_see(each, table, q, of_queries=True), _that_see(each, table, k)) for table in tables)
+        runs = (
+            (table, _runs_that_meet(each, table, q, of_queries=True), _runs_that_meet(each, table, k))
+            for table in tables
+        )
         found = [_Meeting.of(each, *run) for run in runs]
         ways.append((sum(meeting.number for meeting in found), each, found))
     _, best, found = min(ways, key=lambda way: way[0])
@@ -276,7 +283,7 @@ def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Te
     blocks: number of blocks.
     block: slots per block.
     """
-    stretch, run = _runs_in(pieces, SlotIntervals.of_rows(torch.arange(blocks), block))
+    stretch, run = _runs_in(pieces, SlotIntervals.of_blocks(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)
     number = torch.bincount(stretch, minlength=blocks)
     return run.select(order), number.cumsum(0) - number, number
@@ -299,10 +306,11 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     return stretch[held], run.select(held)
 
 
-def _that_see(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
-    """Return the key runs in `own` that may have an allowed pair with some query in the same table.
+def _runs_that_meet(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
+    """Return the key runs in `own` that may have an allowed pair with a query.
 
-    If `of_queries` is True, `own` are query runs, and pairs with some key count. table: index of the mask.
+    own: key runs, or query runs if `of_queries` is True; these must have a pair with a key.
+    table: index of the mask.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
     number = torch.full_like(own.piece, table)
@@ -315,7 +323,7 @@ def _that_see(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False)
 
 
 def _shorter(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule or its alternative `rule.rows`, whichever has fewer pairs of runs in a block; its `rows` is None.
+    """Return the rule or its alternative `rule.rows`, whichever has fewer pairs of runs in a block, without `rows`.
 
     The rule has slots cut into residue classes, its alternative has them cut into runs of neighbouring tokens. A rule
     without an alternative is returned unchanged.

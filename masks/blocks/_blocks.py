@@ -34,7 +34,7 @@ class Blocks:
 
     Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on.
 
-    heads: index of the table of each head; heads with equal masks share one.
+    heads: index of the table of each head; heads can share one.
     full: True if all q_block * k_block pairs exist and are allowed.
     pairs: number of allowed pairs of each block, or UNKNOWN (-1).
     """
@@ -121,7 +121,7 @@ def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -
 
     Halves the range of tables, then of query blocks, while too many blocks are undecided.
     """
-    found = _search(rule, tables, rows, sides, settle)
+    found = _bounded_blocks(rule, tables, rows, sides, settle)
     if found is not None:
         yield _list(rule, found, sides, settle)
     elif len(tables) > 1:
@@ -137,10 +137,10 @@ def _halves(some: range) -> tuple[range, range]:
     return some[:middle], some[middle:]
 
 
-def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
+def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
     """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    None if too many blocks are undecided and the range of tables or query blocks can be halved.
+    None if blocks are to be settled, too many are undecided, and the range of tables or query blocks can be halved.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -249,7 +249,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         tables, first = _evenly(len(rule.heads), 4), min(rows, _FIRST_ROWS)
         others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
         sampled = range(rows) if first + len(others) == rows else torch.cat([torch.arange(first), others])
-        leaves = leaves_everywhere(rule, tables.tolist(), SlotIntervals.of_rows(sampled, q_block), (q_block, k_block))
+        leaves = leaves_everywhere(rule, tables.tolist(), SlotIntervals.of_blocks(sampled, q_block), (q_block, k_block))
         # Sum the leaves of a block before the test for a full block.
         found = join_leaves(list(leaves), (rows, columns))
     height = (num_q - found.row * q_block).clamp(max=q_block)
@@ -263,9 +263,9 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _evenly(size: int, number: int) -> Tensor:
-    """Return min(size, number) ascending indices below `size`: one from each of `number` equal intervals.
+    """Return all indices below `size` if these are at most `number`, else one from each of `number` equal intervals.
 
-    Their offsets in the intervals are aperiodic.
+    They ascend, and two may be equal; their offsets in the intervals are aperiodic.
     """
     if size <= number:
         return torch.arange(size)
@@ -307,7 +307,8 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
     """Concatenate block lists of equal shape along the heads, in the order of `parts`.
 
-    If in every part all heads share one table, the result has one head for each part.
+    If in every part all heads share one table, the result has one head for each part. A single part is returned
+    unchanged.
     """
     if len(parts) == 1:
         return parts[0]

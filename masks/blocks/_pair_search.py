@@ -115,7 +115,7 @@ def pairs_of_queries(
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
     """Return the number of allowed pairs of each box, for the pattern of one head; q and k must have equal steps."""
-    return _search(rule, box, Budget(_UNLIMITED), _FRONTIER).low
+    return _count_pairs(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
@@ -123,15 +123,15 @@ def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
 
     `rule` is the pattern of one head. The budget is reduced by the work done.
     """
-    return _search(rule, box, budget, _UNLIMITED)
+    return _count_pairs(rule, box, budget, _UNLIMITED)
 
 
-def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
+def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
     """Count the allowed pairs of each box.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
     halves. Nearly square boxes are counted by their diagonals if the pattern is constant or periodic along them, small
-    boxes pair by pair. `at_once`: number of boxes cut in one step.
+    boxes pair by pair. Once the budget is spent, pairs are sampled. `at_once`: most boxes cut in one step.
     """
     found = PairCounts.zeros(len(box.head))
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
@@ -174,7 +174,7 @@ def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
 
 
 def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """Count boxes by bounds, else by diagonals, else pair by pair if small; add the counts to `found`.
+    """Count boxes by bounds, else by diagonals, else pair by pair if small, within the budget; add counts to `found`.
 
     Returns the boxes left undecided. Boxes of equal size are processed together.
     """
@@ -212,8 +212,8 @@ def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
     for few in few_at_once(owned, max(1, _SAMPLED_AT_ONCE // samples)):
         box, bounds = few.box, rule.count(few.box, num_heads=1)
         row, column = even_places((len(few), samples), begin)
-        q = _place(box.q.count, row) * box.q.step + box.q.first[:, None]
-        k = _place(box.k.count, column) * box.k.step + box.k.first[:, None]
+        q = _index_at(box.q.count, row) * box.q.step + box.q.first[:, None]
+        k = _index_at(box.k.count, column) * box.k.step + box.k.first[:, None]
         head = box.head[:, None]
         allowed = rule.mask_mod(num_heads=1, device=torch.device("cpu"))(torch.zeros_like(head), head, q, k)
         likely = (allowed.double().mean(1) * box.area).clamp(bounds.low.double(), bounds.high.double())
@@ -227,15 +227,16 @@ def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor,
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
 
-def _place(count: Counts, share: Tensor) -> Tensor:
+def _index_at(count: Counts, share: Tensor) -> Tensor:
     """Return the index at fraction `share` (in [0, 1)) of each progression of `count` elements."""
     return (count[:, None] * share).long().minimum(count[:, None] - 1)
 
 
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
-    """Return `bounds`, made exact for undecided boxes in the mask `where` if the pattern is periodic along diagonals.
+    """Return `bounds`, made exact for the undecided boxes in the mask `where` that can be counted by their diagonals.
 
-    The period must divide the boxes' step, so that all pairs of a diagonal are allowed or none is.
+    In these, queries and keys have one step, and each part of the pattern allows all pairs of the box, or none, or has
+    a period that divides the step; so all pairs of a diagonal are allowed or none is.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _any_repeats(pattern, box.k.step):
@@ -252,7 +253,7 @@ def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
     """Return the number of allowed pairs of each box, from one evaluated pair for each diagonal.
 
     A diagonal is all pairs of one lag, key index - query index. The mask must allow all pairs of a diagonal or none,
-    and queries and keys must have one step.
+    and queries and keys must have equal steps.
     """
     assert box.q.step == box.k.step
     lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
@@ -278,7 +279,7 @@ def _any_repeats(pattern: Pattern, step: int) -> bool:
 
 
 def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """Return a mask: True for boxes where each part allows all pairs, or none, or has a period dividing the step."""
+    """Return a mask: True for boxes of which, by bounds or period, each part allows all pairs of a diagonal or none."""
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
         period = part.period()

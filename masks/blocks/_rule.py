@@ -152,12 +152,16 @@ class BlockPlaces(NamedTuple):
 def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: (number
-    of query slots, number of key slots, queries of a block, keys of a block).
+    A block is alone in its class if its queries or its keys extend over several pieces, or if pieces have strides.
+
+    shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)
-    q, k = _run_of(rule.q, row * q_block, num_q, q_block), _run_of(rule.k, column * k_block, num_k, k_block)
+    q, k = (
+        _runs_of_blocks(rule.q, row * q_block, num_q, q_block),
+        _runs_of_blocks(rule.k, column * k_block, num_k, k_block),
+    )
     alone = torch.ones_like(table) if q is None or k is None else ((q.piece < 0) | (k.piece < 0)).long()
     together = (alone == 0).nonzero().squeeze(1)
     columns = [table, torch.cumsum(alone, 0) * alone]
@@ -168,7 +172,7 @@ def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> 
     return numbered(*columns)
 
 
-def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> SlotRun | None:
+def _runs_of_blocks(pieces: Pieces, start: Tensor, slots: int, side: int) -> SlotRun | None:
     """Return the slots of each block as a run, of piece -1 if they extend over several pieces; None for strided pieces.
 
     start: first slot of each block.

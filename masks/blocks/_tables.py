@@ -26,13 +26,13 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
     entry 1, and so on; the tables have shape (batch, heads, rows, width).
 
-    On CPU tables are as wide as the number of blocks, which the compiled kernel requires, but their rows overlap
-    in memory: entries past a row's count are entries of the next rows, and valid block numbers. On accelerators tables
-    are as wide as the longest row.
+    On CPU the rows of tables have an entry for each block along the other axis, which the compiled kernel requires, but
+    overlap in memory: entries past a row's count are 0 or entries of later rows, and valid block numbers. On
+    accelerators tables are as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
-    by_row = _side(blocks, blocks.row, blocks.column, (rows, columns), device)
-    by_column = _side(blocks, blocks.column, blocks.row, (columns, rows), device)
+    by_row = _index_tables(blocks, blocks.row, blocks.column, (rows, columns), device)
+    by_column = _index_tables(blocks, blocks.column, blocks.row, (columns, rows), device)
     kv_num, kv, full_kv_num, full_kv = (_by_entry(table, batch) for table in by_row)
     q_num, q, full_q_num, full_q = (_by_entry(table, batch) for table in by_column)
     return BlockMask(
@@ -59,7 +59,7 @@ def table_bytes(mask: BlockMask) -> int:
     return sum(table.untyped_storage().nbytes() for table in tables if table is not None)
 
 
-def _side(
+def _index_tables(
     blocks: Blocks, major: Int32[Tensor, " E"], minor: Int32[Tensor, " E"], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (partial counts, partial indices, full counts, full indices), as a BlockMask has them.
@@ -145,7 +145,7 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
 
 
 def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
-    """Return a view of the table at width `columns` >= W: the entries of a row from W on are those of the next rows."""
+    """Return a view of the table at width `columns` >= W: the entries of a row from W on are those of later rows."""
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
 

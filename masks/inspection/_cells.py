@@ -90,8 +90,7 @@ def count_cells(
     batch: index of the batch entry, if run-time tensors differ by entry.
 
     Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
-    estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
-    the pattern cannot be bound to.
+    estimate. Raises ValueError for heads, batch entries, sizes, windows and shapes that do not fit.
     """
     num_keys = num_tokens if num_keys is None else num_keys
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
@@ -175,7 +174,8 @@ def _every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
 def _by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Count the pairs of each cell as boxes of positions, by bounds and then by cutting undecided boxes into parts.
 
-    Boxes that differ by whole periods of the rule are counted once.
+    Boxes that differ by whole periods of the rule are counted once. Too many boxes are not counted: the counts are then
+    those of `_sampled`.
     """
     (row, queries), (column, keys) = q.parts(), k.parts()
     # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:

@@ -39,7 +39,7 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 class BranchDescription(PlannedCounts):
     """One distinct branch of a pattern: its counts over all heads, and the options the planner compared.
 
-    multiplicity: number of equal branches.
+    multiplicity: number of branches equal to it, itself included; `useful_pairs` counts each, other counts are of one.
     options: ways to compute it, the chosen one first.
 
     If the planner computes all branches together, a single BranchDescription covers them all.
@@ -99,7 +99,7 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def heads(self) -> tuple[HeadShare, ...]:
-        """Allowed pairs per head, in total and by branch; one item for each group of heads with equal rules."""
+        """Allowed pairs of a head, in total and by branch; one item for each group of heads with equal rules."""
         if len(alike_heads(self.bound)) == len(set(self.bound.pattern.branches())) == 1:
             return (HeadShare(tuple(range(self.num_heads)), (self.useful_pairs // self.num_heads,)),)
         return head_shares(self.bound, {branch.pattern: branch.options[0].terms for branch in self.branches})
@@ -107,7 +107,10 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def branch_shares(self) -> tuple[BranchShare, ...]:
-        """Allowed pairs of each distinct branch of the pattern, also if the planner computes branches together."""
+        """One `BranchShare` for each distinct branch: its allowed pairs over all heads, times its multiplicity.
+
+        Counted by branch also if the planner computes branches together.
+        """
         branches = Counter(self.bound.pattern.branches()).items()
         pairs = [sum(len(share.heads) * share.branch_pairs[at] for share in self.heads) for at in range(len(branches))]
         return tuple(BranchShare(*each, own) for each, own in zip(branches, pairs, strict=True))
@@ -287,7 +290,10 @@ def _branches_table(counts: Description) -> str:
 
 
 def _heads_table(counts: Description) -> str:
-    """Table of allowed pairs by head, with each branch's share; "" if there is one branch and all heads are equal."""
+    """Table of allowed pairs by head, for up to 24 kinds of heads, with each branch's share.
+
+    "" if there is one distinct branch and all heads have equal rules.
+    """
     branches, heads = counts.branch_shares, counts.heads
     if len(branches) == len(heads) == 1:
         return ""
@@ -316,7 +322,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _growth_table(counts: Description) -> str:
-    """Table of the mean receptive field by number of layers; "" if it is not self-attention."""
+    """Table of the mean receptive field by number of layers; "" without self-attention or if it never grows."""
     field = counts.receptive_field() if counts.is_self_attention else None
     if field is None or not field.growth:
         return ""

@@ -78,7 +78,7 @@ class Explanation:
     multiplicity: number of branches that allow the pair.
     reason: the tree; str() gives it as indented lines.
     standings: the blocks that contain the pair: one in natural order, and one in the order of `masks.layout` if this
-        differs; empty if the number of tokens is unknown.
+        differs and there are as many keys as queries; empty if the number of tokens is unknown.
     zero_keys: number of zero keys that padding adds to the query's softmax; None if that depends on an unknown number
         of tokens.
     """
@@ -147,8 +147,8 @@ def explain(
     head: one of num_heads global heads.
     batch: index of the batch entry, for run-time tensors.
     num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. If it is given,
-        the explanation includes the block of the pair, of block_size, in natural order and in the order of
-        `masks.layout`.
+        the explanation includes the block of the pair, of block_size, in natural order and, for as many keys as
+        queries, in the order of `masks.layout`.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
@@ -165,7 +165,7 @@ def explain(
     _require_position("key", key, keys, "tokens" if num_keys is None else "keys")
     require_below("head", head, num_heads, "heads")
     require_int("batch", batch, minimum=0)
-    rule = _rule(pattern, num_heads, num_tokens, keys, bindings)
+    rule = _with_run_time_values(pattern, num_heads, num_tokens, keys, bindings)
     if rule.num_entries() > 1:
         require_below("batch", batch, rule.num_entries(), "batch entries")
     rule = rule.entry(batch)
@@ -217,7 +217,7 @@ def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int,
     return slot, block, layout.pieces(0).position(torch.tensor(0), slots)
 
 
-def _rule(
+def _with_run_time_values(
     pattern: Expression,
     num_heads: int,
     num_tokens: int | None,

@@ -49,7 +49,7 @@ def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Counts of a term; builds its block lists as attention does."""
+    """Counts of a term; builds its block lists, if it has any, as attention does."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
@@ -86,7 +86,7 @@ def _count_plain(term: Term) -> PlannedCounts:
 
 
 def _full_blocks(term: Term) -> int:
-    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold."""
+    """Number of full blocks (whole, all pairs allowed) of a dense, causal or strip term, for one head and fold."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
@@ -124,7 +124,8 @@ class HeadShare:
 class BranchShare:
     """A distinct branch of a pattern, and the number of branches that are equal to it, itself included.
 
-    pairs: its allowed pairs over all heads, times this number (`multiplicity`).
+    multiplicity: this number.
+    pairs: its allowed pairs over all heads, times `multiplicity`.
     """
 
     pattern: Pattern

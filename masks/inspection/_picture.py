@@ -101,7 +101,8 @@ def window_of(
     queries, keys: slots to draw, None for all.
     block: (queries, keys) of blocks to draw, or None; the size of a cell then divides that of a block.
 
-    Raises ValueError for slots out of range, and for blocks smaller than a pixel.
+    Raises ValueError for slots out of range, and for blocks with a side shorter than a pixel, or, on axes of one scale,
+    with sides whose greatest common divisor is.
     """
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
@@ -129,7 +130,7 @@ class WindowBlocks:
 
     cells: counts, one cell for each block.
     sides: (queries, keys) of a block.
-    state: EMPTY, PARTIAL or FULL.
+    state: EMPTY, PARTIAL or FULL; EMPTY also if a count that is not exact is estimated as 0.
 
     As in block lists, a block cut short by the end of the sequence is never FULL.
     """
@@ -256,7 +257,11 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """Lines of the title, of at most `letters` letters, followed by lines with the sizes, for a smaller font."""
+    """Lines of the title, of at most `letters` letters, followed by lines with the sizes, for a smaller font.
+
+    The expression as title is cut to 3 lines. A given title has no lines with the sizes if it is empty or there is no
+    legend.
+    """
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
         lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]

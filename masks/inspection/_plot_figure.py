@@ -62,7 +62,7 @@ class ReproducibleFigure(Figure):
 
 
 def draw(picture: Picture) -> Figure:
-    """Figure with all panels in rows; one row for each head if there are several heads and orders."""
+    """Figure with all panels in rows of up to 4; one row for each head if there are several heads and orders."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
@@ -146,8 +146,9 @@ def _entry(label: str, colour: Any) -> Patch:
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     """Legend entries for the colours of cells.
 
-    If blocks are drawn, there is an entry for each kind of block, else for each number of branches that allow a pair.
-    If cells have several pairs, there are also entries for fractions of allowed pairs.
+    If blocks are drawn, there are entries for pairs of full and of partial blocks and for cells without pairs, else for
+    pairs that one, two or three branches allow; beyond three, for one, two and the largest number. If cells have
+    several pairs, there are also entries for fractions of allowed pairs.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_entry(label, _shade(share)) for share, label in _SHARES] if many else []

@@ -56,7 +56,10 @@ class ReceptiveField:
 
     @property
     def growth(self) -> tuple[tuple[int, float, float], ...]:
-        """(layers, mean number of tokens reached, standard error of the mean) for each number of layers from 1 on."""
+        """(layers, mean number of tokens reached, standard error of the mean) for 1 to `layers_at_least` layers.
+
+        The standard error is 0 if all tokens were examined, or only one.
+        """
         found = []
         for layers in range(1, self.layers_at_least + 1):
             sizes = [[1, *sizes][: layers + 1][-1] for sizes in self.reached]
@@ -87,8 +90,10 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
     """Receptive field of `number` randomly drawn tokens, or of all if there are no more than `number`.
 
-    Layers are followed until no token reaches further tokens. dense: multiply (tokens, tokens) matrices; otherwise read
-    the rows of tables, or use ranges of positions, and stop after about a second.
+    Layers are followed until no token reaches further tokens.
+
+    dense: True to multiply (tokens, tokens) matrices; False to read the rows of tables, or use ranges of positions, and
+        to stop after 64 layers or about a second.
     """
     tokens = _drawn_tokens(bound.num_queries, number)
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
@@ -130,7 +135,7 @@ def _sizes_of_many(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) ->
 def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by rules that list their keys.
 
-    Ends when the budget of rows is used up.
+    Ends after 64 layers, or when the budget of rows is used up.
     """
     first, read = bound.q_offset, 0
     known = torch.zeros(len(tokens), first + bound.num_queries, dtype=torch.bool)
@@ -151,7 +156,7 @@ def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]
 def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by ranges of positions.
 
-    Ends when the budget of searches is used up.
+    Ends after 64 layers, or when the budget of searches is used up.
     """
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]

@@ -77,7 +77,7 @@ class HeatMap:
         """Lines of the picture."""
         columns = self._canvas.columns
         above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._facts()]
-        drawn = [*_drawn(self.cells, self._grid, self._canvas), *_legend(self.cells, self._canvas)]
+        drawn = [*_map_lines(self.cells, self._grid, self._canvas), *_legend(self.cells, self._canvas)]
         return (*above, *drawn, *self._notes())
 
     def __str__(self) -> str:
@@ -104,7 +104,10 @@ class HeatMap:
 
     def _facts(self) -> list[str]:
         order = "natural order" if self.order == "natural" else f"residue order mod {self.rate}"
-        down, across = _side(self.cells.row_edges, "query", "queries"), _side(self.cells.column_edges, "key", "keys")
+        down, across = (
+            _side_text(self.cells.row_edges, "query", "queries"),
+            _side_text(self.cells.column_edges, "key", "keys"),
+        )
         tokens = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens"
         return wrap(f"{tokens}, {order}; cells of {down} x {across}", self._canvas.columns, break_on_hyphens=False)
 
@@ -145,7 +148,7 @@ def show(
     queries, keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order.
     size: (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn
         pair by pair.
-    cells: (rows, columns) of the grid, regardless of `size`.
+    cells: (rows, columns) of the grid, regardless of `size`, each at most the slots of the window.
     color: use 256 ANSI colors.
     ascii: use only ASCII characters.
     head: one of num_heads.
@@ -160,7 +163,7 @@ def show(
     require_int("num_tokens", num_tokens, minimum=1)
     require_choice("order", order, ("natural", "residue"))
     canvas = _Canvas(
-        *_pair("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
+        *_two_integers("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
         require_bool("color", color),
         not require_bool("ascii", ascii),
     )
@@ -174,7 +177,7 @@ def show(
         return HeatMap(asked, num_tokens, num_heads, head, order, rate, found, canvas, grid)
 
     if cells is not None:
-        rows, columns = _pair("cells", cells, (1, 1), MOST_CELLS)
+        rows, columns = _two_integers("cells", cells, (1, 1), MOST_CELLS)
         return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
     # Reduce the lines of cells until all fits, as texts vary in length. One line is for the prompt.
     free = canvas.lines - 1
@@ -186,14 +189,14 @@ def show(
         most = max(_LEAST_MAP, most - (len(found.lines) - free))
 
 
-def _pair(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
+def _two_integers(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(f"{name} must be a tuple of two integers; got {name}={value!r:.80}")
     first, second = (require_int(name, each, minimum=low, maximum=most) for each, low in zip(value, least, strict=True))
     return first, second
 
 
-def _side(edges: Tensor, one: str, many: str) -> str:
+def _side_text(edges: Tensor, one: str, many: str) -> str:
     """Side of the cells as text, such as "64 queries" or "63 to 64 queries"; one, many: singular and plural noun."""
     least, most = (int(size) for size in edges.diff().aminmax())
     return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
@@ -229,13 +232,13 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     rows, columns = min((3 - high) * lines, queries), min(most, keys)
     columns = min(columns, max(_LEAST_SIDE, round(high * rows * keys / queries)))
     rows = min(rows, max(_LEAST_SIDE, round(columns * queries / keys / high)))
-    return Grid(_even(queries, rows), _even(keys, columns), halves=halves)
+    return Grid(_cells_along(queries, rows), _cells_along(keys, columns), halves=halves)
 
 
-def _even(slots: int, most: int) -> int:
-    """Number of cells for `slots` slots: their largest divisor that is at most `most` and not far below it, if any.
+def _cells_along(slots: int, most: int) -> int:
+    """Number of cells for `slots` slots: their largest divisor that is at most `most` and at least 80 % of it, if any.
 
-    Otherwise it is `most`.
+    Otherwise it is `most`, or `slots` if these are fewer.
     """
     # Divisors are preferred, as the borders of equally long cells coincide with those of segments and blocks.
     least = max(1, round(_LEAST_SHARE * most))
@@ -275,10 +278,10 @@ def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) ->
     return line, shown
 
 
-def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
+def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     """Lines of text: the cells in a frame, with labels at the left and above."""
     levels, number = levels_of(cells, color=canvas.color)
-    body = _halves(levels, number) if grid.halves else _whole(levels, number, grid.width, canvas)
+    body = _half_lines(levels, number) if grid.halves else _whole_lines(levels, number, grid.width, canvas)
     inner, high = grid.columns * grid.width, 2 if grid.halves else 1
     rows, columns = _labels(cells.window, (len(body), inner))
     by_line = {cell // high: label for cell, label in reversed(_by_cell(rows, cells.row_edges))}
@@ -292,7 +295,7 @@ def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     return [*lines, f"{'':{margin}} {corners[2]}{dash * inner}{corners[3]}"]
 
 
-def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
+def _whole_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
     """Lines of text, one for each row of cells; `number`: index of each cell's level."""
 
     def text(level: Level, cells: int) -> str:
@@ -304,7 +307,7 @@ def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, 
     return ["".join(text(levels[index], len(list(run))) for index, run in groupby(row)) for row in number.tolist()]
 
 
-def _halves(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
+def _half_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
     """Lines of text, one for two rows of cells, drawn as the upper and lower halves of characters."""
     rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
     return [
@@ -367,7 +370,7 @@ class Level:
 
     @property
     def is_times(self) -> bool:
-        """True if the character is a digit: the mean number of branches that allow a pair of the cell, rounded up."""
+        """True if the character is a digit: the mean number of branches that allow a pair, rounded up, 9 for more."""
         return self.shape.isdigit()
 
 

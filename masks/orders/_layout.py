@@ -20,7 +20,7 @@ class Pieces:
 
     Slot run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For
     heads that use table t, the i-th slot of slot run p holds position firsts[t, p] + step * i. Slot runs of stride n >
-    1 come in groups of n, which start at consecutive slots and together fill all slots of the group.
+    1 come in groups of n equally long ones, which start at consecutive slots and interleave without gaps.
     """
 
     starts: Int64[Tensor, " P"]
@@ -48,7 +48,7 @@ class _Order:
 
     @property
     def is_natural(self) -> bool:
-        """True if slot s holds token s."""
+        """True only if slot s holds token s; False is not conclusive."""
         return False
 
     def pieces(self, origin: int) -> Pieces:
@@ -65,7 +65,7 @@ class _Order:
 
 
 class _SharedOrder(_Order):
-    """Base of orders with one fold that all heads share: slot s holds token positions()[s]."""
+    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]; one fold unless overridden."""
 
     folds = 1
 
@@ -74,7 +74,7 @@ class _SharedOrder(_Order):
         raise NotImplementedError  # defined by each order
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """Return the index of the token in each slot."""
+        """Return the index of the token in each slot of fold 0."""
         raise NotImplementedError
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 1 S"]:
@@ -86,17 +86,17 @@ class _SharedOrder(_Order):
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Return the first token of the head with this index: 0, as all heads share the tokens."""
+        """Return how many tokens the order of the head with this index is shifted: 0, as all heads share the order."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
-        """Return an equal Compact, an order of one progression for each head; None if slot s does not hold token s."""
+        """Return an equal Compact, an order of one progression for each head; None unless `is_natural`."""
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
-        """Return an order whose folds are copies of this one, each shifted by one of `moves`, in tokens.
+        """Return an order with all folds of this one, shifted by moves[0] tokens, then all shifted by moves[1], ...
 
-        heads: query heads of the result, if it is a `Compact`.
+        heads: query heads of the result, if it is a `Compact`; a `Compact` order keeps its own.
         """
         compact = self.as_compact(heads)
         return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
@@ -208,7 +208,7 @@ class Layout(Permutation):
 class ListedOrder(_SharedOrder):
     """Order of some tokens, equal for all heads: slot s holds the s-th token of the concatenated runs.
 
-    All runs have one step.
+    All runs have equal steps.
     """
 
     runs: tuple[range, ...]
@@ -252,7 +252,7 @@ class FoldStarts:
 
 @dataclass(frozen=True)
 class Compact(_Order):
-    """Order of the tokens that each head's dilated rule uses: one progression for each head, repeated over folds.
+    """Order of one progression of tokens for each head, such as a dilated rule's active ones, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
     fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold; heads with another
@@ -370,7 +370,7 @@ def residue_rate(branch: Pattern, most: int) -> int:
     """Return the rate, at most `most`, of the residue-major order that makes active tokens of dilated rules adjacent.
 
     It is the least common multiple of the dilation rates of `branch`, taken in ascending order; a rate that would raise
-    it above `most` is skipped.
+    it above `most` is skipped. 1 without dilation.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

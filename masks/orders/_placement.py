@@ -23,7 +23,7 @@ class Part(NamedTuple):
     queries: positions of the queries.
     q_token: index of the first query in q.
     span: the interval of key positions.
-    gapless: True if there is a key at each position of `span`.
+    gapless: True if each head has a key at each position of `span`.
     """
 
     queries: range
@@ -37,8 +37,8 @@ class Placement:
     """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
 
     keys: one entry for all key-value heads, or one for each.
-    complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; False if
-        such pairs must be excluded, and then all heads have equal keys, in runs of step 1.
+    complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
+        such pairs must be excluded, and all heads have equal keys, in runs of step 1.
     num_tokens: run-time tensors have values for all lower positions; 0 if they end with the last position of a query or
         key.
     """
@@ -87,7 +87,7 @@ class Placement:
         return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
-        """Yield parts, each a run of queries with an interval of keys, that contain each (query, key) pair once."""
+        """Yield parts, each a run of queries and an interval of positions; each (query, key) pair is in exactly one."""
         tokens = accumulate(map(len, self.queries), initial=0)
         for queries, token in zip(self.queries, tokens, strict=False):
             for span, gapless in self._spans():
@@ -191,7 +191,7 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots up to the last block that holds a token of any head; at least two blocks."""
+        """Number of slots that hold the tokens of all heads, in whole blocks, at least two."""
         last = self.num_segments - 1
         held = last * self.width + int(self.held()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
@@ -219,9 +219,9 @@ class Padded:
 class ActivePositions:
     """Ascending order of the active positions in some runs: those p with p % segment % step equal to an offset.
 
-    Heads with equal offset and runs share a row: `rows` has the row of each head, `offsets` and `runs` have an entry
-    for each row. Slots past the end of a row are empty. The number of slots is a multiple of `side`, at least two
-    blocks: a graph compiled for a dynamic number of blocks would specialize on one.
+    Heads with equal offset and runs share a row of `positions`: `rows` has the index of each head's row, `offsets` and
+    `runs` have an item for each row. Slots after a row's last position are empty. The number of slots is a multiple of
+    `side`, at least two blocks: a graph compiled for a dynamic number of blocks would specialize on one.
     """
 
     offsets: tuple[int, ...]
@@ -244,7 +244,7 @@ class ActivePositions:
 
     @cached_property
     def positions(self) -> Int64[Tensor, "T S"]:
-        """Position in each slot of each row; -1 if the slot is empty."""
+        """Position in each slot, a row for each item of `offsets` and `runs`; -1 if the slot is empty."""
         rows = [self._active(*row) for row in zip(self.offsets, self.runs, strict=True)]
         slots = max(2, -(-max(map(len, rows)) // self.side)) * self.side
         return torch.stack([pad(row, (0, slots - len(row)), value=-1) for row in rows])

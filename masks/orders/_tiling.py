@@ -45,20 +45,23 @@ class Tiling(Permutation):
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         slot = torch.arange(self.num_slots, device=device)
-        box = self._everywhere(slot)
+        box = self._whole_grid(slot)
         for axis, unit in self._digits():
-            size = unit * _others(box, axis)
+            size = unit * _tokens_per_place(box, axis)
             number = slot // size
             slot, box = slot - number * size, _children(box, axis, unit, number, number + 1)
         return sum((side.first * stride for side, stride in self._strided(box)), torch.zeros_like(slot))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         token = torch.arange(self.num_slots, device=device)
-        slot, box = torch.zeros_like(token), self._everywhere(token)
+        slot, box = torch.zeros_like(token), self._whole_grid(token)
         places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
         for axis, unit in self._digits():
             number = (places[axis] - box[axis].first) // unit
-            slot, box = slot + number * unit * _others(box, axis), _children(box, axis, unit, number, number + 1)
+            slot, box = (
+                slot + number * unit * _tokens_per_place(box, axis),
+                _children(box, axis, unit, number, number + 1),
+            )
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
@@ -75,7 +78,7 @@ class Tiling(Permutation):
 
         The result also has the index i of the slot run of each rectangle.
         """
-        rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
+        rest = _Runs(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
         found = []
         for axis, unit in self._digits():
             whole, rest = _cut_at_children(rest, axis, unit)
@@ -92,7 +95,7 @@ class Tiling(Permutation):
         yield from enumerate(self.tile)
         yield from ((axis, 1) for axis in range(len(self.tile)))
 
-    def _everywhere(self, like: Tensor) -> Rectangle:
+    def _whole_grid(self, like: Tensor) -> Rectangle:
         return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
 
     def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
@@ -119,20 +122,20 @@ class _Runs:
 
 
 def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """Split slot runs at the borders of children; return (rectangles of whole children, the remaining parts).
+    """Split slot runs at the boundaries of children; return (rectangles of whole children, the remaining parts).
 
     Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
     `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is
-    inside one child. Each remaining part is inside one child. A smaller last child counts as a beginning even if it is
-    whole.
+    inside one child. Each remaining part is inside one child. A last child that is smaller than others counts as
+    a beginning even if it is whole.
     """
-    size = unit * _others(runs.box, axis)
+    size = unit * _tokens_per_place(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
     whole, before = begin < end, runs.start < begin * size
     after = (begin <= end) & (end * size < runs.stop)
     boxes = _children(runs.box, axis, unit, begin, end)
-    ends = _inside(runs, begin - 1, size, axis, unit).select(before)
-    beginnings = _inside(runs, end, size, axis, unit).select(after)
+    ends = _part_in_child(runs, begin - 1, size, axis, unit).select(before)
+    beginnings = _part_in_child(runs, end, size, axis, unit).select(after)
     rest = _Runs(
         torch.cat([ends.run, beginnings.run]),
         torch.cat([ends.start, beginnings.start]),
@@ -142,7 +145,7 @@ def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Ru
     return Rectangles(runs.run[whole], select(boxes, whole)), rest
 
 
-def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
+def _part_in_child(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
     """Return the part of each slot run i in child number child[i] of its rectangle, with that child as its rectangle.
 
     Children of a rectangle have `unit` places along `axis` and are numbered from 0. size: number of slots of a child.
@@ -151,7 +154,7 @@ def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _
     return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
 
 
-def _others(box: Rectangle, axis: int) -> Tensor:
+def _tokens_per_place(box: Rectangle, axis: int) -> Tensor:
     """Return the number of tokens of a rectangle at one place along `axis`: the product of its other sides."""
     return prod((side.count for side in (*box[:axis], *box[axis + 1 :])), start=torch.ones_like(box[axis].count))
 

@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number of cache entries of one kind, and the bytes of their tensors.
+    """Number of cache entries of one kind, and the bytes of their values.
 
     name: the kind, such as "masters" or "copies on cuda:0".
     """
@@ -64,7 +64,7 @@ class CacheStats:
     misses: look-ups that built it.
     evictions: entries dropped to stay within the budgets.
     build_seconds: time spent building; builds within builds count once.
-    masters: plans and block lists, on the CPU.
+    masters: plans, block lists and other values that are no copies.
     copies: tensors made from these, one item for each device.
     limits: budgets in bytes and entries.
     """
@@ -79,12 +79,12 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """Number of all entries: plans and block lists (masters), and tensors made from them (copies)."""
+        """Number of all entries, masters and copies."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors of all entries, without the overhead of Python objects."""
+        """Bytes of all entries: of their tensors, and roughly of plans, without the overhead of Python objects."""
         return self.masters.bytes + sum(holding.bytes for holding in self.copies)
 
     @property
@@ -202,7 +202,7 @@ class Cache:
             building = self._building.get(key)
             is_mine = building is None
             if building is None:
-                outer, text = getattr(self._inside, "patterns", None) or "", _text(pattern)
+                outer, text = getattr(self._inside, "patterns", None) or "", _json_of(pattern)
                 building = _Building(outer if text in outer else f"{outer} {text}", device)
                 self._building[key] = building
             self._misses += is_mine
@@ -218,11 +218,12 @@ class Cache:
     def forget(self, pattern: Expression) -> int:
         """Drop all values that depend on a pattern, or on a combination that contains it; return their number.
 
-        Values that are being built for the pattern are returned to their callers but not kept.
+        Values that depend on all parts of the pattern in other combinations are dropped, too. Values that are being
+        built for the pattern are returned to their callers but not kept.
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
         branches = require_expression(pattern).unpadded.branches()
-        texts = [_text(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
+        texts = [_json_of(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
         def concerns(built: Entry | _Building) -> bool:
             return all(text in built.pattern for text in texts)
@@ -278,7 +279,7 @@ class Cache:
         except BaseException as error:
             # Waiting threads get this error too; the next call may try again.
             with self._lock:
-                self._end(key, mine)
+                self._end_build(key, mine)
             mine.done.set_exception(error)
             raise
         finally:
@@ -286,7 +287,7 @@ class Cache:
         seconds, gone = time.perf_counter() - begin, []
         with self._lock:
             limits = self._limits
-            kept = self._end(key, mine) and entry.nbytes <= limits.bytes and limits.entries > 0
+            kept = self._end_build(key, mine) and entry.nbytes <= limits.bytes and limits.entries > 0
             if kept:
                 gone = self._evict(entry.nbytes, 1)
                 self._entries[key] = entry
@@ -296,11 +297,11 @@ class Cache:
                 self._build_seconds += seconds
         mine.done.set_result(value)
         why = "" if kept else "; not kept, as it is over the budget or was forgotten meanwhile"
-        _tell("built", [entry], f" in {1e3 * seconds:.2f} ms{why}")
-        _tell("evicted", gone, ", used longest ago")
+        _log_entries("built", [entry], f" in {1e3 * seconds:.2f} ms{why}")
+        _log_entries("evicted", gone, ", used longest ago")
         return value
 
-    def _end(self, key: Hashable, mine: _Building) -> bool:
+    def _end_build(self, key: Hashable, mine: _Building) -> bool:
         """Remove a finished build from the builds in progress.
 
         Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.
@@ -311,7 +312,7 @@ class Cache:
         with self._lock:
             self._limits = limits
             gone = self._evict(0, 0)
-        _tell("evicted", gone, ", used longest ago")
+        _log_entries("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
         """Evict entries until these additional bytes and entries fit, copies first; return the evicted entries."""
@@ -329,7 +330,7 @@ class Cache:
         self._bytes -= entry.nbytes
 
 
-def _tell(what: str, entries: list[Entry], how: str) -> None:
+def _log_entries(what: str, entries: list[Entry], how: str) -> None:
     """Log one DEBUG line for each entry: `what` happened to it, such as "evicted", and `how`.
 
     Do not call it with the lock held: a log handler may use the cache.
@@ -351,8 +352,8 @@ def debug_wanted() -> bool:
 def pattern_text(text: str) -> str:
     """Return the first of several concatenated JSON texts of patterns, as a Python expression.
 
-    It is shortened to 160 characters; the JSON itself is returned if it cannot be read, and "any pattern" for an empty
-    text.
+    It is shortened as by `in_line`; so is the JSON itself, which is returned if it cannot be read. "any pattern" for an
+    empty text.
     """
     text = text.strip()
     if not text:
@@ -369,7 +370,7 @@ def in_line(value: object) -> str:
     return shortened(str(value), _LONGEST)
 
 
-def _text(pattern: Expression | str) -> str:
+def _json_of(pattern: Expression | str) -> str:
     """Return the JSON text of a pattern, with names of run-time tensors instead of values; a string unchanged."""
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 

@@ -62,9 +62,10 @@ def block_mask(
     block_size: tokens of a block, or (queries, keys).
 
     The mask's batch axis has length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads
-    have equal masks.
+    have equal rules.
 
-    Raises ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask.
+    Raises ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask, for a layout of
+    another number of tokens, and for sizes or heads that do not fit.
 
     >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
     (1, 1, 256, 256)
@@ -133,7 +134,7 @@ def entry_terms(term: Term) -> list[Term]:
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(queries, keys) of a block size; ValueError unless both are integers from 1 to 32768."""
+    """(queries, keys) of a block size; TypeError or ValueError unless both are integers from 1 to 32768."""
     sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
         raise ValueError(f"block_size must be one number of tokens, or two, for queries and keys; got {block_size=}")

@@ -63,7 +63,8 @@ class Option:
     machine: constants of the device, for the cost.
     given: order of the tokens in q, k and v.
     operands: sizes of q, k and v.
-    shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp.
+    shares_rows: False if it is certain that each row of the output gets its result from one term; True if several terms
+        may contribute, whose results are then merged by log-sum-exp.
     """
 
     branch: Expression
@@ -89,7 +90,8 @@ def options_of(
     bound: the pattern's sizes.
     allowed: kinds of terms that the engine can run.
 
-    Costs depend on machine, the constants of the device, and operands, the sizes of q, k and v.
+    Options that a lower bound on cost rules out as the cheapest come last, in no order. Costs depend on machine, the
+    constants of the device, and operands, the sizes of q, k and v.
     """
     given = Layout(bound.num_queries)
 
@@ -109,7 +111,7 @@ def options_of(
 
         terms = window_terms(*cut, times, bound, weighed, any_number=allowed.any_windows)
         if terms is not None:
-            return _in_order(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
+            return _cheapest_first(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # For all lengths: a choice by length would cause recompilation.
         return (option("padded", padded),)
@@ -131,7 +133,7 @@ def options_of(
 def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
     """Return the options, followed by one with a dense mask where that may be cheaper.
 
-    It is added if `allowed` and the number of pairs permit it, and each option has block lists or several terms.
+    It is added if `takes_mask` permits it and each option has block lists or several terms.
     """
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
     if plainly or not takes_mask(len(bound.masked_heads), bound.num_queries, bound.num_keys, allowed):
@@ -181,29 +183,29 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """The options, cheapest first, each in its cheapest block size.
+    """The options, cheapest first, with block lists in blocks of 128, or of a size that is over 5 % cheaper.
 
-    Sizes other than 128 are tried only for options that cost at most twice the minimum. Options that cannot be the
-    cheapest come last; their cost is not computed.
+    Other sizes are tried only for options that cost at most twice the minimum. Options that cannot be the cheapest come
+    last; their cost is not computed.
     """
     ruled_out = _ruled_out(options)
     weighed = [option for option in options if option not in ruled_out]
-    least = min(map(_weight, weighed))
+    least = min(map(_adjusted_seconds, weighed))
     for index, option in enumerate(weighed):
-        # "disjoint" chose the side of each part.
+        # "disjoint" chose the side of each part. `least` may be adjusted by 5 %, which a limit of twice it can bear.
         if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
-    return (*_in_order(weighed), *ruled_out)
+    return (*_cheapest_first(weighed), *ruled_out)
 
 
-def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
-    return tuple(sorted(options, key=_weight))
+def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
+    return tuple(sorted(options, key=_adjusted_seconds))
 
 
-def _weight(option: Option) -> float:
-    """Predicted seconds of a forward pass, increased for options with block lists, as these must be built."""
+def _adjusted_seconds(option: Option) -> float:
+    """Predicted seconds of a forward pass, increased by 5 % for options with block lists, as these must be built."""
     return option.cost.seconds / _CLEARLY if _is_listed(option) else option.cost.seconds
 
 
@@ -226,7 +228,7 @@ def _is_listed(option: Option) -> bool:
 
 
 def _ruled_out(options: list[Option]) -> list[Option]:
-    """Options with block lists whose lower bound on cost exceeds the cost of the cheapest option without lists.
+    """Options with block lists whose lower bound on cost exceeds 95 % of the cost of the cheapest without lists.
 
     [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """
@@ -240,13 +242,13 @@ def _ruled_out(options: list[Option]) -> list[Option]:
         for option in options
         if _is_listed(option)
         and least_seconds(
-            option.terms, wanted / _fullest(option, plain[0]), option.machine, option.given, option.operands
+            option.terms, wanted / _most_allowed(option, plain[0]), option.machine, option.given, option.operands
         )
         > least
     ]
 
 
-def _fullest(option: Option, plain: Option) -> float:
+def _most_allowed(option: Option, plain: Option) -> float:
     """Upper bound on the fraction of pairs that the rule allows in a block of the option.
 
     plain: an option without block lists for the same branch.
@@ -263,8 +265,9 @@ def _fullest(option: Option, plain: Option) -> float:
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
     """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless the union has 2 to 6 parts.
 
-    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. A part that an
-    earlier one contains is dropped. Factors that a part shares with an earlier one are omitted from the exclusion.
+    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. A part is
+    dropped if all factors of an earlier part are among its own: the earlier one then contains it. Other containment is
+    not noticed, and such a part is empty. An exclusion omits factors that a part shares with the earlier one.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     found = []
@@ -295,7 +298,7 @@ class Choice:
 class Candidates:
     """Ways to compute a pattern, cheapest first.
 
-    branches: options for each distinct branch.
+    branches: options for each distinct branch, as from `options_of`.
     together: options that compute all branches together; may be empty.
     """
 
@@ -310,10 +313,10 @@ class Candidates:
             for branch, times in Counter(bound.pattern.branches()).items()
         }
         cheapest = {branch: options[0] for branch, options in found.items()}
-        return cls(tuple(found.values()), _in_order(list(_together(cheapest, bound, *under))))
+        return cls(tuple(found.values()), _cheapest_first(list(_together(cheapest, bound, *under))))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """Options for each branch, with the chosen one first; None if a chosen one is not among them.
+        """Options for each branch, with the chosen one first; None if the choice is for other branches or options.
 
         If the choice is for all branches together, there is a single tuple of options.
         """
@@ -327,7 +330,7 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """(name, block size of each block list) of a way to compute a branch, as in `Choice.ways`."""
+    """(name, block size of each block list) of an option, as in `Choice.ways`."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 

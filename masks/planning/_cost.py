@@ -79,7 +79,8 @@ def least_seconds(
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of any block size.
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate without a mask of
+    any block size.
 
     given: order of the tokens in q, k and v.
     """
@@ -102,6 +103,8 @@ def least_seconds_in_larger(
 ) -> float:
     """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
 
+    It assumes the fastest rate without a mask.
+
     side: larger than the present block size, so that all pairs computed at present are computed too.
     cost: predicted cost in the present block size.
     """
@@ -114,7 +117,7 @@ def least_seconds_in_larger(
 def computed_pairs(term: Term) -> int:
     """Number of (query, key) pairs that the kernel of a term computes, over all heads and folds, allowed or not.
 
-    An estimate for a term with block lists.
+    Blocks that extend past the last slot count in full. An estimate for a term with block lists.
     """
     return round(sum(term.listed_blocks) * term.block_side**2)
 
@@ -133,7 +136,8 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 def _launches(term: Term, calls_a_list: int) -> int:
     """Number of kernel calls of a term: `calls_a_list` for each of its block lists.
 
-    Without block lists it is one, or, if tokens are copied, one for each chunk of `SLOTS_AT_ONCE` copied tokens.
+    Without block lists it is one, or, if the queries are copied in a `Compact` order, one for each chunk of
+    `SLOTS_AT_ONCE` of them. A `TableTerm` counts its own.
     """
     if isinstance(term, TableTerm):
         return term.work.calls

@@ -59,7 +59,7 @@ class Machine:
         rows.
     source: origin of the constants, "builtin" or the path of a file; ignored in comparisons.
 
-    Raises ValueError unless all numbers are positive and finite.
+    Raises ValueError unless all numbers are positive and finite, and `blocks` has one or more sizes in ascending order.
 
     >>> machine = masks.machine()
     """
@@ -87,7 +87,7 @@ class Machine:
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this size, or of the nearest size that has rates."""
+        """Rates of blocks of this size, or of the nearest size that has rates, the smaller if two are."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
@@ -157,7 +157,8 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
 
     Cached plans made with other constants are no longer used.
 
-    Raises ValueError for a file without constants of this kind of device.
+    Raises ValueError for a file that cannot be read or has no constants of this kind of device, TypeError for other
+    values.
 
     >>> masks.set_machine(None)
     """
@@ -170,7 +171,7 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
 
 
 def sources_in_use() -> dict[str, str]:
-    """Map each kind of device used so far in this process to the origin of its cost constants.
+    """Map each kind of device whose cost constants were set or used in this process to their origin.
 
     For example {"cpu": "builtin"}; the origin is `Machine.source`, the path of a file for constants read from it.
     """

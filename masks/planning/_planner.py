@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def shares_rows(self) -> bool:
-        """True if several terms contribute to one row of the output, which is then merged by log-sum-exp."""
+        """True if several terms may contribute to one row of the output, which is then merged by log-sum-exp."""
         return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def beside_table(self) -> Plan:
-        """The plan of the other pairs: without `table`, or unchanged if there is none."""
+        """The plan of the pairs outside the table: without `table`; self if there is none."""
         if self.table is None:
             return self
         options = self.options[1:]
@@ -90,7 +90,7 @@ class Plan:
         return Plan.of(bound, self.layout, options)
 
     def __repr__(self) -> str:
-        return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
+        return f"Plan({_bound_text(self.bound)}: {_ways_text(self)})"
 
 
 @outside_torch_modes
@@ -109,7 +109,7 @@ def plan(
     operands: sizes of the tensors; None for the device's usual ones.
     layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
         the copies, in natural order: see `Plan.layout`.
-    choice: options to take in natural order instead of the cheapest.
+    choice: options to take in natural order instead of the cheapest, if the pattern has all of them.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
@@ -142,8 +142,8 @@ def plan_with_table(
 ) -> Plan:
     """Return the plan of `plan`, except for pairs in a table of selected blocks: engines read the table itself.
 
-    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Raises ValueError for tables that differ by
-    batch entry. Cached.
+    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Without such a table it
+    is `plan`. Raises ValueError for tables that differ by batch entry. Cached.
     """
     split = _table_split(bound)
     if split is None:
@@ -370,10 +370,12 @@ def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
         return plan
     measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
     why = ", in ways that were chosen before" if measured else ""
-    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways(plan), why)
+    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways_text(plan), why)
     for best, *others in plan.options[:_MOST_BRANCHES]:
         if others:
-            log.debug("chose %s for %s, over %s", _way(best), in_line(best.branch), ", ".join(map(_way, others)))
+            log.debug(
+                "chose %s for %s, over %s", _way_text(best), in_line(best.branch), ", ".join(map(_way_text, others))
+            )
     return plan
 
 
@@ -389,13 +391,13 @@ def _bound_text(bound: Bound) -> str:
     return f"{in_line(bound.pattern)}, {sizes}"
 
 
-def _ways(plan: Plan) -> str:
+def _ways_text(plan: Plan) -> str:
     layouts = Counter(options[0].layout for options in plan.options)
     named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
     terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
     return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
 
 
-def _way(option: Option) -> str:
+def _way_text(option: Option) -> str:
     """Layout name of an option, with its predicted time if that is already computed."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

@@ -23,7 +23,8 @@ _CELLS = 1 << 18  # pairs evaluated at once
 class KeyLists:
     """The keys of each query: list (b * T + t) * N + n has those that query n sees in the heads of table t.
 
-    keys: indices of keys in the call, in ascending order in each list. ends: one past the last of each list in `keys`.
+    keys: indices of keys in the call, list after list, ascending in each.
+    ends: one past the last place of each list in `keys`.
     shape: (b, T, N); b is 1 or the number of batch entries, and heads share tables in consecutive groups of equal size.
     """
 
@@ -33,9 +34,10 @@ class KeyLists:
 
     @classmethod
     def of(cls, entries: Sequence[TableProblems]) -> KeyLists:
-        """Read the tables of a call, with the rule of the pairs in them: of all batch entries, or of each.
+        """Return the keys of each query that the tables of a call list and the rule of pairs in them allows.
 
-        If entries have different numbers of tables, each has the most: that of a list for each head.
+        entries: the tables of each batch entry, or those of all entries as a single item. If their numbers differ, the
+            tables of an entry are repeated up to the largest number.
         """
         tables = max(each.num_tables for each in entries)
         found = [_listed(each, tables) for each in entries]

@@ -68,7 +68,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
     Equal segments or residue classes are folds, computed as a batch. A head's rule must be an intersection with a
     dilated factor whose segment is a multiple of the other factors' period, or depend only on the distance of query and
-    key and allow only multiples of a spacing above 1.
+    key and allow only multiples of a spacing above 1, at most the number of queries and of keys.
     """
     groups: dict[tuple[Pattern, _Folds], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
@@ -177,13 +177,13 @@ def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
 
     Returns all terms, with each such term replaced by one or two; None if no term can be replaced.
     """
-    parts = [_parts(term) for term in terms]
+    parts = [_split_causal_term(term) for term in terms]
     if all(found is None for found in parts):
         return None
     return tuple(part for term, found in zip(terms, parts, strict=True) for part in (found or (term,)))
 
 
-def _parts(term: Term) -> tuple[Term, ...] | None:
+def _split_causal_term(term: Term) -> tuple[Term, ...] | None:
     if term.shape != "blocks" or term.rule != Causal() or term.weights is not None:
         return None
     q, k = (side.as_compact(term.heads) for side in (term.q, term.k))
@@ -209,7 +209,8 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
     """Map from tile shape to a list of one term for all heads, with the grid's tokens ordered tile by tile.
 
-    Empty unless the branch is a neighbourhood over its whole grid. Tiles whose order is the natural one are left out.
+    Empty unless the branch is a neighbourhood, and queries and keys are its whole grid. Tiles in natural order are left
+    out.
     """
     everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
     if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):

@@ -27,8 +27,10 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
     """Partition branches greedily into few groups whose dilated segments nest.
 
     Branches and groups map each branch to its multiplicity. Segments nest if each segment length and rate divides the
-    next, and a token that is active in a branch is active in all earlier ones; they may be combined with causal order.
-    A branch that nests with no other is a group by itself.
+    next, by at most 4; the last rate divides the shortest segment, and is at most 64 times the first rate; and a token
+    that is active in a branch is active in all earlier ones. The branches of a group are all combined with causal
+    order, or none is. A branch that nests with no other is a group by itself; none nests unless queries and keys are
+    the same positions from 0 on.
     """
     groups: list[dict[Pattern, int]] = []
     for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
@@ -127,7 +129,7 @@ class _Chain:
         active = [[times * ((t - o) % base.rate == 0) for base, o, times in branches] for t in tokens]
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
-    def exactly(self, level: int) -> tuple[int, range]:
+    def tokens_of_level(self, level: int) -> tuple[int, range]:
         """Describe the tokens of exactly this level; a token's level is the last branch in which it is active.
 
         Returns (branch, phases): the tokens are those at a distance in `phases` after an active token of the branch.
@@ -207,7 +209,10 @@ def _strips(chain: _Chain) -> Iterator[Term]:
 
 
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
-    """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch."""
+    """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch.
+
+    In causal order, those with the keys before the queries only.
+    """
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole
     for start, folds, length in _segments(whole, chain.bound.num_keys):
@@ -227,12 +232,13 @@ def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[
     """Yield the terms of a rectangle of pairs; branch `index` is the first with query and key in one segment.
 
     The level of a query is the last branch in which it is active. There is one term for each level, for each residue
-    class of its queries (a phase of `_Chain.exactly`), and for each group of heads with equal numbers of active tokens.
+    class of its queries (a phase of `_Chain.tokens_of_level`), and for each group of heads with equal numbers of active
+    tokens.
     weights[level - index][head]: as from `_Chain.weights`, the weight of each active key, for one period of keys.
     """
     queries, keys, folds, stride = rectangle
     for level, of_heads in enumerate(weights, index):
-        upper, phases = chain.exactly(level)
+        upper, phases = chain.tokens_of_level(level)
         steps = chain.bases[upper].rate, chain.bases[index].rate
         for phase in phases:
             alike: dict[tuple[int, int], list[tuple[int, int, int, tuple[int, ...]]]] = {}

@@ -209,7 +209,7 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
             groups.setdefault((rest, base.segment, base.rate), []).append((head, base.offset))
     terms = []
     for (rest, segment, rate), members in groups.items():
-        sides = _sides(tuple(offset for _, offset in members), segment, rate, bound)
+        sides = _padded_orders(tuple(offset for _, offset in members), segment, rate, bound)
         if sides is not None:
             heads = tuple(head for head, _ in members)
             terms.append(PaddedTerm.of(bound, rest, "blocks", multiplicity, *cast(Any, sides), heads=heads))
@@ -219,7 +219,7 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
 _LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compiled for all lengths share these numbers
 
 
-def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
+def _padded_orders(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
     """Return (query order, key order) of the segments with queries and keys; None if no query or no key is active.
 
     offsets: dilation offset of each head.
@@ -244,19 +244,16 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
 
 
 class IntervalTerm(SharedListTerm):
-    """Term in which each query attends to one interval of key slots.
-
-    Tokens are numbered by position.
-    """
+    """Term in which each query attends to one interval of key slots; tokens are numbered by position."""
 
     q: ActivePositions  # pyright: ignore[reportIncompatibleVariableOverride]
     k: ActivePositions  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @cached_property
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
-        """Return (low, high): the query attends to key slots low to high - 1, to none if low == high.
+        """(low, high): the query in a slot attends to key slots low to high - 1, to none if low == high.
 
-        Axis T is for the rows of slots, each used by one or more heads.
+        Axis T has the rows of `q.positions` and `k.positions`, each for one or more heads.
         """
         queries, keys = self.q.positions, self.k.positions
         first, past = _interval(self.rule.factors(), queries)
@@ -320,7 +317,7 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
     """One term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
 
     A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
-    at most one of them of rate above 1.
+    at most one of which has a rate above 1.
 
     placement: positions of the device's queries and keys.
 

@@ -83,8 +83,8 @@ class TableProblems:
 
     bound: the call's sizes.
     block: tokens of (a query block, a key block).
-    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or where the pattern allows no pair.
-    full: True where all pairs of the entry are allowed.
+    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or where bounds exclude allowed pairs.
+    full: True where, by bounds, all pairs of the entry are allowed.
     low, high: bounds on the allowed pairs of each entry.
     only_kind: see `of_largest_batch`; None for all batches.
     """
@@ -117,8 +117,8 @@ class TableProblems:
         require_row(q_block, first, rows.shape[1], bound.q_offset)
         rows = _of_heads(bound, rows)[:, bound.q_offset // q_block - first :]
         shape, row = rows.shape, (bound.q_offset // q_block + torch.arange(rows.shape[1]))[None, :, None]
-        q = _within(row * q_block, q_block, bound.q_offset, bound.num_queries)
-        k = _within(rows * k_block, k_block, bound.k_offset, bound.num_keys)
+        q = _overlap(row * q_block, q_block, bound.q_offset, bound.num_queries)
+        k = _overlap(rows * k_block, k_block, bound.k_offset, bound.num_keys)
         area = q[1] * k[1]
         assert isinstance(bound.pattern, Pattern)
         if isinstance(bound.pattern, Every):
@@ -184,7 +184,7 @@ class TableProblems:
 
     @cached_property
     def whole(self) -> Bool[Tensor, "T R W"]:
-        """True for table entries whose key block has all its tokens and allows every pair with the query block."""
+        """True for table entries that are `full` and whose key block has all its tokens."""
         return self.full & (self.column < self.bound.num_keys // self.block[1])
 
     def portions(self, width: int) -> Iterator[tuple[range, range]]:
@@ -220,7 +220,7 @@ class TableProblems:
                 return
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
-        """Return these problems with `batches` cut to one of each portion: the batch that takes most memory."""
+        """Return these problems with `batches` cut to one of each portion, of the kind that takes most memory."""
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice
             (number, queries), keys = kind.query.shape, kind.block.shape[1] * self.block[1]
@@ -322,7 +322,7 @@ class TableProblems:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableTerm(Term):
-    """Term of a plan that engine "aten" computes from a table of selected blocks, without block lists.
+    """Term of a plan that engines "aten" and "portable" compute from a table of selected blocks, without block lists.
 
     problems: how it is computed.
     width, element_bytes: channels of keys and values, and bytes of each.
@@ -363,7 +363,7 @@ class TableTerm(Term):
         return full, int((self.problems.column >= 0).sum()) * users - full
 
 
-def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
+def _overlap(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
     """(start, length) of the intersection of [begin, begin + length) and [first, first + number); length 0 if empty."""
     start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
     return start, (stop - start).clamp(min=0)

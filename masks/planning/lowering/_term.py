@@ -1,4 +1,4 @@
-"""Term: pairs of one branch that one kernel computes, in one order of tokens; and weights of its pairs."""
+"""Term: pairs that one kernel computes, in an order of queries and one of keys; and weights of its pairs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PairWeights:
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """Sum of the weights over all causal pairs of one head."""
-        table, (q, k) = torch.tensor(self.table), _strip(num_queries, num_keys - num_queries, num_queries)
+        table, (q, k) = torch.tensor(self.table), _strip_slots(num_queries, num_keys - num_queries, num_queries)
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
@@ -78,7 +78,7 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift."""
+        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and that shift."""
         # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
@@ -104,7 +104,8 @@ class CountedPairs:
     def _cached_or_cut(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
         """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
 
-        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones.
+        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones with an equal
+        difference of num_keys and num_queries.
         """
         bound = self.bound
         first = replace(bound, num_queries=1, num_keys=1).key()
@@ -130,7 +131,7 @@ class CountedPairs:
     @cached_property
     @outside_torch_modes
     def is_causal(self) -> bool:
-        """True if no pair has its key slot after its query slot."""
+        """True if no allowed pair has its key slot after its query slot."""
         return not bool(self.counts().triu(1).any())
 
     def counted(self, num_queries: int, num_keys: int) -> int:
@@ -150,13 +151,13 @@ def _repeated(periods: Tensor, slots: int) -> Tensor:
     return periods.repeat(1, -(-slots // periods.shape[1]))[:, :slots]
 
 
-def _strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
+def _strip_slots(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
     """(query slots 0 to rows - 1, key slots -before to columns - 1)."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
 def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: torch.dtype) -> Tensor:
-    q, k = _strip(rows, before, columns)
+    q, k = _strip_slots(rows, before, columns)
     logs = table.to(dtype).log()[q % len(table)][:, k % len(table)]
     return logs.masked_fill_(k > q[:, None], -torch.inf)
 
@@ -174,7 +175,7 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Term:
-    """Some heads of one branch, over orders of the queries and keys, computed by one kernel.
+    """Pairs of some heads, of one branch or of several together, over orders of queries and keys, for one kernel.
 
     q, k: orders, which give the tokens of the term and the slot of each. All folds repeat the rule of fold 0.
     rule: allowed pairs among these tokens.
@@ -303,16 +304,16 @@ class Term:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q = self.q.in_pieces(self.rule, self.q_offset)
         _, k = self.k.in_pieces(self.rule, self.k_offset)
-        rule = Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
+        rule = Rule(pattern, self.num_heads_global, heads, _with_tables(q, distinct), _with_tables(k, distinct))
         if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
             return rule
         q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
-        return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
+        return replace(rule, rows=replace(rule, q=_with_tables(q, distinct), k=_with_tables(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """n copies of the term, shifted by these numbers of tokens, as folds of one term.
 
-        The rule must be the same at all shifts.
+        The rule must be equal at all shifts: positions are those of the first copy.
         """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
@@ -366,7 +367,7 @@ class Term:
         return built.with_heads(self.tables())
 
     def _square(self, q_block: int, k_block: int) -> Term | None:
-        """The term over one period of its rule, if its block list repeats that period along the diagonal; else None."""
+        """The term over one period of its rule, if its block list surely repeats along the diagonal; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
             return None
@@ -396,7 +397,7 @@ class Term:
         return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
-def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
+def _with_tables(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     """Return the pieces with only the rows tables[0], tables[1], ... of `firsts`; a single row is repeated for all."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]

@@ -27,7 +27,8 @@ Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a p
 def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
     """Split a branch that allows pairs only inside disjoint windows, such as documents, given by a run-time tensor.
 
-    Returns (rule inside a window, windows clipped to the bound's queries and keys); None if it is no such branch.
+    Returns (rule inside a window, windows clipped to the bound's queries and keys); None if it is no such branch,
+    or if no such tensor has a list of windows.
     """
     for cut in _cuts(branch):
         windows = cut.table.windows(bound.num_positions)
@@ -47,7 +48,7 @@ def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
     """
     if len(windows) != 1:
         return None
-    rest, part = _part(rest, bound, windows)
+    rest, part = _first_window(rest, bound, windows)
     return rest if part == replace(bound, pattern=rest) else None
 
 
@@ -64,7 +65,7 @@ def window_terms(
 
     A kind is the windows of equal lengths that start at one phase of the rule's period.
 
-    weighed: function that returns the terms of a rule in a large window, chosen by cost.
+    weighed: function that returns the terms of a rule in a window of over 1024 tokens, chosen by cost.
     any_number: True to set no limit. Otherwise there may be as many kinds as distinct lengths are possible, plus
         `_MOST_LISTS`, as windows of one length may start at different phases; and `_MOST_LISTS` kinds with block lists.
     """
@@ -75,15 +76,15 @@ def window_terms(
     lists = 0
     for index in kinds:
         alike = windows.select(index)
-        plainest, part = _part(rest, bound, alike)
+        plainest, part = _first_window(rest, bound, alike)
         if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
             lowered = weighed(plainest, part)
         else:
-            lowered = _lower(plainest, multiplicity, part, weighed, any_number=any_number)
+            lowered = _terms_of_small_window(plainest, multiplicity, part, weighed, any_number=any_number)
         lists += any(term.shape == "blocks" for term in lowered)
         if lists > _MOST_LISTS and not any_number:
             return None
-        for some in _together(alike, bound.num_heads):
+        for some in _fold_groups(alike, bound.num_heads):
             moves = some.q_start - bound.q_offset, some.k_start - bound.k_offset
             terms += [term.repeated(*moves) for term in lowered]
     return terms
@@ -101,7 +102,7 @@ class _Cut:
     table: Table
     from_start: bool | None
 
-    def beside(self, others: Sequence[Pattern]) -> _Cut | None:
+    def intersected_with(self, others: Sequence[Pattern]) -> _Cut | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
         None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
@@ -125,7 +126,7 @@ def _cuts(rule: Pattern) -> Iterator[_Cut]:
     elif isinstance(rule, And):
         for part in rule.parts:
             others = [each for each in rule.parts if each != part]
-            yield from (found for cut in _cuts(part) if (found := cut.beside(others)) is not None)
+            yield from (found for cut in _cuts(part) if (found := cut.intersected_with(others)) is not None)
     elif isinstance(rule, Or | PerHead | HeadGroups):
         of_parts = [{cut.table: cut for cut in _cuts(part)} for part in rule.parts]
         for table in of_parts[0]:
@@ -142,7 +143,7 @@ def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pa
     return Every() if Every() in parts else Or.of(*parts)
 
 
-def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
+def _first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
     """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
@@ -153,7 +154,10 @@ def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
-    """Simplify a rule for these positions: drop local windows that cover them all, which would need block lists."""
+    """Simplify the local windows of a rule for these positions, as windows would need block lists.
+
+    Those that allow all pairs are dropped; those that forbid only keys after the query become causal order.
+    """
     kept = []
     for factor in rest.factors():
         if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
@@ -165,7 +169,9 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
     return And.of(*kept)
 
 
-def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
+def _terms_of_small_window(
+    rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool
+) -> Sequence[Term]:
     """Terms of a small window, without comparing costs.
 
     They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
@@ -177,7 +183,7 @@ def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, a
     return shared_terms(rest, multiplicity, part, 1) if terms is None else terms
 
 
-def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
+def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
     """Yield groups of these equal windows, each to be computed as the folds (a batch) of one term.
 
     It is a single group, or, for large windows at uneven distances, one group for each window.
@@ -200,7 +206,7 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
     In it, run-time documents separate the entries. None if a branch has no run-time documents, or has another factor
     that does not repeat from entry to entry.
     """
-    if not all(_is_one(branch, num_tokens) for branch in pattern.branches()):
+    if not all(_can_be_joined(branch, num_tokens) for branch in pattern.branches()):
         return None
 
     def joined(leaf: Pattern) -> Pattern:
@@ -226,7 +232,7 @@ def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | N
     return None
 
 
-def _is_one(branch: Pattern, num_tokens: int) -> bool:
+def _can_be_joined(branch: Pattern, num_tokens: int) -> bool:
     spans = [factor for factor in branch.factors() if isinstance(factor, Spans | PerDocument)]
     rest = [factor for factor in branch.factors() if not isinstance(factor, Spans | KeySet | PerDocument)]
     return bool(spans) and all(_repeats(factor, num_tokens) for factor in rest)
