@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weights with variance 1 / fan-in and biases with 0.
+        """Initialize the projections: weights with variance 1 / fan-in and biases with 0.
 
         The weights of the projections whose results are added to x are multiplied by the gain of `scales`. With
         config.deepnorm or config.subln the weights of the value projection and of the first feed-forward projection are
@@ -264,7 +264,10 @@ class Turns(NamedTuple):
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
     ) -> tuple[Float[Tensor, "B N H D"], Float[Tensor, "B N G D"]]:
-        """Return (queries, keys), split from `qk` and rotated; with xPos, queries times `decay`, keys divided by it."""
+        """Return (queries, keys), split from `qk` and rotated; with xPos, queries times `decay`, keys divided by it.
+
+        Raises ValueError for float16 with xPos.
+        """
         q, k = rotate(qk, self.table).split((num_heads, kv_heads), dim=2)
         if self.decay is None:
             return q, k

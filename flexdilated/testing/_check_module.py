@@ -158,9 +158,9 @@ def examine_attention_module(
     dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.
     seed: of the random values.
 
-    Each check runs the lengths in ascending order and reports the shortest failing one; unless `lengths` is given, it
-    searches for a shorter failing length for up to 5 seconds. If the module raises an exception, the check fails. The
-    dense attention is in float64, with the error budgets of `assert_attention_close`.
+    A check stops at the first failing call; unless `lengths` is given, most checks then search for a shorter failing
+    length for up to 5 seconds. If the module raises an exception, the check fails. The dense attention is in float64,
+    with the error budgets of `assert_attention_close`.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed
@@ -264,9 +264,9 @@ def _run(check: Check, subject: Subject) -> str:
 
 
 def _smaller(check: Check, subject: Subject) -> str | None:
-    """Search for the shortest failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
+    """Search for a shorter failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
 
-    Returns the text of its failure; None if no run of the search failed.
+    Returns the text of the failure at the shortest that is found; None if no run of the search failed.
     """
     until, found = monotonic() + _SHRINK_S, {}
 

@@ -50,9 +50,9 @@ def assert_attention_close(
     """Raise AssertionError unless `out` (B, H, N, D), and `lse` (B, H, N) if given, equal dense attention in float64.
 
     Each number has an error budget, `margin` times the larger of two errors: the first-order rounding error in the
-    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype. In bfloat16
-    and float16 sums must be in float32, while scores, weights and results may be rounded. A row without keys must have
-    output 0 and lse -inf, exactly.
+    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype (not for lse,
+    and not with score_mod or sinks). In bfloat16 and float16 sums must be in float32, while scores, weights and results
+    may be rounded. A row without keys must have output exactly 0 and, without sinks, lse -inf.
 
     gradients: also compare the gradients of q, k and v for a fixed functional of `out` (and `lse`), which must then
         depend on q, k and v by autograd; the graph is retained.
@@ -301,7 +301,8 @@ class DenseAttention:
 class Expected:
     """Expected out, lse or gradient in float64, with the error budget of each number.
 
-    plain_error: largest error in each row, (..., 1), of torch's dense attention in the dtype of q; None if unknown.
+    plain_error: largest error in each row, (..., 1), of torch's dense attention in the dtype of q; None where this was
+        not computed.
     """
 
     value: Tensor

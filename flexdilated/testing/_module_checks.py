@@ -177,8 +177,8 @@ def _compiled_lengths(subject: Subject) -> Iterator[Case]:
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
     """Compare a new module's out and lse, and gradients if q requires them, with dense attention.
 
-    Rows without keys are left out. In half precision out must have the dtype of q. needs_gradients: raise
-    AssertionError if out requires no gradient. Returns the number of compared rows.
+    Rows without keys, and rows outside `case.rows`, are left out. In half precision out must have the dtype of q.
+    needs_gradients: raise AssertionError if out requires no gradient. Returns the number of compared rows.
     """
     out, lse = subject.run(subject.module(case.q.dtype), case)
     if out.dtype != case.q.dtype and case.q.dtype.itemsize == 2:
@@ -224,7 +224,7 @@ def _weights_of_pairs(subject: Subject, case: Case) -> int:
 
 
 def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
-    """Raise Failure if an output changes when k and v of a key that is hidden from its query are replaced.
+    """Raise Failure if an output changes, beyond rounding, when k and v of a key hidden from its query are replaced.
 
     case.pairs: hidden pairs. Up to _KEYS of their keys are replaced, one at a time. Returns the number of tested rows.
     """
@@ -242,7 +242,7 @@ def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
             _, h, row = place = _first(changed)
             raise Failure(
                 f"key {key} is hidden from query {row} of head {h}; where its k and v are replaced, the output of that "
-                f"query changes by {_size(before, after, place)} ({int(changed.sum())} rows change of "
+                f"query changes by {_largest_difference(before, after, place)} ({int(changed.sum())} rows change of "
                 f"{int(rows.sum())} that must not)"
             )
         compared += int(rows.sum())
@@ -275,7 +275,7 @@ def _zero_without_keys(subject: Subject, case: Case) -> int:
 
 
 def _like_a_new_module(subject: Subject, case: Case) -> int:
-    """Raise Failure unless a module called before at other lengths gives the output of an uncalled copy; return 1."""
+    """Raise Failure unless a module gives the output, up to rounding, of a copy that was never called; return 1."""
     used, new = case.modules
     right, _ = subject.run(subject.copied(new), case)
     found, _ = subject.run(used, case)
@@ -284,7 +284,7 @@ def _like_a_new_module(subject: Subject, case: Case) -> int:
         place = _first(changed)
         raise Failure(
             f"a used module gives {number(found[place].flatten()[0])} and so on where a new one differs by "
-            f"{_size(found, right, place)} (head {place[1]}, query {place[2]}; {int(changed.sum())} of "
+            f"{_largest_difference(found, right, place)} (head {place[1]}, query {place[2]}; {int(changed.sum())} of "
             f"{changed.numel()} rows differ)"
         )
     return 1
@@ -301,7 +301,7 @@ def _entries_alone(subject: Subject, case: Case) -> int:
             _, h, row = place = _first(changed)
             raise Failure(
                 f"entry {b} of a batch of {len(case.q)} differs from the same entry alone by "
-                f"{_size(whole[b : b + 1], alone, place)}, in head {h}, query {row}"
+                f"{_largest_difference(whole[b : b + 1], alone, place)}, in head {h}, query {row}"
             )
     return len(case.q)
 
@@ -343,7 +343,7 @@ def _loads_its_state(subject: Subject, case: Case) -> int:
 
 
 def _like_eager(subject: Subject, case: Case) -> int:
-    """Raise Failure unless out and gradients of the compiled module equal eager ones; return their number."""
+    """Raise Failure unless out and gradients, compiled and eager, are equal up to rounding; return their number."""
     module = subject.module()
     compiled = _compiled(subject, module, backend="aot_eager")
     eager, _ = subject.run(module, case)
@@ -410,7 +410,7 @@ def _first(rows: Tensor) -> tuple[int, ...]:
     return tuple(rows.nonzero()[0].tolist())
 
 
-def _size(a: Tensor, b: Tensor, row: tuple[int, ...]) -> str:
+def _largest_difference(a: Tensor, b: Tensor, row: tuple[int, ...]) -> str:
     return rough((b - a)[row].abs().amax())
 
 

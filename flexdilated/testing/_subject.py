@@ -210,7 +210,7 @@ class Subject:
 
     @property
     def spread(self) -> tuple[int, ...]:
-        """At most five of the lengths: four that are about evenly spaced, and the longest."""
+        """At most five of the lengths: up to four that are about evenly spaced, and the longest."""
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 

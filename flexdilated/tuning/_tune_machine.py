@@ -39,7 +39,7 @@ _LAUNCHES = 50  # in one timed run: the first call after a large problem finds t
 class Sizes:
     """Sizes of the timed attention problems.
 
-    num_tokens: of problems with block lists; dense and causal ones have half of it.
+    num_tokens: of problems with block lists, and of copies; dense and causal ones have half of it.
     listed_keys: number of keys that a query attends to in the lists of neighbouring and of random blocks.
     """
 
@@ -53,8 +53,9 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Measured constants of a kind of device ("cpu", "cuda"), for the cost model.
+    """Measured constants of a device, for the cost model.
 
+    kind: of device, "cpu" or "cuda".
     date: of the measurement, ISO 8601 in UTC.
     spread: for each timed problem, by name, its longest measured time divided by its shortest.
     """
@@ -77,7 +78,7 @@ class _Work(NamedTuple):
 
 
 def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None = None) -> MeasuredMachine:
-    """Measure the constants of this device.
+    """Measure the constants of this device, except `calls_a_list`, which is the built-in value.
 
     seconds: no round of timed runs begins after this time, except the first three.
     sizes: of the problems; None: small ones on a CPU, larger ones on an accelerator.
@@ -160,7 +161,7 @@ def _attention(
 def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
     """Make a problem to time: gather q, k and v of every fourth token, as for a dilated branch, and merge its output.
 
-    Its amount is the number of moved bytes.
+    Its amount is the number of bytes that are moved.
     """
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []

@@ -215,7 +215,9 @@ class _Layer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
-        """Return the `Reader` that attends by `rule` from queries at positions `tokens`; one is made per rule.
+        """Return the `Reader` that attends by `rule` from queries at positions `tokens`.
+
+        One is made for each rule, number of heads and scale.
 
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
