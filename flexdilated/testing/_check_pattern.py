@@ -354,15 +354,18 @@ def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tu
     def one_of(values: Sequence[int]) -> int:
         return values[int(torch.randint(len(values), (), generator=generator))]
 
+    def blocks_and_rate() -> tuple[tuple[int, int], int]:
+        return (one_of(_BLOCK_SIDES), one_of(_BLOCK_SIDES)), one_of(rates)
+
     tokens, rates = dense.num_tokens, (*_RATES, residue_rate(dense.pattern, dense.num_tokens))
-    blocks, rate = (one_of(_BLOCK_SIDES), one_of(_BLOCK_SIDES)), one_of(rates)
     for _ in range(_SIZE_TRIES):
         keys, queries, is_self = 1 + one_of(range(tokens)), 1 + one_of(range(tokens)), one_of((0, 1))
         queries, offset = (keys, 0) if is_self else (queries, one_of(range(tokens - queries + 1)))
+        blocks, rate = blocks_and_rate()
         with suppress(ValueError):
             bound = dense.pattern.bind(num_heads=dense.num_heads, num_queries=queries, num_keys=keys, q_offset=offset)
             return bound, blocks, rate
-    return dense.pattern.bind(num_heads=dense.num_heads, num_queries=tokens, num_keys=tokens), blocks, rate
+    return dense.pattern.bind(num_heads=dense.num_heads, num_queries=tokens, num_keys=tokens), *blocks_and_rate()
 
 
 def _pairs_by_block(allowed: Tensor, q_block: int, k_block: int) -> Tensor:

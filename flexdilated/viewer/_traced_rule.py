@@ -67,7 +67,7 @@ class TracedProgram:
     """Traced operations (nodes) of all rules of a page, and the constant tensors (tables) that they index.
 
     sizes: number of heads, queries and keys.
-    nodes: [operation, operand node indices ...].
+    nodes: in the form that the head of this file describes.
     """
 
     sizes: tuple[int, int, int]  # heads, queries, keys
@@ -79,7 +79,10 @@ class TracedProgram:
         self.most = [size - 1 for size in self.sizes]  # bound on the magnitude of each node's values
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
-        """Index of the node that is true if the pattern allows the pair; nodes: indices of head, query and key."""
+        """Index of the node that is true if the pattern allows the pair; nodes: indices of head, query and key.
+
+        Raises ValueError for operations that a page does not support.
+        """
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
         try:
@@ -379,9 +382,9 @@ class _Number:
         return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
 
     def __index__(self) -> int:
-        """Value of the number on this path, found by one decision for each possible value; it must not be negative.
+        """Value of the number on this path, found by a decision for each value from 0 until one is decided to be equal.
 
-        Raises UnsupportedError if it may exceed 256.
+        Raises UnsupportedError if the value may exceed 256, or if none is equal.
         """
         most = self.path.program.most[self.node]
         if most <= _MOST_PLACES:
