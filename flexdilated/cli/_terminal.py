@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError for values out of range, and if arguments exclude or need each other."""
+    """ArgumentParser that raises UsageError for values out of range and for arguments that exclude or lack others."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.known: dict[str, Argument] = {}  # by `dest`

@@ -21,7 +21,7 @@ from ..masks.core import advises, renamed, require_int
 from ..masks.patterns import carrying, on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
-from ._longnet_block import Block, KeysValues, norm, turns
+from ._longnet_block import Block, KeysValues, norm, rotary_factors
 from ._longnet_config import LongNetConfig
 from ._pretrained import Pretrained
 
@@ -257,7 +257,7 @@ class LongNetBackbone(Pretrained):
         visible = None
         if padding is not None and self._selects:
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
-        rotary = turns(self.config, positions, x.dtype)
+        rotary = rotary_factors(self.config, positions, x.dtype)
         recompute = caches is None and self.config.checkpoint and torch.is_grad_enabled()
         config = self.config
         draws = self.training and bool(config.dropout or config.attention_dropout or config.drop_path)

@@ -78,7 +78,7 @@ def block_mass(
     place = Place(q_offset, k_offset, head_offset, num_heads_global)
     q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
     refuse_transforms("block_mass", (q, k, lse))
-    rows, columns = _Side(q_offset, q.shape[2], sides[0]), _Side(k_offset, k.shape[2], sides[1])
+    rows, columns = _BlockAxis(q_offset, q.shape[2], sides[0]), _BlockAxis(k_offset, k.shape[2], sides[1])
     mass = torch.zeros(q.shape[1], rows.blocks, columns.blocks, dtype=sum_dtype(q), device=q.device)
     if 0 in q.shape or 0 in k.shape:
         return mass
@@ -131,7 +131,7 @@ def pooled_scores(
     sides, factor = block_sides(block), resolve_scale(scale, q.shape[-1])
     if lse is not None:
         check_lse(lse, q)
-    rows, columns = (_Side(0, x.shape[2], side) for x, side in zip((q, k), sides, strict=True))
+    rows, columns = (_BlockAxis(0, x.shape[2], side) for x, side in zip((q, k), sides, strict=True))
     with torch.autocast(q.device.type, enabled=False):
         keys = columns.mean(k.to(sum_dtype(q))).repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
         scores = factor * rows.mean(q.to(sum_dtype(q))) @ keys.mT
@@ -146,7 +146,7 @@ def pooled_scores(
 
 
 @dataclass(frozen=True)
-class _Side:
+class _BlockAxis:
     """`tokens` tokens from position `offset`, divided into blocks of `side` positions at multiples of `side`."""
 
     offset: int
@@ -197,8 +197,8 @@ class _Operands:
     q: Float[Tensor, "B H R S D"]
     k: Float[Tensor, "B G C T D"]
     shifts: Float[Tensor, "B H R S 1"]
-    rows: _Side
-    columns: _Side
+    rows: _BlockAxis
+    columns: _BlockAxis
     factor: float
 
 
@@ -207,7 +207,7 @@ def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, E
     return alike(call.rules(tensors), batch)
 
 
-def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
+def _in_whole_blocks(bound: Bound, rows: _BlockAxis, columns: _BlockAxis) -> Bound:
     """Return `bound` with its queries and keys extended backwards to the beginning of their first blocks.
 
     Pairs at positions without a token are masked later.

@@ -80,7 +80,7 @@ def refine(
     if within is not None:
         growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
-    dropped, grown = _first(droppable, mass, exchanged), _first(growable, -promise, exchanged)
+    dropped, grown = _lowest(droppable, mass, exchanged), _lowest(growable, -promise, exchanged)
     if bool((exchanged == 0).all()):
         return Refinement(pattern, dropped.nonzero(), grown.nonzero())
     cache().forget(pattern)
@@ -156,7 +156,7 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
     return found
 
 
-def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
+def _lowest(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
     """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
     Returns True for the selected blocks. number[h] must not exceed the number of True blocks in head h, and `key` must

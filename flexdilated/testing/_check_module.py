@@ -14,9 +14,9 @@ from tabulate import tabulate
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
-from ._inputs import KINDS, LONG_LENGTHS, lengths_for, takes, tokens
+from ._inputs import KINDS, LONG_LENGTHS, length_text, lengths_for, takes
 from ._module_checks import MODULE_CHECKS, Check
-from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, cut, failure
+from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, cut
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns
@@ -255,11 +255,11 @@ def _run(check: Check, subject: Subject) -> str:
     except AssertionError as error:
         raise Failure(f"{where}{error}") from None
     except Exception as error:  # of the module, its gradients, or torch's compiler
-        raise Failure(f"{where}{failure(error)}") from error
+        raise Failure(f"{where}{as_failure(error)}") from error
     if not lengths:
         raise DoesNotApply(check.unless)
     first, *others = sorted(lengths)
-    drawn = f"{len(lengths)} lengths from {first} to {others[-1]}" if others else tokens(first)
+    drawn = f"{len(lengths)} lengths from {first} to {others[-1]}" if others else length_text(first)
     return f"{drawn}: {compared:,} {check.holds}"
 
 

@@ -64,7 +64,7 @@ def check_pattern(
         _check_for_head(dense, examples, generator)
         _check_period(dense, generator)
         _check_lists(dense, examples, generator)
-    _check_text(pattern)
+    _check_json(pattern)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Itera
         yield heads, q + side, k + side
 
 
-def _check_text(pattern: Pattern | Mixture) -> None:
+def _check_json(pattern: Pattern | Mixture) -> None:
     """Raise AssertionError unless the pattern's JSON reads back as an equal pattern; one without JSON passes."""
     if tables(pattern):
         return
@@ -244,7 +244,7 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
     """
     failing = []  # the first of each kind
     for box, truth in _boxes(dense, examples, generator):
-        if wrong := _wrong(dense, box, truth):
+        if wrong := _wrongly_bounded(dense, box, truth):
             failing.append(_shrunk(dense, BoxRanges.of(box, wrong[0])))
     if failing:
         place = min(failing, key=lambda each: (each.q.step + each.k.step, len(each.q) * len(each.k)))
@@ -258,7 +258,7 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
         )
 
 
-def _wrong(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
+def _wrongly_bounded(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
     bounds = dense.pattern.count(box, num_heads=dense.num_heads)
     wrong = (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > box.area)
     return wrong.nonzero().flatten().tolist()
@@ -270,7 +270,7 @@ def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
     while tries and (other := next(ahead, None)):
         tries -= 1
         is_inside = max(other.q[-1], other.k[-1]) < dense.num_tokens
-        if is_inside and _wrong(dense, other.box(), torch.tensor([other.pairs(dense)])):
+        if is_inside and _wrongly_bounded(dense, other.box(), torch.tensor([other.pairs(dense)])):
             place, ahead = other, other.smaller()
     return place
 

@@ -50,7 +50,7 @@ LONG_LENGTHS = (65, 128, 257)
 _BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels; lengths are equal to these, or one more
 
 
-def tokens(length: int) -> str:
+def length_text(length: int) -> str:
     return "1 token" if length == 1 else f"{length} tokens"
 
 

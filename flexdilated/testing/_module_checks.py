@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import documents, visible_keys
-from ._closeness import expected, gradients_of, number, require_close, rough
+from ._closeness import error_text, expected, gradients_of, number_text, require_close
 from ._inputs import KINDS
 from ._over_ranks import RANKS, run_over_ranks
 from ._subject import Case, DoesNotApply, Failure, Subject
@@ -211,14 +211,14 @@ def _weights_of_pairs(subject: Subject, case: Case) -> int:
         extra, missing = wrong & (times == 0), wrong & (times > 0) & (found.abs() <= 1e-3 * truth)
         kind = next(kind for kind in (extra, missing, wrong) if kind.any())
         h, q, k = kind.nonzero()[0].tolist()
-        weight = f"weight {number(found[h, q, k])}"
+        weight = f"weight {number_text(found[h, q, k])}"
         what = f"is not allowed and takes part with {weight}"
         if times[h, q, k]:
-            right = f"{number(truth[h, q, k])}, as it counts {int(times[h, q, k])}x"
+            right = f"{number_text(truth[h, q, k])}, as it counts {int(times[h, q, k])}x"
             what = "is allowed and takes no part" if kind is missing else f"has {weight} and should have {right}"
         raise Failure(
             f"head {h}, query {q}, key {k} {what} ({int(kind.sum())} such pairs; the weights of this query add up to "
-            f"{number(found[h, q].sum())})"
+            f"{number_text(found[h, q].sum())})"
         )
     return times.numel()
 
@@ -239,7 +239,7 @@ def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
         rows = hidden[:, :, key].expand(before.shape[0], -1, -1)
         changed = _differing(before, after, budget) & rows
         if changed.any():
-            _, h, row = place = _first(changed)
+            _, h, row = place = _first_index(changed)
             raise Failure(
                 f"key {key} is hidden from query {row} of head {h}; where its k and v are replaced, the output of that "
                 f"query changes by {_largest_difference(before, after, place)} ({int(changed.sum())} rows change of "
@@ -259,13 +259,13 @@ def _zero_without_keys(subject: Subject, case: Case) -> int:
     assert empty is not None
     wrong = empty & ~(out == 0).all(-1)
     if wrong.any():
-        b, h, q = _first(wrong)
+        b, h, q = _first_index(wrong)
         raise Failure(
-            f"head {h}, query {q} of batch {b} sees no key, so its output must be 0; got {number(out[b, h, q, 0])} and "
-            f"so on ({int(wrong.sum())} of {int(empty.sum())} such rows are wrong)"
+            f"head {h}, query {q} of batch {b} sees no key, so its output must be 0; got "
+            f"{number_text(out[b, h, q, 0])} and so on ({int(wrong.sum())} of {int(empty.sum())} such rows are wrong)"
         )
     if lse is not None and not (lse[empty] == -torch.inf).all():
-        raise Failure(f"where a query sees no key the lse must be -inf; got {number(lse[_first(empty)])}")
+        raise Failure(f"where a query sees no key the lse must be -inf; got {number_text(lse[_first_index(empty)])}")
     if out.requires_grad:
         grads = torch.autograd.grad(out.sum(), case.qkv, allow_unused=True)
         for name, grad in zip("qkv", grads, strict=True):
@@ -281,9 +281,9 @@ def _like_a_new_module(subject: Subject, case: Case) -> int:
     found, _ = subject.run(used, case)
     changed = _differing(found, right, _budget(case))
     if changed.any():
-        place = _first(changed)
+        place = _first_index(changed)
         raise Failure(
-            f"a used module gives {number(found[place].flatten()[0])} and so on where a new one differs by "
+            f"a used module gives {number_text(found[place].flatten()[0])} and so on where a new one differs by "
             f"{_largest_difference(found, right, place)} (head {place[1]}, query {place[2]}; {int(changed.sum())} of "
             f"{changed.numel()} rows differ)"
         )
@@ -298,7 +298,7 @@ def _entries_alone(subject: Subject, case: Case) -> int:
         alone, _ = subject.run(module, replace(case, q=q, k=k, v=v))
         changed = _differing(whole[b : b + 1], alone, _budget(case)[b : b + 1])
         if changed.any():
-            _, h, row = place = _first(changed)
+            _, h, row = place = _first_index(changed)
             raise Failure(
                 f"entry {b} of a batch of {len(case.q)} differs from the same entry alone by "
                 f"{_largest_difference(whole[b : b + 1], alone, place)}, in head {h}, query {row}"
@@ -355,7 +355,7 @@ def _like_eager(subject: Subject, case: Case) -> int:
     for name, (x, y) in pairs.items():
         off = (x - y).double().abs()
         if not (off <= truth[name].budget + torch.finfo(x.dtype).eps * (y.abs() if name != "out" else 0)).all():
-            raise Failure(f"{name} compiled and eager differ by {rough(off.amax())}")
+            raise Failure(f"{name} compiled and eager differ by {error_text(off.amax())}")
     return len(pairs)
 
 
@@ -406,17 +406,17 @@ def _differing(a: Tensor, b: Tensor, budget: Tensor) -> Tensor:
     return ~(((b - a).detach().double().abs() <= budget) | (a.isnan() & b.isnan())).all(-1)
 
 
-def _first(rows: Tensor) -> tuple[int, ...]:
+def _first_index(rows: Tensor) -> tuple[int, ...]:
     return tuple(rows.nonzero()[0].tolist())
 
 
 def _largest_difference(a: Tensor, b: Tensor, row: tuple[int, ...]) -> str:
-    return rough((b - a)[row].abs().amax())
+    return error_text((b - a)[row].abs().amax())
 
 
 def _require_equal(a: Tensor, b: Tensor, what: str) -> None:
     if not ((a == b) | (a.isnan() & b.isnan())).all():
-        raise Failure(f"{what} by {rough((a - b).abs().amax())}")
+        raise Failure(f"{what} by {error_text((a - b).abs().amax())}")
 
 
 _CLOSE = "within rounding of the definition"

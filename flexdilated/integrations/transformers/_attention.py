@@ -21,7 +21,7 @@ from ...masks import Mixture, Pattern, documents, every, visible_keys
 from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import KeyOrigin, given_of
+from ._cache import KeyOrigin, origin_of
 from ._documents import ModelCall, running_call, watch
 from ._layers import Patterns, attention_layers, choose, implement, keep_refusals, layer_pattern, store_patterns
 from ._mask_functions import PACKED, Reading, all_of, pattern_from_mask_function
@@ -310,7 +310,7 @@ def attention(
             "flexdilated.attention_received tells how much attention each key gets"
         )
     features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias}
-    given, ready_made = given_of(key), not isinstance(attention_mask, Visibility)
+    given, ready_made = origin_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
     elif isinstance(attention_mask, Tensor):
@@ -381,7 +381,7 @@ def _attend_selected(
     whose choice would depend on other queries of their block.
     """
     own, begun = layer.selector, position("q_offset", mask.q_offset)
-    if given_of(k) is not None or mask.kv_offset:
+    if origin_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
     if begun and own.future_in_choice:
         raise ValueError(

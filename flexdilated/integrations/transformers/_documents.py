@@ -54,7 +54,7 @@ class ModelCall:
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
         self.model, self.outer = model, outer
         name = next((each for each in _POSITIONS if isinstance(given.get(each), Tensor)), None)
-        self.positions = None if name is None else _of_text(given[name])
+        self.positions = None if name is None else _text_positions(given[name])
         self.is_used = name in getattr(model, _ARGUMENTS, _POSITIONS)
         if outer is not None and self.positions is not None:
             theirs = outer.positions
@@ -252,7 +252,7 @@ def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
             call.end(output)
 
 
-def _of_text(position_ids: Tensor) -> Tensor | None:
+def _text_positions(position_ids: Tensor) -> Tensor | None:
     """Positions (B, N) of tokens from position_ids of shape (N,), (B, N), or (3 or 4, B, N) with those of text first.
 
     None for other shapes.

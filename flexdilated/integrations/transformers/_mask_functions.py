@@ -297,19 +297,19 @@ def _band(least: int | None, most: int | None) -> Pattern | None:
     """Pattern of the pairs with least <= key - query <= most; None is no limit; returns None if both are None."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
-    return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])
+    return all_of([None if most is None else _at_most(most), None if least is None else _at_least(least)])
 
 
-def _up_to(most: int) -> Pattern:
+def _at_most(most: int) -> Pattern:
     """Pattern of the pairs with key - query <= most."""
     if most < 0:
         return causal() & ~local_window(left=-most - 1, right=0)
     return causal() | local_window(left=0, right=most) if most else causal()
 
 
-def _from(least: int) -> Pattern:
+def _at_least(least: int) -> Pattern:
     """Pattern of the pairs with key - query >= least."""
-    return ~_up_to(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
+    return ~_at_most(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
 
 
 def _integer(value: Any) -> int:
