@@ -13,7 +13,7 @@ from .._attend import attend
 from ..masks import Mixture, Pattern
 from ..masks.patterns import names
 from ..testing import Calls, check_attention_module, check_pattern
-from ..testing._inputs import takes, tokens
+from ..testing._inputs import length_text, takes
 from ._pattern import PATTERN, fitting_heads, read_pattern, refusals
 from ._terminal import CommandParser, UsageError, one_thread, progress
 
@@ -73,7 +73,7 @@ def check(options: argparse.Namespace) -> int:
         print(json.dumps({"pattern": repr(pattern), **asked, "examples": done, "counterexample": found}))
     elif found is None:
         print(f"{pattern!r}: no counterexample in {examples} boxes a kind and {examples} calls of attend")
-        most = tokens(longest) if longest == options.max_tokens else f"{tokens(longest)}, as it takes no more"
+        most = length_text(longest) if longest == options.max_tokens else f"{length_text(longest)}, as it takes no more"
         print(f"(up to {most}, {heads} head{'s' if heads > 1 else ''}; output, lse and gradients against float64)")
     else:
         print(f"counterexample, after {done} examples:\n{found}")

@@ -173,7 +173,7 @@ def add_tune_arguments(parser: CommandParser) -> None:
 def tune(options: argparse.Namespace) -> int:
     """Run the command `tune`: measure the cost constants of a device, write them to a file and print them.
 
-    Returns exit status 0. Raises UsageError for invalid options.
+    Returns exit status 0. Raises UsageError for invalid options and a file that cannot be written.
     """
     if options.device not in available_devices():
         raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")

@@ -89,7 +89,7 @@ class AskedPattern:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Context in which TypeError and ValueError become UsageError with the same message."""
+    """Context in which TypeError and ValueError, except UnicodeEncodeError, become UsageError with their message."""
     try:
         yield
     except UnicodeEncodeError:  # of the output, not of what was asked
@@ -101,8 +101,8 @@ def refusals() -> Iterator[None]:
 def asked_from(options: argparse.Namespace) -> AskedPattern:
     """Read the pattern, its run-time tensors and the sizes that the command-line arguments ask for.
 
-    Without --tokens the number of tokens is that of the run-time tensors, else that of the pattern's grid, else 64K.
-    Without --heads it is 8, or the smallest number of heads that the pattern accepts.
+    Without --tokens the number of tokens is the largest of the run-time tensors, else that of the pattern's grid, else
+    64K. Without --heads the number of heads is 8, or, if the pattern does not accept 8, the smallest that it accepts.
     Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens

@@ -204,7 +204,8 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
     """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
 
-    peak: bytes as a function of tokens, evaluated at powers of 4 and taken to be linear between them.
+    peak: bytes as a function of tokens; evaluated at powers of 4 up to 2**24 and at a `most` below 2**30, and taken to
+        be linear elsewhere.
 
     A result below `most` is rounded down by `rounded`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
     """

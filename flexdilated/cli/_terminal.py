@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError for values out of range, and if arguments exclude or need each other."""
+    """ArgumentParser that raises UsageError for values out of range and for arguments that exclude or lack others."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.known: dict[str, Argument] = {}  # by `dest`
@@ -76,7 +76,7 @@ class CommandParser(argparse.ArgumentParser):
         """Add an argument as `add_argument` does, with conditions for its use.
 
         If it is given, all arguments `needs` and none of `excludes` must be given, by their `dest`, and its value must
-        be from `least` to `most`; see `Argument`. group: the group of the help to add it to.
+        be from `least` to `most`; see `Argument`. group: the group of the help to add it to; None: no group.
         """
         text = help.replace("%(default)s", str(default))
         action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
@@ -177,7 +177,7 @@ def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
     color: "always", "never", or "auto": colors if the stream is a terminal, unless the environment has NO_COLOR
         (https://no-color.org) or TERM=dumb.
 
-    The size is that of this process's terminal, or 80 x 24.
+    The size is that of this process's terminal, or 80 x 24 if it is unknown, but at least LEAST_COLUMNS x LEAST_LINES.
     """
     size = shutil.get_terminal_size((_COLUMNS, _LINES))
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

@@ -73,7 +73,7 @@ class BlockSparseAttention(nn.Module):
         sequence for some heads.
     codec, error_bound, pool: as in `distributed.attend`.
 
-    The gradients of `sinks` must be summed over the ranks. Invalid values raise ValueError or TypeError.
+    With a mesh, sum the gradients of `sinks` over the ranks. Invalid values raise ValueError or TypeError.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.BlockSparseAttention(masks.local_window(left=31, right=0))
@@ -141,7 +141,8 @@ class BlockSparseAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output; 0 for a query that may attend to no key.
 
-        Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`.
+        Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. With a mesh
+        neither may be given, or both must be 0.
 
         score_mod, bindings, head_offset, num_heads_global: as in `attend`.
         key_padding_mask: True for keys to hide; None to hide none.
@@ -245,7 +246,8 @@ class DilatedAttention(BlockSparseAttention):
 
     A query gets output 0 for a head in which no branch selects its position.
 
-    offsets, heads: as in `masks.longnet`.
+    segment_lengths, dilation_rates, offsets, heads: as in `masks.longnet`.
+    causal: True intersects the branches with `masks.causal()`.
 
     Other arguments, and the arguments of a call: as in `BlockSparseAttention`.
 

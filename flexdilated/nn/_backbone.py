@@ -21,7 +21,7 @@ from ..masks.core import advises, renamed, require_int
 from ..masks.patterns import carrying, on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
-from ._longnet_block import Block, KeysValues, norm, turns
+from ._longnet_block import Block, KeysValues, norm, rotary_factors
 from ._longnet_config import LongNetConfig
 from ._pretrained import Pretrained
 
@@ -49,10 +49,11 @@ class Memory(NamedTuple):
 class LongNetBackbone(Pretrained):
     """Stack of blocks with sparse attention: tokens (B, N), or embedded inputs (B, N, E), -> features (B, N, E).
 
-    Each block attends by all branches of the configuration, or by its pattern. With branches, cost grows linearly with
-    the number of tokens, while the path between any two tokens of a segment has a length logarithmic in the segment.
-    Takes any number of tokens from 1. With `config.layout` other than "natural", the tokens are permuted once at the
-    input of the model and back once at its output.
+    Each block attends by the configuration's branches or pattern, or, in layers of `config.selection`, chooses its
+    keys. With branches, cost grows linearly with the number of tokens. With segment lengths and rates that grow
+    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment. Takes any
+    number of tokens from 1. `config.layout` may permute the tokens once at the input of the model, and back once at its
+    output.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
@@ -256,7 +257,7 @@ class LongNetBackbone(Pretrained):
         visible = None
         if padding is not None and self._selects:
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
-        rotary = turns(self.config, positions, x.dtype)
+        rotary = rotary_factors(self.config, positions, x.dtype)
         recompute = caches is None and self.config.checkpoint and torch.is_grad_enabled()
         config = self.config
         draws = self.training and bool(config.dropout or config.attention_dropout or config.drop_path)
@@ -302,7 +303,7 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """Permutation of num_tokens tokens that the model applies at its input; None for the natural order."""
+        """Permutation of num_tokens tokens at the input of a model without caches; None for the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":
@@ -364,7 +365,10 @@ class LongNetBackbone(Pretrained):
             )
 
     def _check_caches(self, caches: Sequence[KVCache] | None, batch: int) -> list[int]:
-        """Return the number of tokens that the caches have seen of each sequence; [] if they have seen none."""
+        """Return the number of tokens of each sequence that the caches have seen; [] for None and unused caches.
+
+        Raises ValueError or TypeError for caches that do not fit the model, each other or the batch.
+        """
         if caches is None:
             return []
         self._check_one_rank("a call with caches")

@@ -95,8 +95,8 @@ class LongNet(LongNetBackbone):
         prefill_chunk: tokens of the prompt per forward pass, which bounds memory.
         memory, memory_padding_mask: as in `forward`.
 
-        Raises ValueError or TypeError, before any token is drawn, for a model that is not causal or has no vocabulary,
-        for more tokens than it has positions, and for invalid values.
+        Raises ValueError or TypeError, before any token is drawn, for a model that is not causal, has no vocabulary or
+        has a mesh, for an empty prompt, for more tokens than the model has positions, and for invalid values.
         """
         if self.config.vocab_size is None or not self.config.causal:
             raise ValueError(
@@ -172,8 +172,10 @@ class LongNetClassifier(Pretrained):
         """Outputs (B, num_outputs) of sequences of token ids, or of embedded inputs.
 
         key_padding_mask: True for padding, which is neither attended to nor pooled; each sequence needs at least one
-            other token.
+            other token, which is not checked.
         bindings: as in `LongNetBackbone.forward`.
+
+        Raises ValueError or TypeError as `LongNetBackbone.forward`, and ValueError for sequences of 0 tokens.
         """
         x = self.backbone(tokens, key_padding_mask=key_padding_mask, bindings=bindings)
         if not x.shape[1]:
@@ -195,7 +197,7 @@ class LongNetClassifier(Pretrained):
 
 @advises()
 class LongNetEncoderDecoder(Pretrained):
-    """Sequence-to-sequence model: the decoder's blocks attend to its own tokens and to the encoder's features.
+    """Sequence-to-sequence model: the decoder's blocks attend to the decoder's tokens and to the encoder's features.
 
     encoder, decoder: configurations; the encoder's has causal=False, the decoder's causal=True and a vocab_size. The
         self-attention of each uses the branches or the pattern of its own configuration, without run-time tensors; in

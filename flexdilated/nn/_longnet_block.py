@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weights with variance 1 / fan-in and biases with 0.
+        """Initialize the projections: weights with variance 1 / fan-in and biases with 0.
 
         The weights of the projections whose results are added to x are multiplied by the gain of `scales`. With
         config.deepnorm or config.subln the weights of the value projection and of the first feed-forward projection are
@@ -102,7 +102,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B N E"],
-        turns: Turns | None,
+        rotary: RotaryFactors | None,
         pattern: Pattern | Mixture,
         layout: Layout | None,
         cache: KVCache | None = None,
@@ -112,7 +112,7 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B N E"]:
         """Output of the block for x, whose tokens are in the order of `layout` (None: natural order).
 
-        turns: rotary factors at the tokens' positions; None for no rotation.
+        rotary: rotary factors at the tokens' positions; None for no rotation.
         cache: holds keys and values of the earlier tokens, to which those of x are appended; it attends by its own
             pattern, not by `pattern`. None: x has no earlier tokens.
         memory: from `keys_values`, attended to by `memory_pattern`; if either is None, that attention is skipped.
@@ -121,10 +121,10 @@ class Block(nn.Module):
 
         With over_ranks, x is this rank's tokens.
         """
-        x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
+        x = self._add(x, self.attention_norm, lambda y: self._attend(y, rotary, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:
             assert self.memory_norm is not None
-            x = self._add(x, self.memory_norm, lambda y: self._attend_to(memory, y, memory_pattern))
+            x = self._add(x, self.memory_norm, lambda y: self._attend_to_memory(memory, y, memory_pattern))
         return self._add(x, self.ffn_norm, self._feed_forward)
 
     def keys_values(self, memory: Float[Tensor, "B M E_memory"]) -> KeysValues:
@@ -141,7 +141,7 @@ class Block(nn.Module):
     def _attend(
         self,
         x: Float[Tensor, "B N E"],
-        turns: Turns | None,
+        rotary: RotaryFactors | None,
         pattern: Pattern | Mixture,
         layout: Layout | None,
         cache: KVCache | None,
@@ -150,7 +150,7 @@ class Block(nn.Module):
         H, G = self.num_heads, self.kv_heads
         heads = self.qkv(x).unflatten(-1, (H + 2 * G, self.head_dim))
         qk, v = heads.split((H + G, G), dim=2)
-        q, k = qk.split((H, G), dim=2) if turns is None else turns.apply(qk, H, G)
+        q, k = qk.split((H, G), dim=2) if rotary is None else rotary.apply(qk, H, G)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if cache is None and self.selected is not None:
             self._check_ranks(self.selected)
@@ -181,7 +181,7 @@ class Block(nn.Module):
                 f"with {self.over_ranks or 'no mesh'}"
             )
 
-    def _attend_to(
+    def _attend_to_memory(
         self, memory: KeysValues, x: Float[Tensor, "B N E"], pattern: Pattern | Mixture
     ) -> Float[Tensor, "B N E"]:
         assert self.memory_q is not None
@@ -255,7 +255,7 @@ RotaryTable = tuple[Float[Tensor, "*batch N D"], Float[Tensor, "*batch N D"]]
 _GAMMA = 0.4  # as in xPos
 
 
-class Turns(NamedTuple):
+class RotaryFactors(NamedTuple):
     """Rotary table and xPos factors (`decay`; None without xPos), computed once for all layers of a forward pass."""
 
     table: RotaryTable
@@ -264,7 +264,10 @@ class Turns(NamedTuple):
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
     ) -> tuple[Float[Tensor, "B N H D"], Float[Tensor, "B N G D"]]:
-        """Return (queries, keys), split from `qk` and rotated; with xPos, queries times `decay`, keys divided by it."""
+        """Return (queries, keys), split from `qk` and rotated; with xPos, queries times `decay`, keys divided by it.
+
+        Raises ValueError for float16 with xPos.
+        """
         q, k = rotate(qk, self.table).split((num_heads, kv_heads), dim=2)
         if self.decay is None:
             return q, k
@@ -273,7 +276,9 @@ class Turns(NamedTuple):
         return (q * self.decay).to(q.dtype), (k / self.decay).to(k.dtype)
 
 
-def turns(config: LongNetConfig, positions: Int64[Tensor, "*batch N"], dtype: torch.dtype) -> Turns | None:
+def rotary_factors(
+    config: LongNetConfig, positions: Int64[Tensor, "*batch N"], dtype: torch.dtype
+) -> RotaryFactors | None:
     """Rotary and xPos factors at these positions; None for a model with neither.
 
     xPos multiplies queries by ζ^(n/s - c) and divides keys by it, where ζ < 1 is a factor of each pair of channels, n
@@ -284,11 +289,11 @@ def turns(config: LongNetConfig, positions: Int64[Tensor, "*batch N"], dtype: to
         return None
     table = rotary_table(positions, head_dim=config.head_dim, base=config.rotary_base, dtype=dtype)
     if config.position == "rotary":
-        return Turns(table)
+        return RotaryFactors(table)
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64) / config.head_dim
     exponents = positions.double() / config.xpos_scale - XPOS_SPAN / 2
     decay = ((pairs + _GAMMA) / (1 + _GAMMA)) ** exponents[..., None, None]
-    return Turns(table, torch.cat((decay, decay), dim=-1).to(table[0].dtype))
+    return RotaryFactors(table, torch.cat((decay, decay), dim=-1).to(table[0].dtype))
 
 
 def rotary_table(

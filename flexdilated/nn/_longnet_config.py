@@ -35,8 +35,8 @@ class SelectedLayers:
     block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. The selector's `within` is
         causal order in a causal model; a query block then chooses by its first query.
     most: number of blocks that each query block chooses, as in `TopK`.
-    always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
-        keys in the block of the query.
+    always: pattern of pairs that are attended to without being chosen, unless `within` forbids them, in the text form
+        of `masks.parse`; None: the keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
     layers: numbers of the layers, from 0; None for all layers.
 
@@ -144,12 +144,12 @@ class LongNetConfig:
     ffn_dim: hidden width of the feed-forward; None means 4 * embed_dim.
     num_kv_heads: key/value heads, shared by num_heads / num_kv_heads query heads each; None means num_heads.
     position: "rotary" (RoFormer, arXiv 2104.09864); "xpos": rotary with scores that decay with distance (arXiv
-        2212.10554), for up to 126 * xpos_scale tokens; "learned": a vector for each of max_positions positions is added
-        to the embeddings; None: no positions, as for inputs that include them.
+        2212.10554), in a causal model of up to 126 * xpos_scale tokens; "learned": a vector for each of max_positions
+        positions is added to the embeddings; None: no positions, as for inputs that include them.
     rotary_base: base of the rotary wavelengths; raise it for longer contexts.
     xpos_scale: distance in tokens over which each channel pair of xpos decays by its factor, 2/7 or more; 512 in the
         paper.
-    bias: True gives projections and norms biases.
+    bias: True gives biases to the projections in the blocks, and to the norms if norm="layer".
     norm: "layer" or "rms", before each half of a block (attention, feed-forward).
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
@@ -162,7 +162,8 @@ class LongNetConfig:
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
         order with the lower predicted cost on the device, for a sequence of the longest segment length, or of 8,192
         tokens with `pattern`; but the natural order for a pattern with run-time tensors or a limited number of tokens.
-    checkpoint: in training, keep only the blocks' inputs, and run each block again in the backward.
+        With caches, a mesh or a selection the order is natural; "residue" is an error with the latter two.
+    checkpoint: True keeps only the blocks' inputs for the backward, which runs each block again.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
         use the branches. The tokens then keep their natural order; over ranks these layers gather all keys.

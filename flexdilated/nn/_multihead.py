@@ -162,7 +162,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
-    compute the same function.
+    compute the same function, apart from dropout.
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in `nn.MultiheadAttention`.
     segment_lengths, dilation_rates: the branches, as in `masks.longnet`.
@@ -297,8 +297,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
         bindings: values of the run-time tensors that the pattern names, as in `attend`; with a mesh for the whole
             sequence.
 
-        Raises ValueError for need_weights, for any other attn_mask (RuntimeError at run time in a compiled graph), and
-        for inputs that do not fit.
+        Raises ValueError for need_weights and for any other attn_mask (RuntimeError at run time in a compiled graph),
+        and ValueError or TypeError for inputs that do not fit.
         """
         refuse_weights(need_weights)
         q, k, v = self.heads_of(query, key, value)

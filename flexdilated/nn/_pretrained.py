@@ -28,7 +28,8 @@ class Pretrained(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors into a folder, which is created if needed.
 
-        The weights are the state_dict, in its dtype. The device, and the mesh of a model over ranks, are not saved.
+        The weights are the state_dict, in its dtype. Constructor arguments other than those of `made_of`, such as the
+        device, a mesh or memory_dim, are not saved: give them to `from_pretrained`.
         Raises ImportError without safetensors (pip install 'flexdilated[pretrained]').
 
         >>> import tempfile
@@ -54,8 +55,8 @@ class Pretrained(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict as `nn.Module.load_state_dict` does, and return its result.
 
-        With strict=True, raises ValueError if a common prefix, as wrappers of a module add it, precedes the model's
-        name in every key; the message shows how to remove it.
+        With strict=True, raises ValueError if every key begins with one prefix that the model's names do not have, as
+        modules around the model add it; the message shows how to remove it.
         """
         if strict:
             _check_prefix(self, state_dict)
@@ -140,7 +141,7 @@ def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _check_prefix(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise ValueError if a common prefix, as wrappers of a module add it, precedes the model's name in every key."""
+    """Raise ValueError if every key begins with one prefix that the model's names do not have, and shows it."""
     name = next(iter(model.state_dict()))
     found = next((each for each in weights if each.endswith(f".{name}")), "")
     prefix = found.removesuffix(name)

@@ -32,9 +32,9 @@ def folder_from_environment() -> Path | None:
 
 
 def profile_process() -> None:
-    """Profile the process from now to its end, if FLEXDILATED_PROFILE names a folder; write the profile there.
+    """Profile the process from now to its end, and then write the profile, if FLEXDILATED_PROFILE names a folder.
 
-    Records the work of the main thread and its backward passes. torch allows one profiler per process. Raises
+    Records the work of the calling thread and its backward passes. torch allows one profiler per process. Raises
     ValueError for a folder that cannot be made or written to.
     """
     folder = folder_from_environment()

@@ -116,7 +116,8 @@ def _by_autograd(
 ) -> Tensor:
     """Attention received, (B, H, M), from the gradient of v through the engine.
 
-    The lse that it computes covers only these keys and no sinks, so the results are rescaled to the given lse.
+    The lse that the engine computes covers only these keys and no sinks, so each row's cotangent is multiplied by
+    exp(this lse - the given one).
     """
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
@@ -175,7 +176,8 @@ def plot_attention_received(
     k_offset: position of the first key, as in the call of `attend`; 0 with coordinates.
     title: None for no title.
 
-    Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
+    Raises ValueError or TypeError for tensors of other shapes, with NaN or infinity, or negative attention, and
+    ImportError without matplotlib.
 
     >>> figure = fd.plot_attention_received(torch.rand(1, 4, 256))
     >>> figure.savefig('received.png')

@@ -29,7 +29,7 @@ class PoolStats:
     threshold_bytes: size of the smallest tensor that it leases; None if it leases none.
     budget_bytes: bound on the memory of all buffers; None for no bound.
     allocated_bytes: of all buffers, leased and idle.
-    peak_bytes: its peak.
+    peak_bytes: largest value of allocated_bytes.
     leased_bytes: requested by open leases.
     num_allocations: leases that needed new memory.
     num_plain: requested tensors that torch allocated without a lease, such as those below the threshold.
@@ -56,7 +56,7 @@ class Stats:
     cache: statistics of the cache of plans and tables.
     pools: all live pools.
     constants: (kind of device, source) of the machine constants used in plans.
-    measured: number of distinct calls whose options `autotune` measured and chose.
+    measured: number of distinct calls for which `autotune` measured the options.
     """
 
     cache: CacheStats

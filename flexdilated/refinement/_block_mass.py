@@ -56,7 +56,7 @@ def block_mass(
     scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global: as in that call; offsets are
         numbers, not tensors. If k has only some of the keys in the lse, shares are still relative to all of them.
     block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in `masks.block_list`.
-        The result begins with the blocks of query 0 and of key 0.
+        The result begins with the blocks that hold the first query and the first key.
 
     Computes only blocks in which the pattern has pairs, in chunks, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
@@ -78,7 +78,7 @@ def block_mass(
     place = Place(q_offset, k_offset, head_offset, num_heads_global)
     q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
     refuse_transforms("block_mass", (q, k, lse))
-    rows, columns = _Side(q_offset, q.shape[2], sides[0]), _Side(k_offset, k.shape[2], sides[1])
+    rows, columns = _BlockAxis(q_offset, q.shape[2], sides[0]), _BlockAxis(k_offset, k.shape[2], sides[1])
     mass = torch.zeros(q.shape[1], rows.blocks, columns.blocks, dtype=sum_dtype(q), device=q.device)
     if 0 in q.shape or 0 in k.shape:
         return mass
@@ -107,13 +107,14 @@ def pooled_scores(
 ) -> Float[Tensor, "H R C"]:
     """Mean score of all pairs of each query block and each key block, per head.
 
-    By these scores `fd.refine` chooses among the blocks that a block list leaves out. They are computed for all blocks,
-    as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
+    They serve `fd.refine` to choose among the blocks that a block list leaves out. They are computed for all blocks, as
+    scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter.
-    lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
-        makes query blocks comparable: if all queries have keys, exp(score) times the number of keys in the block is a
-        lower bound of the mass that the block would add. The scores of a query block without keys are then -inf.
+    lse: of a call with the current pattern; None: subtract nothing. In each batch entry, the mean lse of the query
+        block's queries with keys is subtracted, which makes query blocks comparable: if all queries have keys,
+        exp(score) times the number of keys in the block is a lower bound of the mass that the block would add. Entries
+        in which no query of the block has keys are left out of the average; if none is left, the scores are -inf.
     scale: factor on the scores, a number; None: 1 / sqrt(D).
     enable_gqa: as in `attend`.
 
@@ -130,7 +131,7 @@ def pooled_scores(
     sides, factor = block_sides(block), resolve_scale(scale, q.shape[-1])
     if lse is not None:
         check_lse(lse, q)
-    rows, columns = (_Side(0, x.shape[2], side) for x, side in zip((q, k), sides, strict=True))
+    rows, columns = (_BlockAxis(0, x.shape[2], side) for x, side in zip((q, k), sides, strict=True))
     with torch.autocast(q.device.type, enabled=False):
         keys = columns.mean(k.to(sum_dtype(q))).repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
         scores = factor * rows.mean(q.to(sum_dtype(q))) @ keys.mT
@@ -145,7 +146,7 @@ def pooled_scores(
 
 
 @dataclass(frozen=True)
-class _Side:
+class _BlockAxis:
     """`tokens` tokens from position `offset`, divided into blocks of `side` positions at multiples of `side`."""
 
     offset: int
@@ -196,8 +197,8 @@ class _Operands:
     q: Float[Tensor, "B H R S D"]
     k: Float[Tensor, "B G C T D"]
     shifts: Float[Tensor, "B H R S 1"]
-    rows: _Side
-    columns: _Side
+    rows: _BlockAxis
+    columns: _BlockAxis
     factor: float
 
 
@@ -206,7 +207,7 @@ def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, E
     return alike(call.rules(tensors), batch)
 
 
-def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
+def _in_whole_blocks(bound: Bound, rows: _BlockAxis, columns: _BlockAxis) -> Bound:
     """Return `bound` with its queries and keys extended backwards to the beginning of their first blocks.
 
     Pairs at positions without a token are masked later.
@@ -229,7 +230,7 @@ def _block_list(bound: Bound, sides: tuple[int, int]) -> Blocks:
 
 
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
-    """Add the mass of one branch, multiplied by `times`, to `mass` in place.
+    """Add to `mass`, in place, `times` times the shares of one branch, summed over queries and batch entries.
 
     blocks: those in which the branch has pairs.
     given: the tensors of some batch entries.

@@ -58,7 +58,7 @@ def refine(
     old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
 
     Raises TypeError for a pattern of another kind, and ValueError unless it has one table per head, for tensors of
-    other shapes or with NaN, and for patterns that do not fit this number of heads and tokens.
+    other shapes, not of floating point or with NaN, and for patterns that do not fit this number of heads and tokens.
 
     >>> listed = masks.block_list([[[0], [0, 1], [0, 1, 2]]], block=64)  # one head
     >>> importance = torch.tensor([[[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.2, 0.7]]])
@@ -80,7 +80,7 @@ def refine(
     if within is not None:
         growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
-    dropped, grown = _first(droppable, mass, exchanged), _first(growable, -promise, exchanged)
+    dropped, grown = _lowest(droppable, mass, exchanged), _lowest(growable, -promise, exchanged)
     if bool((exchanged == 0).all()):
         return Refinement(pattern, dropped.nonzero(), grown.nonzero())
     cache().forget(pattern)
@@ -88,7 +88,7 @@ def refine(
 
 
 def _listed_mask(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
-    """Return True for the blocks that the pattern lists, in the shape of importance.
+    """Return booleans in the shape of importance, True for the blocks that the pattern lists.
 
     Raises TypeError or ValueError for a pattern or an importance that `refine` cannot use.
     """
@@ -156,11 +156,11 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
     return found
 
 
-def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
+def _lowest(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
     """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
-    Returns True for these blocks. number[h] must not exceed the number of such blocks in head h. Ties are resolved by
-    lower query block, then lower key block.
+    Returns True for the selected blocks. number[h] must not exceed the number of True blocks in head h, and `key` must
+    be below inf in them. Ties are resolved by lower query block, then lower key block.
     """
     order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
     chosen = torch.arange(order.shape[1]) < number[:, None]
@@ -184,7 +184,7 @@ class ImportanceTracker(nn.Module):
     device: of the buffers, which are float32.
 
     `state_dict` holds `average` and `weight`, from which a run continues exactly.
-    Raises ValueError or TypeError for sizes below 1 and a decay outside [0, 1).
+    Raises ValueError or TypeError for sizes below 1, a decay outside [0, 1) and a group of another type.
 
     >>> tracker = fd.ImportanceTracker(1, 1, 2, decay=0.5)
     >>> tracker.update(torch.tensor([[[1.0, 0.0]]]))
@@ -243,7 +243,7 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def importance(self) -> Float[Tensor, "H R C"]:
-        """Weighted mean mass of each block, float32, in a new tensor. Waits for a pending update."""
+        """Weighted mean mass of each block, 0 without updates, float32, in a new tensor. Waits for a pending update."""
         self._settle()
         return torch.where(self.weight > 0, self.average / self.weight, 0.0)
 
@@ -267,7 +267,7 @@ class ImportanceTracker(nn.Module):
         self.weight.mul_(self.decay).add_(1 - self.decay)
 
     def _settle(self) -> None:
-        """Wait for the pending update and add it."""
+        """Wait for the pending update, if any, and add it."""
         if self._arriving is not None:
             (work, total), self._arriving = self._arriving, None
             work.wait()

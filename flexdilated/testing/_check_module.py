@@ -14,9 +14,9 @@ from tabulate import tabulate
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
-from ._inputs import KINDS, LONG_LENGTHS, lengths_for, takes, tokens
+from ._inputs import KINDS, LONG_LENGTHS, length_text, lengths_for, takes
 from ._module_checks import MODULE_CHECKS, Check
-from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, cut, failure
+from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, cut
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns
@@ -158,9 +158,9 @@ def examine_attention_module(
     dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.
     seed: of the random values.
 
-    Each check runs the lengths in ascending order and reports the shortest failing one; unless `lengths` is given, it
-    searches for a shorter failing length for up to 5 seconds. If the module raises an exception, the check fails. The
-    dense attention is in float64, with the error budgets of `assert_attention_close`.
+    A check stops at the first failing call; unless `lengths` is given, most checks then search for a shorter failing
+    length for up to 5 seconds. If the module raises an exception, the check fails. The dense attention is in float64,
+    with the error budgets of `assert_attention_close`.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed
@@ -255,18 +255,18 @@ def _run(check: Check, subject: Subject) -> str:
     except AssertionError as error:
         raise Failure(f"{where}{error}") from None
     except Exception as error:  # of the module, its gradients, or torch's compiler
-        raise Failure(f"{where}{failure(error)}") from error
+        raise Failure(f"{where}{as_failure(error)}") from error
     if not lengths:
         raise DoesNotApply(check.unless)
     first, *others = sorted(lengths)
-    drawn = f"{len(lengths)} lengths from {first} to {others[-1]}" if others else tokens(first)
+    drawn = f"{len(lengths)} lengths from {first} to {others[-1]}" if others else length_text(first)
     return f"{drawn}: {compared:,} {check.holds}"
 
 
 def _smaller(check: Check, subject: Subject) -> str | None:
-    """Search for the shortest failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
+    """Search for a shorter failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
 
-    Returns the text of its failure; None if no run of the search failed.
+    Returns the text of the failure at the shortest that is found; None if no run of the search failed.
     """
     until, found = monotonic() + _SHRINK_S, {}
 

@@ -64,7 +64,7 @@ def check_pattern(
         _check_for_head(dense, examples, generator)
         _check_period(dense, generator)
         _check_lists(dense, examples, generator)
-    _check_text(pattern)
+    _check_json(pattern)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Itera
         yield heads, q + side, k + side
 
 
-def _check_text(pattern: Pattern | Mixture) -> None:
+def _check_json(pattern: Pattern | Mixture) -> None:
     """Raise AssertionError unless the pattern's JSON reads back as an equal pattern; one without JSON passes."""
     if tables(pattern):
         return
@@ -244,7 +244,7 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
     """
     failing = []  # the first of each kind
     for box, truth in _boxes(dense, examples, generator):
-        if wrong := _wrong(dense, box, truth):
+        if wrong := _wrongly_bounded(dense, box, truth):
             failing.append(_shrunk(dense, BoxRanges.of(box, wrong[0])))
     if failing:
         place = min(failing, key=lambda each: (each.q.step + each.k.step, len(each.q) * len(each.k)))
@@ -258,19 +258,19 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
         )
 
 
-def _wrong(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
+def _wrongly_bounded(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
     bounds = dense.pattern.count(box, num_heads=dense.num_heads)
     wrong = (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > box.area)
     return wrong.nonzero().flatten().tolist()
 
 
 def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
-    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last box that fails."""
+    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last failing box that was found."""
     tries, ahead = _SHRINK_TRIES, place.smaller()
     while tries and (other := next(ahead, None)):
         tries -= 1
         is_inside = max(other.q[-1], other.k[-1]) < dense.num_tokens
-        if is_inside and _wrong(dense, other.box(), torch.tensor([other.pairs(dense)])):
+        if is_inside and _wrongly_bounded(dense, other.box(), torch.tensor([other.pairs(dense)])):
             place, ahead = other, other.smaller()
     return place
 
@@ -283,7 +283,7 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
     """
     tokens, heads, side = dense.num_tokens, dense.num_heads, 1
     while side <= tokens:
-        truth = _in_blocks(dense.table, side, side)
+        truth = _pairs_by_block(dense.table, side, side)
         number = truth.shape[1]
         indices = torch.cartesian_prod(*(torch.arange(size) for size in (heads, number, number)))
         head, row, column = indices.view(-1, 3).T
@@ -310,17 +310,19 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
 def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
     """Raise AssertionError unless block lists hold all blocks with allowed pairs, and mark only full blocks as full.
 
-    With settle=True, which evaluates undecided blocks, they must hold no other block, and mark all full ones.
+    With settle=True, which evaluates undecided blocks, they must hold no other block, and mark all full ones. Numbers
+    of pairs in the lists must be right or UNKNOWN.
     """
     drawn = [_draw_lists(dense, generator) for _ in range(max(8, examples // 5))]
     for bound, (q_block, k_block), rate in sorted(drawn, key=lambda each: each[0].num_queries * each[0].num_keys):
         (term,) = shared_terms(dense.pattern, 1, bound, rate)
         q, k = (Layout(size, rate).positions() for size in (bound.num_queries, bound.num_keys))
-        truth = _in_blocks(dense.table[:, q + bound.q_offset][:, :, k], q_block, k_block)
+        truth = _pairs_by_block(dense.table[:, q + bound.q_offset][:, :, k], q_block, k_block)
         whole = truth == q_block * k_block
         for settle in (False, True):
             blocks = term.blocks(q_block, k_block, settle=settle)
-            listed, full, pairs = (torch.zeros(blocks.num_tables, *truth.shape[1:], dtype=torch.int64) for _ in "123")
+            sizes = (blocks.num_tables, *truth.shape[1:])
+            listed, full, pairs = (torch.zeros(sizes, dtype=torch.int64) for _ in range(3))
             where = (blocks.table.long(), blocks.row.long(), blocks.column.long())
             listed[where], full[where], pairs[where] = 1, blocks.full.long(), blocks.pairs.long()
             heads = list(blocks.heads)
@@ -352,19 +354,21 @@ def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tu
     def one_of(values: Sequence[int]) -> int:
         return values[int(torch.randint(len(values), (), generator=generator))]
 
+    def blocks_and_rate() -> tuple[tuple[int, int], int]:
+        return (one_of(_BLOCK_SIDES), one_of(_BLOCK_SIDES)), one_of(rates)
+
     tokens, rates = dense.num_tokens, (*_RATES, residue_rate(dense.pattern, dense.num_tokens))
-    for left in reversed(range(_SIZE_TRIES + 1)):
+    for _ in range(_SIZE_TRIES):
         keys, queries, is_self = 1 + one_of(range(tokens)), 1 + one_of(range(tokens)), one_of((0, 1))
-        offset = 0 if is_self else one_of(range(tokens - queries + 1))
-        blocks, rate = (one_of(_BLOCK_SIDES), one_of(_BLOCK_SIDES)), one_of(rates)
-        sizes = (keys if is_self else queries, keys, offset) if left else (tokens, tokens, 0)
-        named = dict(zip(("num_queries", "num_keys", "q_offset"), sizes, strict=True))
-        with suppress(*(ValueError,) * bool(left)):
-            return dense.pattern.bind(num_heads=dense.num_heads, **named), blocks, rate
-    raise AssertionError("the last try returns or raises")
+        queries, offset = (keys, 0) if is_self else (queries, one_of(range(tokens - queries + 1)))
+        blocks, rate = blocks_and_rate()
+        with suppress(ValueError):
+            bound = dense.pattern.bind(num_heads=dense.num_heads, num_queries=queries, num_keys=keys, q_offset=offset)
+            return bound, blocks, rate
+    return dense.pattern.bind(num_heads=dense.num_heads, num_queries=tokens, num_keys=tokens), *blocks_and_rate()
 
 
-def _in_blocks(allowed: Tensor, q_block: int, k_block: int) -> Tensor:
+def _pairs_by_block(allowed: Tensor, q_block: int, k_block: int) -> Tensor:
     """Count the allowed pairs of each block, (heads, block rows, block columns); the last blocks may be shorter."""
     heads, queries, keys = allowed.shape
     rows, columns = -(-queries // q_block), -(-keys // k_block)

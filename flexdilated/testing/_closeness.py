@@ -50,9 +50,9 @@ def assert_attention_close(
     """Raise AssertionError unless `out` (B, H, N, D), and `lse` (B, H, N) if given, equal dense attention in float64.
 
     Each number has an error budget, `margin` times the larger of two errors: the first-order rounding error in the
-    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype. In bfloat16
-    and float16 sums must be in float32, while scores, weights and results may be rounded. A row without keys must have
-    output 0 and lse -inf, exactly.
+    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype (not for lse,
+    and not with score_mod or sinks). In bfloat16 and float16 sums must be in float32, while scores, weights and results
+    may be rounded. A row without keys must have output exactly 0 and, without sinks, lse -inf.
 
     gradients: also compare the gradients of q, k and v for a fixed functional of `out` (and `lse`), which must then
         depend on q, k and v by autograd; the graph is retained.
@@ -167,10 +167,10 @@ def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, mi
     plain = f" (plain attention is off by up to {error:.2g} there)" if is_budget else ""
     lines = [
         f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows; the first is batch {b}, {what} {row}{element}",
-        f"  found     {number(found[place])}{other}",
-        f"  expected  {number(truth.value[place])}",
-        f"  off by    {rough((found[place].double() - truth.value[place]).abs())}, where rounding to {dtype} may "
-        f"account for {rough(truth.budget[place])}{plain}",
+        f"  found     {number_text(found[place])}{other}",
+        f"  expected  {number_text(truth.value[place])}",
+        f"  off by    {error_text((found[place].double() - truth.value[place]).abs())}, where rounding to {dtype} may "
+        f"account for {error_text(truth.budget[place])}{plain}",
     ]
     if name in ("dk", "dv"):
         group = dense.q.shape[1] // dense.k.shape[1]
@@ -196,12 +196,12 @@ def _runs(positions: Sequence[int]) -> str:
     return ", ".join(runs[:_RUNS]) + (f" and {len(runs) - _RUNS} runs more" if len(runs) > _RUNS else "")
 
 
-def number(x: Tensor | float) -> str:
+def number_text(x: Tensor | float) -> str:
     """Text of a number, with five significant digits."""
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
 
 
-def rough(x: Tensor) -> str:
+def error_text(x: Tensor) -> str:
     """Text of an error, with two significant digits."""
     return f"{x.detach().item():.2g}"
 
@@ -301,7 +301,8 @@ class DenseAttention:
 class Expected:
     """Expected out, lse or gradient in float64, with the error budget of each number.
 
-    plain_error: largest error in each row, (..., 1), of torch's dense attention in the dtype of q; None if unknown.
+    plain_error: largest error in each row, (..., 1), of torch's dense attention in the dtype of q; None where this was
+        not computed.
     """
 
     value: Tensor
@@ -410,12 +411,12 @@ def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Ten
     Rounding errors are independent, so the error of a sum is the root of the sum of squared errors.
     """
     unit, sent = dtype.eps / 2, None
-    sizes = torch.maximum(_root(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())
+    sizes = torch.maximum(_root_sum_square(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())
     sizes = sizes.masked_fill(terms.times == 0, 0.0)
     errors = unit * (1.0 + sizes) * terms.weights + dtype.eps * dtype.smallest_normal * (terms.times > 0)
     if "dq" in values:
-        sent = (terms.grad_out * (terms.out + _root(terms.weights, terms.v))).norm(dim=-1, keepdim=True)
-    limits = _propagated(terms, errors, sent, _root)
+        sent = (terms.grad_out * (terms.out + _root_sum_square(terms.weights, terms.v))).norm(dim=-1, keepdim=True)
+    limits = _propagated(terms, errors, sent, _root_sum_square)
     limits = {name: unit * values[name].abs() + limit for name, limit in limits.items()}
     if sent is not None:
         limits["dq"] = limits["dq"] + unit * sent * terms.scale * (terms.weights @ terms.k)
@@ -429,24 +430,24 @@ def _propagated(
     """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
     sent (B, H, N, 1): size of the dot product of grad_out and out; None without gradients. product: matrix product that
-    adds up errors, torch.matmul for bounds or `_root` for independent errors.
+    adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors.
     """
     limits = {"out": product(errors, terms.v)}
     if sent is not None:
         inner = product(terms.grad_out, terms.v.mT) + sent + terms.grad_lse[..., None]
         pulls = errors * inner * terms.scale
         limits["dq"] = product(pulls, terms.k)
-        limits["dk"] = _summed(product(pulls.mT, terms.q), terms.num_kv_heads)
-        limits["dv"] = _summed(product(errors.mT, terms.grad_out), terms.num_kv_heads)
+        limits["dk"] = _summed_by_kv_head(product(pulls.mT, terms.q), terms.num_kv_heads)
+        limits["dv"] = _summed_by_kv_head(product(errors.mT, terms.grad_out), terms.num_kv_heads)
     return limits
 
 
-def _root(a: Tensor, b: Tensor) -> Tensor:
+def _root_sum_square(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product of a and b in which each sum of products is replaced by the root of the sum of their squares."""
     return (a.square() @ b.square()).sqrt()
 
 
-def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
+def _summed_by_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
     return x.unflatten(1, (num_kv_heads, -1)).sum(2)
 
 

@@ -94,9 +94,10 @@ def attention_sizes(
 
     around, blocks: half of the numbers of tokens are near multiples of these lengths or of a pattern's, as in
         `lengths`.
-    num_heads: fixed number of heads; None: any up to max_heads. self_attention=False: numbers of queries and keys may
-        differ, with offsets up to max_tokens; if `around` is a pattern, it can be bound to them. all_heads=False: the
-        tensors may have only some of the heads, as on one of several devices.
+    num_heads: fixed number of heads; None: any up to max_heads.
+    self_attention: False: numbers of queries and keys may differ, with offsets up to max_tokens, unless a listed block
+        or a grid position of the pattern `around` would then be out of range.
+    all_heads: False: the tensors may have only some of the heads, as on one of several devices.
     """
     total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
     keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
@@ -119,7 +120,10 @@ def attention_sizes(
 
 
 def in_range(bind: Callable[[], object]) -> bool:
-    """Return False if `bind` raises the ValueError of a listed block or grid position out of range; True if nothing."""
+    """Return True if `bind` raises nothing, False if it raises the ValueError of a block or grid position out of range.
+
+    Other errors are raised.
+    """
     try:
         bind()
     except ValueError as error:

@@ -314,10 +314,10 @@ def run_time_compositions(
     words: Any,
     kinds: Sequence[str] = _RUN_TIME_COMPOSITIONS,
 ) -> Any:
-    """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
+    """Draw run-time patterns that fit `sizes`, alone or combined with a pattern within the limits of `grammar`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
-        per_sample and selected_blocks.
+        per_sample and selected_blocks. Those of other patterns are in `grammar`.
     kinds: the compositions to choose from.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
@@ -357,9 +357,9 @@ def run_time_compositions(
 
 @st.composite
 def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
-    """Draw a `documents` pattern of ascending ids, for each batch entry or for all, with padding.
+    """Draw a `documents` pattern of ascending ids, for each batch entry or common to all.
 
-    Padding is at the end of a sequence, or in place of document 0 or 1. positions: length of a sequence.
+    There may be padding at the end of a sequence and in place of document 0 or 1. positions: length of a sequence.
     """
     rows = draw(st.sampled_from([1, batch]))
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))

@@ -21,8 +21,8 @@ _NO_LENGTHS = ("seed", "head", "rows")
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
     """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
-    They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sizes and so on.
-    For a custom function only the period is known.
+    They are the numbers in `pattern.to_data()`, such as segment lengths, rates, strides and block sizes, and lengths
+    that follow from these, such as the width of a window. For a custom function only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
     return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
@@ -50,7 +50,7 @@ LONG_LENGTHS = (65, 128, 257)
 _BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels; lengths are equal to these, or one more
 
 
-def tokens(length: int) -> str:
+def length_text(length: int) -> str:
     return "1 token" if length == 1 else f"{length} tokens"
 
 
@@ -58,7 +58,8 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
     """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
 
     They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sizes and one more, and
-    the largest; if there are too many, evenly spaced ones of these. Raises ValueError if the pattern accepts none.
+    the two largest; if there are too many, evenly spaced ones of these. If the pattern accepts none of them, the result
+    is the largest that it accepts. Raises ValueError if it accepts none.
     """
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
     around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}

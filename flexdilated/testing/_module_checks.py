@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import documents, visible_keys
-from ._closeness import expected, gradients_of, number, require_close, rough
+from ._closeness import error_text, expected, gradients_of, number_text, require_close
 from ._inputs import KINDS
 from ._over_ranks import RANKS, run_over_ranks
 from ._subject import Case, DoesNotApply, Failure, Subject
@@ -177,8 +177,8 @@ def _compiled_lengths(subject: Subject) -> Iterator[Case]:
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
     """Compare a new module's out and lse, and gradients if q requires them, with dense attention.
 
-    Rows without keys are left out. In half precision out must have the dtype of q. needs_gradients: raise
-    AssertionError if out requires no gradient. Returns the number of compared rows.
+    Rows without keys, and rows outside `case.rows`, are left out. In half precision out must have the dtype of q.
+    needs_gradients: raise AssertionError if out requires no gradient. Returns the number of compared rows.
     """
     out, lse = subject.run(subject.module(case.q.dtype), case)
     if out.dtype != case.q.dtype and case.q.dtype.itemsize == 2:
@@ -211,20 +211,20 @@ def _weights_of_pairs(subject: Subject, case: Case) -> int:
         extra, missing = wrong & (times == 0), wrong & (times > 0) & (found.abs() <= 1e-3 * truth)
         kind = next(kind for kind in (extra, missing, wrong) if kind.any())
         h, q, k = kind.nonzero()[0].tolist()
-        weight = f"weight {number(found[h, q, k])}"
+        weight = f"weight {number_text(found[h, q, k])}"
         what = f"is not allowed and takes part with {weight}"
         if times[h, q, k]:
-            right = f"{number(truth[h, q, k])}, as it counts {int(times[h, q, k])}x"
+            right = f"{number_text(truth[h, q, k])}, as it counts {int(times[h, q, k])}x"
             what = "is allowed and takes no part" if kind is missing else f"has {weight} and should have {right}"
         raise Failure(
             f"head {h}, query {q}, key {k} {what} ({int(kind.sum())} such pairs; the weights of this query add up to "
-            f"{number(found[h, q].sum())})"
+            f"{number_text(found[h, q].sum())})"
         )
     return times.numel()
 
 
 def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
-    """Raise Failure if an output changes when k and v of a key that is hidden from its query are replaced.
+    """Raise Failure if an output changes, beyond rounding, when k and v of a key hidden from its query are replaced.
 
     case.pairs: hidden pairs. Up to _KEYS of their keys are replaced, one at a time. Returns the number of tested rows.
     """
@@ -239,10 +239,10 @@ def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
         rows = hidden[:, :, key].expand(before.shape[0], -1, -1)
         changed = _differing(before, after, budget) & rows
         if changed.any():
-            _, h, row = place = _first(changed)
+            _, h, row = place = _first_index(changed)
             raise Failure(
                 f"key {key} is hidden from query {row} of head {h}; where its k and v are replaced, the output of that "
-                f"query changes by {_size(before, after, place)} ({int(changed.sum())} rows change of "
+                f"query changes by {_largest_difference(before, after, place)} ({int(changed.sum())} rows change of "
                 f"{int(rows.sum())} that must not)"
             )
         compared += int(rows.sum())
@@ -259,13 +259,13 @@ def _zero_without_keys(subject: Subject, case: Case) -> int:
     assert empty is not None
     wrong = empty & ~(out == 0).all(-1)
     if wrong.any():
-        b, h, q = _first(wrong)
+        b, h, q = _first_index(wrong)
         raise Failure(
-            f"head {h}, query {q} of batch {b} sees no key, so its output must be 0; got {number(out[b, h, q, 0])} and "
-            f"so on ({int(wrong.sum())} of {int(empty.sum())} such rows are wrong)"
+            f"head {h}, query {q} of batch {b} sees no key, so its output must be 0; got "
+            f"{number_text(out[b, h, q, 0])} and so on ({int(wrong.sum())} of {int(empty.sum())} such rows are wrong)"
         )
     if lse is not None and not (lse[empty] == -torch.inf).all():
-        raise Failure(f"where a query sees no key the lse must be -inf; got {number(lse[_first(empty)])}")
+        raise Failure(f"where a query sees no key the lse must be -inf; got {number_text(lse[_first_index(empty)])}")
     if out.requires_grad:
         grads = torch.autograd.grad(out.sum(), case.qkv, allow_unused=True)
         for name, grad in zip("qkv", grads, strict=True):
@@ -275,16 +275,16 @@ def _zero_without_keys(subject: Subject, case: Case) -> int:
 
 
 def _like_a_new_module(subject: Subject, case: Case) -> int:
-    """Raise Failure unless a module called before at other lengths gives the output of an uncalled copy; return 1."""
+    """Raise Failure unless a module gives the output, up to rounding, of a copy that was never called; return 1."""
     used, new = case.modules
     right, _ = subject.run(subject.copied(new), case)
     found, _ = subject.run(used, case)
     changed = _differing(found, right, _budget(case))
     if changed.any():
-        place = _first(changed)
+        place = _first_index(changed)
         raise Failure(
-            f"a used module gives {number(found[place].flatten()[0])} and so on where a new one differs by "
-            f"{_size(found, right, place)} (head {place[1]}, query {place[2]}; {int(changed.sum())} of "
+            f"a used module gives {number_text(found[place].flatten()[0])} and so on where a new one differs by "
+            f"{_largest_difference(found, right, place)} (head {place[1]}, query {place[2]}; {int(changed.sum())} of "
             f"{changed.numel()} rows differ)"
         )
     return 1
@@ -298,10 +298,10 @@ def _entries_alone(subject: Subject, case: Case) -> int:
         alone, _ = subject.run(module, replace(case, q=q, k=k, v=v))
         changed = _differing(whole[b : b + 1], alone, _budget(case)[b : b + 1])
         if changed.any():
-            _, h, row = place = _first(changed)
+            _, h, row = place = _first_index(changed)
             raise Failure(
                 f"entry {b} of a batch of {len(case.q)} differs from the same entry alone by "
-                f"{_size(whole[b : b + 1], alone, place)}, in head {h}, query {row}"
+                f"{_largest_difference(whole[b : b + 1], alone, place)}, in head {h}, query {row}"
             )
     return len(case.q)
 
@@ -343,7 +343,7 @@ def _loads_its_state(subject: Subject, case: Case) -> int:
 
 
 def _like_eager(subject: Subject, case: Case) -> int:
-    """Raise Failure unless out and gradients of the compiled module equal eager ones; return their number."""
+    """Raise Failure unless out and gradients, compiled and eager, are equal up to rounding; return their number."""
     module = subject.module()
     compiled = _compiled(subject, module, backend="aot_eager")
     eager, _ = subject.run(module, case)
@@ -355,7 +355,7 @@ def _like_eager(subject: Subject, case: Case) -> int:
     for name, (x, y) in pairs.items():
         off = (x - y).double().abs()
         if not (off <= truth[name].budget + torch.finfo(x.dtype).eps * (y.abs() if name != "out" else 0)).all():
-            raise Failure(f"{name} compiled and eager differ by {rough(off.amax())}")
+            raise Failure(f"{name} compiled and eager differ by {error_text(off.amax())}")
     return len(pairs)
 
 
@@ -406,17 +406,17 @@ def _differing(a: Tensor, b: Tensor, budget: Tensor) -> Tensor:
     return ~(((b - a).detach().double().abs() <= budget) | (a.isnan() & b.isnan())).all(-1)
 
 
-def _first(rows: Tensor) -> tuple[int, ...]:
+def _first_index(rows: Tensor) -> tuple[int, ...]:
     return tuple(rows.nonzero()[0].tolist())
 
 
-def _size(a: Tensor, b: Tensor, row: tuple[int, ...]) -> str:
-    return rough((b - a)[row].abs().amax())
+def _largest_difference(a: Tensor, b: Tensor, row: tuple[int, ...]) -> str:
+    return error_text((b - a)[row].abs().amax())
 
 
 def _require_equal(a: Tensor, b: Tensor, what: str) -> None:
     if not ((a == b) | (a.isnan() & b.isnan())).all():
-        raise Failure(f"{what} by {rough((a - b).abs().amax())}")
+        raise Failure(f"{what} by {error_text((a - b).abs().amax())}")
 
 
 _CLOSE = "within rounding of the definition"

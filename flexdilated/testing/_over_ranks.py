@@ -46,16 +46,16 @@ def run_over_ranks(calls: Calls, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
 
 
 def _on_two_processes(sent: bytes) -> list[bytes]:
-    """Run `_rank` in RANKS processes; return the bytes that each answers, in order of rank.
+    """Run `_run_rank` in RANKS processes; return the bytes that each answers, in order of rank.
 
-    sent: pickle for `_own_part`.
+    sent: pickle for `_results_of_rank`.
 
     Raises Failure if a rank raises, exits early, or exceeds LIMIT_S. No process outlives the call. The processes meet
     through a file, so no port is needed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, end = Path(name), monotonic() + LIMIT_S
-        started: Any = start_processes(_rank, (folder, sent, LIMIT_S), nprocs=RANKS, join=False, daemon=True)
+        started: Any = start_processes(_run_rank, (folder, sent, LIMIT_S), nprocs=RANKS, join=False, daemon=True)
         try:
             while not started.join(timeout=max(0.0, end - monotonic())):
                 if monotonic() >= end:
@@ -72,7 +72,7 @@ def _on_two_processes(sent: bytes) -> list[bytes]:
         return [(folder / f"answer-{rank}").read_bytes() for rank in range(RANKS)]
 
 
-def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
+def _run_rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
     """Run one rank in a gloo group of RANKS; write its answer or its error to a file in `folder`."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere gloo resolves the host name
@@ -86,7 +86,7 @@ def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timeout)
         mesh = init_device_mesh("cpu", (RANKS,))
         dist.barrier()
-        (folder / f"answer-{rank}").write_bytes(_own_part(sent, mesh))
+        (folder / f"answer-{rank}").write_bytes(_results_of_rank(sent, mesh))
     except Exception as error:
         said = f"rank {rank} of {RANKS} raises {type(error).__name__}: {error}"
         (folder / f"error-{rank}").write_text(said, encoding="utf-8")
@@ -94,7 +94,7 @@ def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
     # The group is not destroyed: the other process may still use it.
 
 
-def _own_part(sent: bytes, mesh: DeviceMesh) -> bytes:
+def _results_of_rank(sent: bytes, mesh: DeviceMesh) -> bytes:
     """Compute a rank's part of the output and, if it requires a gradient, of dq, dk and dv; return their pickle.
 
     sent: pickle of the `Calls` and of (q, k, v, gradient of the output) for each rank.

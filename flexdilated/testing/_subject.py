@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_choice, shortened
 from ._closeness import DenseAttention, check_result
-from ._inputs import KINDS, tokens, values
+from ._inputs import KINDS, length_text, values
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -111,7 +111,7 @@ class Failure(AssertionError):
     """Error of a check that found a wrong result; the message describes it."""
 
 
-def failure(error: Exception) -> Failure:
+def as_failure(error: Exception) -> Failure:
     """Return a Failure that shows the type and message of an error of the module; a Failure is returned unchanged."""
     if isinstance(error, Failure):
         return error
@@ -206,11 +206,11 @@ class Subject:
         heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * length + KINDS.index(kind)
         drawn = values(kind, *heads, length, self.head_dim, batch=batch, seed=seed)
         q, k, v = (x.to(dtype or self.dtype).to(self.device).requires_grad_(requires_grad) for x in drawn)
-        return Case(tokens(length) + text, q, k, v, self.pattern if pattern is None else pattern, **more)
+        return Case(length_text(length) + text, q, k, v, self.pattern if pattern is None else pattern, **more)
 
     @property
     def spread(self) -> tuple[int, ...]:
-        """At most five of the lengths: four that are about evenly spaced, and the longest."""
+        """At most five of the lengths: up to four that are about evenly spaced, and the longest."""
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
@@ -240,7 +240,7 @@ class Subject:
             with torch.no_grad() if case.call == "decoded" else nullcontext():
                 return self.output(module, *case.qkv, *case.extra, call=case.call)
         except Exception as error:
-            raise failure(error) from error
+            raise as_failure(error) from error
 
     def output(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, call: str = "plain"):
         """Call the module; return (out (B, H, N, D), lse (B, H, N) or None). The module's own exceptions are raised.

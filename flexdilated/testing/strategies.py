@@ -85,8 +85,8 @@ def mixtures(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for mixtures, in which a pair may count several times: sums of patterns, and LongNets.
 
-    A LongNet may be intersected with a set pattern; one of a single branch is a set pattern. Arguments as for
-    `patterns`.
+    A LongNet may be intersected with a set pattern, or moved by `after`; one of a single branch is a set pattern.
+    Arguments as for `patterns`.
     """
     return _Grammar(num_heads, max_number, max_positions, closures).mixtures()
 
@@ -120,7 +120,7 @@ def neighborhoods(*, max_tokens: int = 48) -> _st.SearchStrategy[Pattern]:
 def run_time_patterns(
     sizes: AttentionSizes, *, max_number: int = 24, closures: bool = False
 ) -> _st.SearchStrategy[Pattern | Mixture]:
-    """Strategy for patterns of `patterns` that are combined with one or two run-time patterns of a batch.
+    """Strategy for run-time patterns of a batch, alone or combined with patterns of `patterns`.
 
     The run-time patterns are `masks.documents(ids)`, `masks.same_document(q_ids, k_ids)`, `masks.lengths(lengths)`,
     `masks.visible_keys(visible)`, `masks.mask(allowed)` and `masks.selected_blocks(blocks, ...)`, combined by &, |, & ~

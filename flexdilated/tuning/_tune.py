@@ -105,7 +105,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
 
 def interleave(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
-    """Time the runs, one after the other in each round; return the seconds of each run in all rounds.
+    """Time the runs in rounds, in each round all runs in turn; return for each run its seconds in every round.
 
     seconds: no round begins after this time, except the first 3.
 
@@ -165,15 +165,16 @@ def measure(
 ) -> tuple[list[Trialled], Choice]:
     """Time the options for each branch, then those for all branches together; return (timed options, the fastest).
 
-    The timed options of a branch have a predicted time of at most 4 times the least one. Options that compute all
-    branches together are compared with the fastest option of each branch.
+    Of a branch's options, those predicted to take over 4 times as long as the cheapest are left out. Options that
+    compute all branches together are all timed, and so is the fastest option of each branch, one after the other.
 
     backward: time forward and backward.
     engine: None: the default of the device.
-    block_size: (queries, keys) of a block in all options; empty: any that the engine offers.
-    seconds: time for the rounds of each comparison beyond the first three.
+    block_size: (queries, keys) of a block in all options; empty: sizes that the planner chooses, and with engine "aten"
+        each other size for which the device has rates.
+    seconds: in each comparison no round of runs begins after this time, except the first three.
 
-    Raises RuntimeError if the results of two options differ by more than the precision of their dtype.
+    Raises RuntimeError if the results of two options differ by more than the tolerance of their dtype.
     """
     device, order = x.q.device, Layout(bound.num_queries)
     engine = engine or device_kind(device).engine
@@ -231,8 +232,10 @@ def measure_options(
 ) -> list[tuple[str, float, float]]:
     """Time the ways to compute a pattern; return [(name, predicted seconds, median measured seconds)].
 
-    Left out are those predicted to take over 4 times as long as the fastest. Times are of the forward pass, or with
-    `backward` of forward and backward, for random inputs of one batch entry. The name has the branch of a mixture.
+    Of the ways to compute one branch, those predicted to take over 4 times as long as its cheapest are left out; ways
+    to compute all branches together are all timed. Times are of the forward pass, or with `backward` of forward and
+    backward, for random inputs of one batch entry. In a mixture, the name of a way for one branch begins with its
+    number: "branch 1: natural".
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     many = len(bound.pattern.branches()) > 1
@@ -249,8 +252,8 @@ def measure_options(
 def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
     """Measure the ways to compute this call, unless that was done before; later calls like it use the fastest.
 
-    Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while torch.compile
-    traces.
+    Measures forward and backward if gradients are enabled and q, k or v requires one, else forward; a measurement of
+    forward alone is repeated at the first call that needs the backward. Measures nothing while torch.compile traces.
 
     has_bindings: True if the pattern has run-time tensors.
 

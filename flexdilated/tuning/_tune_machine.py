@@ -39,7 +39,7 @@ _LAUNCHES = 50  # in one timed run: the first call after a large problem finds t
 class Sizes:
     """Sizes of the timed attention problems.
 
-    num_tokens: of problems with block lists; dense and causal ones have half of it.
+    num_tokens: of problems with block lists, and of copies; dense and causal ones have half of it.
     listed_keys: number of keys that a query attends to in the lists of neighbouring and of random blocks.
     """
 
@@ -53,8 +53,9 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Measured constants of a kind of device ("cpu", "cuda"), for the cost model.
+    """Measured constants of a device, for the cost model.
 
+    kind: of device, "cpu" or "cuda".
     date: of the measurement, ISO 8601 in UTC.
     spread: for each timed problem, by name, its longest measured time divided by its shortest.
     """
@@ -71,25 +72,27 @@ class MeasuredMachine:
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, "constants": constants} | about
 
 
-class _Work(NamedTuple):
+class _Problem(NamedTuple):
     run: TimedRun
     amount: float  # FLOP, bytes or calls
 
 
 def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None = None) -> MeasuredMachine:
-    """Measure the constants of this device.
+    """Measure the constants of this device, except `calls_a_list`, which is the built-in value.
 
     seconds: no round of timed runs begins after this time, except the first three.
     sizes: of the problems; None: small ones on a CPU, larger ones on an accelerator.
     """
     builtin = builtin_machine(device.type)
-    works = _works(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
-    for work in works.values():
-        work.run()  # compiles, and fills caches
-    timed = dict(zip(works, interleave([w.run for w in works.values()], seconds=seconds, device=device), strict=True))
+    problems = _problems(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
+    for problem in problems.values():
+        problem.run()  # compiles, and fills caches
+    timed = dict(
+        zip(problems, interleave([each.run for each in problems.values()], seconds=seconds, device=device), strict=True)
+    )
 
     def rate(name: str) -> float:
-        return works[name].amount / median(timed[name])
+        return problems[name].amount / median(timed[name])
 
     found = Machine(
         dense_flops_per_s=rate("dense"),
@@ -113,20 +116,20 @@ def device_text(device: torch.device) -> str:
     return f"{platform.machine()} ({capability}), torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
+def _problems(device: torch.device, sizes: Sizes) -> dict[str, _Problem]:
     tokens, few = sizes.num_tokens, sizes.num_tokens // 2
     window = local_window(left=sizes.listed_keys - 1, right=0)
-    small = _attention(every(), 16, 1, device).run
+    small = _attention_problem(every(), 16, 1, device).run
 
     def launch() -> tuple[torch.Tensor, ...]:
         return [small() for _ in range(_LAUNCHES)][-1]
 
-    works = {
-        "dense": _attention(every(), few, sizes.num_heads, device),
-        "dense, forward and backward": _attention(every(), few, sizes.num_heads, device, backward=True),
-        "causal": _attention(causal(), few, sizes.num_heads, device),
-        "copies": _copies(tokens, sizes.num_heads, device),
-        "launch": _Work(launch, _LAUNCHES),
+    problems = {
+        "dense": _attention_problem(every(), few, sizes.num_heads, device),
+        "dense, forward and backward": _attention_problem(every(), few, sizes.num_heads, device, backward=True),
+        "causal": _attention_problem(causal(), few, sizes.num_heads, device),
+        "copies": _copy_problem(tokens, sizes.num_heads, device),
+        "launch": _Problem(launch, _LAUNCHES),
     }
     for block in builtin_machine(device.type).sides:
         count, width = max(1, sizes.listed_keys // block), min(4 * block, tokens // 8)
@@ -134,13 +137,15 @@ def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
         scattered = neighborhood((tokens // width, width), (3, width // 16))
         listed = (window, random_blocks(tokens, block=block, count=count), scattered)
         for kind, pattern in zip(KINDS, listed, strict=True):
-            works[f"{kind} blocks of {block}"] = _attention(pattern, tokens, sizes.num_heads, device, block=block)
-    return works
+            problems[f"{kind} blocks of {block}"] = _attention_problem(
+                pattern, tokens, sizes.num_heads, device, block=block
+            )
+    return problems
 
 
-def _attention(
+def _attention_problem(
     pattern: Pattern, tokens: int, heads: int, device: torch.device, *, block: int = 128, backward: bool = False
-) -> _Work:
+) -> _Problem:
     """Make a problem to time: attention with this pattern, of batch 1, in natural order of the tokens.
 
     Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: queries, and keys, of a
@@ -154,13 +159,13 @@ def _attention(
     option = Option(pattern, 1, "natural", (term,), CPU, order, x.operands)
     alone = Plan.of(bound, order, ((option,),))
     run = trial(alone, x, engine=kind.engine, backward=backward, block_size=(block, block))
-    return _Work(run, 4.0 * _HEAD_DIM * computed_pairs(term))
+    return _Problem(run, 4.0 * _HEAD_DIM * computed_pairs(term))
 
 
-def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
+def _copy_problem(tokens: int, num_heads: int, device: torch.device) -> _Problem:
     """Make a problem to time: gather q, k and v of every fourth token, as for a dilated branch, and merge its output.
 
-    Its amount is the number of moved bytes.
+    Its amount is the number of bytes that are moved.
     """
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []
@@ -176,4 +181,4 @@ def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
         return (out,)
 
     slots = sum(term.q.num_slots * term.folds * len(term.heads) for term in terms)
-    return _Work(run, (4 * 2 + 3) * slots * _HEAD_DIM * q.element_size())
+    return _Problem(run, (4 * 2 + 3) * slots * _HEAD_DIM * q.element_size())

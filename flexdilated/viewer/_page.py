@@ -103,8 +103,8 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
 def _command(pattern: Expression, bound: Bound) -> str | None:
     """Command line that runs `python -m flexdilated explain` on this pattern; a pair is to be appended.
 
-    None if the pattern cannot be written as text or is too long for it, if it has run-time tensors, or if queries and
-    keys do not have equal positions.
+    None if the pattern cannot be read back from its text, if the text has more than _LONGEST_PATTERN characters, if the
+    pattern has run-time tensors, or if queries and keys do not have equal positions.
     """
     text = repr(pattern)
     try:
@@ -122,8 +122,8 @@ def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
     """Dict with the allowed fraction of each tile of the (queries x keys) mask, so that the page need not count.
 
     "grids": lists of one number per tile: the fraction of allowed pairs if it is known exactly, -1 if only bounds are
-    known, -2 if these are trivial (from no pair to all pairs). "grid_of"[branch][head]: index of a grid; None if the
-    head came after _MOST_GRIDS grids were made. "sides": tokens of a tile along queries and along keys. first_head: the
+    known, -2 if these are trivial (from no pair to all pairs). "grid_of"[branch][head]: index of a grid; None for rules
+    after the first _MOST_GRIDS different ones. "sides": tokens of a tile along queries and along keys. first_head: the
     head whose grids are made first.
     """
     sides = [max(1, -(-tokens // _TILES)) for tokens in (bound.num_queries, bound.num_keys)]

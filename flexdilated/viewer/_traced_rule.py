@@ -67,7 +67,7 @@ class TracedProgram:
     """Traced operations (nodes) of all rules of a page, and the constant tensors (tables) that they index.
 
     sizes: number of heads, queries and keys.
-    nodes: [operation, operand node indices ...].
+    nodes: in the form that the head of this file describes.
     """
 
     sizes: tuple[int, int, int]  # heads, queries, keys
@@ -79,7 +79,10 @@ class TracedProgram:
         self.most = [size - 1 for size in self.sizes]  # bound on the magnitude of each node's values
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
-        """Index of the node that is true if the pattern allows the pair; nodes: indices of head, query and key."""
+        """Index of the node that is true if the pattern allows the pair; nodes: indices of head, query and key.
+
+        Raises ValueError for operations that a page does not support.
+        """
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
         try:
@@ -266,7 +269,7 @@ class _TracedRule:
         if self._ways > _MOST_WAYS:
             raise UnsupportedError(f"a reason with more than {_MOST_WAYS} paths")
         path = _Path(self, answers)
-        found = path.said()
+        found = path.leaf()
         decisions = list(path.decisions.items())
         for depth in reversed(range(len(answers), len(decisions))):
             other = self._reason(*(answer for _, answer in decisions[:depth]), False)
@@ -292,7 +295,7 @@ class _Path:
         head, query, key = (_Number(self, node) for node in rule.nodes)
         self.pair = _TracedPair(query, key, head, rule.asked.num_heads, rule.asked.unit, self)  # type: ignore[arg-type]
 
-    def said(self) -> dict[str, Any]:
+    def leaf(self) -> dict[str, Any]:
         try:
             pieces = _NUMBER.split(self.rule.bound.reason(self.pair).text)
         # An index out of range: no pair takes this path. The others: operations that traced numbers do not have.
@@ -349,7 +352,7 @@ class _TracedPair(Pair):
         return _Number(self.path, node)
 
 
-def _does(name: str, *, is_truth: bool = False, turned: bool = False) -> Callable[..., Any]:
+def _operator(name: str, *, is_truth: bool = False, turned: bool = False) -> Callable[..., Any]:
     def method(self: _Number, *other: Any) -> _Number:
         operands = (*other, self) if turned else (self, *other)
         return _Number(self.path, self.path.operation(name, *operands), is_truth=is_truth)
@@ -363,14 +366,14 @@ class _Number:
     def __init__(self, path: _Path, node: int, *, is_truth: bool = False) -> None:
         self.path, self.node, self.is_truth = path, node, is_truth
 
-    __add__, __radd__ = _does("add"), _does("add", turned=True)
-    __sub__, __rsub__ = _does("sub"), _does("sub", turned=True)
-    __mul__, __rmul__ = _does("mul"), _does("mul", turned=True)
-    __floordiv__, __mod__ = _does("floor_divide"), _does("remainder")
-    __neg__, __abs__ = _does("neg"), _does("abs")
-    __eq__, __ne__ = _does("eq", is_truth=True), _does("ne", is_truth=True)  # type: ignore[assignment]
-    __lt__, __le__ = _does("lt", is_truth=True), _does("le", is_truth=True)
-    __gt__, __ge__ = _does("gt", is_truth=True), _does("ge", is_truth=True)
+    __add__, __radd__ = _operator("add"), _operator("add", turned=True)
+    __sub__, __rsub__ = _operator("sub"), _operator("sub", turned=True)
+    __mul__, __rmul__ = _operator("mul"), _operator("mul", turned=True)
+    __floordiv__, __mod__ = _operator("floor_divide"), _operator("remainder")
+    __neg__, __abs__ = _operator("neg"), _operator("abs")
+    __eq__, __ne__ = _operator("eq", is_truth=True), _operator("ne", is_truth=True)  # type: ignore[assignment]
+    __lt__, __le__ = _operator("lt", is_truth=True), _operator("le", is_truth=True)
+    __gt__, __ge__ = _operator("gt", is_truth=True), _operator("ge", is_truth=True)
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
         return self // other, self % other
@@ -379,9 +382,9 @@ class _Number:
         return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
 
     def __index__(self) -> int:
-        """Value of the number on this path, found by one decision for each possible value; it must not be negative.
+        """Value of the number on this path, found by a decision for each value from 0 until one is decided to be equal.
 
-        Raises UnsupportedError if it may exceed 256.
+        Raises UnsupportedError if the value may exceed 256, or if none is equal.
         """
         most = self.path.program.most[self.node]
         if most <= _MOST_PLACES:

@@ -52,10 +52,10 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
     Returns a `Report`, which prints as tables: `replaced` lists the converted modules with name, kind, number of heads
     and pattern; `left` lists the attention modules that keep their original attention, with name, kind and the reason.
 
-    Raises TypeError for arguments of other types. Raises ValueError, before any change, for a model with nothing to
-    replace, a pattern that does not fit a module's heads or has run-time tensors, and a converted module whose class
-    was replaced later, as by `fully_shard`. Calls of the model raise ValueError for need_weights=True, and for masks
-    that are neither causal nor padding.
+    Raises TypeError for arguments, and results of the function, of other types. Raises ValueError, before any change,
+    for a model without a module that the pattern may replace, a pattern that does not fit a module's heads or has
+    run-time tensors, and a converted module whose class was replaced later, as by `fully_shard`. Calls of the model
+    raise ValueError for need_weights=True, and for masks that are neither causal nor padding.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))

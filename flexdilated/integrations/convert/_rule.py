@@ -30,9 +30,9 @@ class GivenPattern:
 class Converted(nn.Module):
     """Base class of converted modules.
 
-    The class of a converted module is a dynamic subclass of `kind`, which is the subclass of this one that replaces the
-    attention, and of `original`, the module's class before conversion. _flexdilated: the settings; None for an
-    enclosing module that is converted with its attention but has no pattern itself, such as an encoder.
+    The class of a converted module is a dynamic subclass of `kind`, a subclass of this one with the changed methods,
+    and of `original`, the module's class before conversion. _flexdilated: the settings; None for an enclosing module
+    that is converted with its attention but has no pattern itself, such as an encoder.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -67,9 +67,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def replace_class(module: nn.Module, kind: type[Converted], given: GivenPattern | None = None) -> None:
-    """Convert a module: set its class to a subclass of both `kind` and its original class.
+    """Convert a module that is not converted yet: set its class to a subclass of both `kind` and its original class.
 
-    The module must not be converted already. given: its settings; None for an enclosing module without a pattern.
+    given: settings of the module; None for an enclosing module without a pattern.
     """
     module.__class__ = _subclass(kind, type(module))
     object.__setattr__(module, "_flexdilated", given)

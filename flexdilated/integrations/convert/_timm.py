@@ -55,7 +55,7 @@ class ScaledDotProduct(Converted):
         Raises ValueError if that forward does not call `scaled_dot_product_attention`.
         """
         assert self._flexdilated is not None
-        served = _ByPattern(self._flexdilated)
+        served = _AttendMode(self._flexdilated)
         with served:
             out = super().forward(*args, **options)
         if not served.calls:
@@ -67,7 +67,7 @@ class ScaledDotProduct(Converted):
         return out
 
 
-class _ByPattern(TorchFunctionMode):
+class _AttendMode(TorchFunctionMode):
     """Mode that replaces `scaled_dot_product_attention` by `attend` with the module's pattern; counts the calls."""
 
     def __init__(self, given: GivenPattern) -> None:

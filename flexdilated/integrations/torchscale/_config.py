@@ -21,8 +21,8 @@ class LongNetEncoderConfig:
     """Configuration of a `LongNetEncoder`: plain data, validated on construction.
 
     embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim.
-    segment_lengths, dilation_rates: the branches, in tokens; every head has all branches, with the offsets that
-        `masks.longnet` calls "contiguous".
+    segment_lengths, dilation_rates: the branches; lengths are in tokens. Every head has all branches, with the offsets
+        that `masks.longnet` calls "contiguous".
     padding: None for LongNet's attention as defined. "zeros" reproduces torchscale, for its checkpoints: zero keys take
         part in the softmax, and a branch with several segments, whose length its rate does not divide, shifts tokens as
         torchscale does.
@@ -95,7 +95,8 @@ class LongNetEncoderConfig:
         changes: fields of this class that override the translation; padding is otherwise "zeros" and merge_grad
             "exact".
 
-        Raises ValueError that names every unsupported option that would change the computation.
+        Raises ValueError that names every option that is required and missing, that EncoderConfig does not have, or
+        that is not supported and would change the computation.
         """
         given = dict(config)
         refused = [

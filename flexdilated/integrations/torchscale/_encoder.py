@@ -50,7 +50,7 @@ class Sequences(NamedTuple):
         over_ranks: OverRanks | None,
         sharding: Sharding | None,
     ) -> Self:
-        """Return the properties for embedded tokens x and a padding mask of the whole sequences.
+        """Make an instance for embedded tokens x and a padding mask of the whole sequences.
 
         sharding: for this call; None for that of over_ranks.
 
@@ -67,7 +67,10 @@ class Sequences(NamedTuple):
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
     def longest(self, q: Float[Tensor, "B H N D"]) -> int:
-        """Number of real tokens of the longest sequence; q: the queries of this device."""
+        """Number of real tokens of the longest sequence, or, without `lengths`, of all tokens of a sequence.
+
+        q: the queries of this device.
+        """
         if self.lengths is not None:
             return max(self.lengths, default=0)
         return q.shape[2] if self.sharding is None else self.sharding.num_tokens
@@ -171,7 +174,7 @@ class LongNetEncoder(nn.Module):
         changes: fields of `LongNetEncoderConfig` that override the translation, such as padding=None for exact
             attention, or merge_grad="detached" for torchscale's gradients.
 
-        Raises ValueError that names all unsupported options, or all keys that do not fit.
+        Raises ValueError that names all options, or all keys, that do not fit.
         """
         encoder = cls(LongNetEncoderConfig.from_torchscale(config, **changes))
         if state_dict is not None:
@@ -370,7 +373,10 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to other tokens."""
+        """True if the outputs of the branch (segment length, dilation rate) must be shifted to other tokens.
+
+        Without padding="zeros" no branch is shifted.
+        """
         # torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at
         # the end of the sequence, so outputs after the first segment move to later tokens.
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0

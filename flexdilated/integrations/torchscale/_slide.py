@@ -147,9 +147,9 @@ class SlideEncoder(nn.Module):
         """Make an encoder with weights from a checkpoint of Prov-GigaPath, which was trained with padding="zeros".
 
         checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict.
-        config: None for the published sizes; its encoder's padding is replaced by "zeros".
+        config: None for the published sizes; padding="zeros" and `changes` replace fields of its encoder's config.
         mesh, schedule: as in the class.
-        changes: fields of the encoder's config to replace, such as padding=None.
+        changes: fields of the encoder's config, such as padding=None.
 
         Raises ValueError that names all keys that are missing, unknown or of another shape.
         """

@@ -21,7 +21,7 @@ from ...masks import Mixture, Pattern, documents, every, visible_keys
 from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import KeyOrigin, given_of
+from ._cache import KeyOrigin, origin_of
 from ._documents import ModelCall, running_call, watch
 from ._layers import Patterns, attention_layers, choose, implement, keep_refusals, layer_pattern, store_patterns
 from ._mask_functions import PACKED, Reading, all_of, pattern_from_mask_function
@@ -62,8 +62,8 @@ def set_pattern(
         rule. By default, patterns come from the model's config, where `save_pretrained` stores them. In place of a
         pattern, a layer may get a `fd.SelectedAttention`: it then selects its keys from the data, within its selector's
         rule and, with compose="and", the model's. Its blocks count from the first position of a sequence, padding
-        included. It is neither written into the config nor registered as a submodule: optimize the parameters of its
-        gate separately.
+        included. It is not registered as a submodule, so optimize the parameters of its gate separately; the config
+        stores only its repr, from which it cannot be loaded.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
         "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
         positions count from a sequence's first token that is not padding, so padding does not change its outputs.
@@ -72,9 +72,9 @@ def set_pattern(
     A part with a config of its own that cannot be served, such as a vision tower that makes its masks itself, keeps the
     attention of transformers; a warning names it.
 
-    Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
-    for unknown layer numbers, for models that do not use transformers' registry of attention functions, that change
-    their masks themselves or give each query a sink.
+    Raises TypeError for a model or a pattern of another type. Raises ValueError, before any change, for a pattern that
+    does not fit the heads of a layer or has run-time tensors, for unknown layer numbers, and for models that do not use
+    transformers' registry of attention functions, change their masks themselves or give each query a sink.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -106,8 +106,8 @@ class Visibility:
     q_offset, kv_offset: positions of the first query and key.
     shape: shape of the replaced mask, (B, 1, N, M).
     is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor.
-    restricted: this mask within the documents that position_ids begin; None for one document, and before
-        `is_restricted`.
+    is_restricted: True once the documents that position_ids begin were looked for.
+    restricted: this mask within these documents; None for one document, or if is_restricted is False.
     """
 
     function: Callable[..., Any] | None
@@ -237,7 +237,10 @@ def _with_documents(
 
 
 def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"]) -> Visibility:
-    """Restrict a mask to documents, numbered from 0 for each query; keys before the queries are of document 0."""
+    """Restrict a mask to pairs within documents; keys before the queries are of document 0.
+
+    ids: number of each query's document, from 0.
+    """
     num_tokens, length = ids.shape[1], mask.kv_offset + mask.shape[3]
     place = torch.arange(length, device=ids.device) - mask.q_offset
     table = ids[:, place.clamp(0, num_tokens - 1)]
@@ -288,7 +291,7 @@ def attention(
     """Attention function for transformers: returns (output, None for weights, which are never formed).
 
     attention_mask: result of `visibility`; or a tensor (B or 1, 1, 1, M), boolean or additive, that only hides keys; or
-        None: causal order if is_causal, else all pairs.
+        None: as with "sdpa", causal order if is_causal and N > 1, else all pairs.
     is_causal: None for the module's attribute.
     dropout: probability of dropping an attention weight.
     scaling: factor of the scores; None is D**-0.5.
@@ -297,8 +300,9 @@ def attention(
     options: position_ids, to find packed documents, and output_attentions; others are ignored.
     position_bias: (B or 1, H, N, M), added to the scores; None for none.
 
-    Raises ValueError for a mask tensor that differs between queries, for output_attentions=True, and for dropout or
-    position_bias with a FlexdilatedCache, and softcap too with a layer that selects blocks.
+    Raises ValueError for a mask tensor that differs between queries or changes scores of visible keys, for
+    output_attentions=True, for dropout or position_bias with a FlexdilatedCache, and for dropout, position_bias or
+    softcap in a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
@@ -306,7 +310,7 @@ def attention(
             "flexdilated.attention_received tells how much attention each key gets"
         )
     features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias}
-    given, ready_made = given_of(key), not isinstance(attention_mask, Visibility)
+    given, ready_made = origin_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
     elif isinstance(attention_mask, Tensor):
@@ -377,7 +381,7 @@ def _attend_selected(
     whose choice would depend on other queries of their block.
     """
     own, begun = layer.selector, position("q_offset", mask.q_offset)
-    if given_of(k) is not None or mask.kv_offset:
+    if origin_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
     if begun and own.future_in_choice:
         raise ValueError(

@@ -84,7 +84,7 @@ class FlexdilatedCache(Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=lambda: _Layer(undo))  # type: ignore[arg-type]
         else:
-            super().__init__(layers=[_as_ours(layer, undo) for layer in DynamicCache(config=config).layers])
+            super().__init__(layers=[_our_layer(layer, undo) for layer in DynamicCache(config=config).layers])
 
     def update_indexer(self, *_: Any, **__: Any) -> Tensor:
         """Raise ValueError: layers with an indexer (`DynamicIndexedLayer` of transformers) are not supported."""
@@ -105,12 +105,12 @@ class KeyOrigin:
     update: int
 
 
-def given_of(keys: Tensor) -> KeyOrigin | None:
+def origin_of(keys: Tensor) -> KeyOrigin | None:
     """Return the origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
     return getattr(keys, _GIVEN, None)
 
 
-def hand_on(keys: Tensor, given: KeyOrigin) -> None:
+def set_origin(keys: Tensor, given: KeyOrigin) -> None:
     """Mark a tensor of keys, such as a padded copy of a cache's keys, with the origin `given`."""
     setattr(keys, _GIVEN, given)
 
@@ -168,7 +168,7 @@ class _Layer(CacheLayerMixin):
         given = KeyOrigin(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
         self.num_tokens, self.num_updates = given.tokens.stop, given.update
         keys, values = self._views(self.held)
-        hand_on(keys, given)
+        set_origin(keys, given)
         if k.shape[2] > MOST_ROWS:
             # After the last reference to the keys is gone, all rules that read them are known.
             finalize(given, _Layer._shrink, self, given.update).atexit = False
@@ -215,7 +215,9 @@ class _Layer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
-        """Return the `Reader` that attends by `rule` from queries at positions `tokens`; one is made per rule.
+        """Return the `Reader` that attends by `rule` from queries at positions `tokens`.
+
+        One is made for each rule, number of heads and scale.
 
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
@@ -354,7 +356,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.offload(self)
 
 
-def _as_ours(layer: Any, undo: int) -> Any:
+def _our_layer(layer: Any, undo: int) -> Any:
     """Return the cache layer of this module that replaces a layer of transformers' DynamicCache.
 
     A layer that holds only states, or nothing, is returned unchanged. undo: number of last tokens that `crop` can

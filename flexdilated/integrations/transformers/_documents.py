@@ -46,14 +46,15 @@ _RECOMPUTED = (
 class ModelCall:
     """A running forward pass of one model: its position_ids, its cache, and the documents that both make.
 
-    positions: integers (B, N) of the caller; None if the caller gave none, although the model then makes its own.
+    positions: integers (B, N) that the caller gave; None if it gave none, although the model then makes its own. In an
+        inner pass: those that the caller of the outer pass gave, or None, unless they are for another number of tokens.
     outer: the pass of the model that contains this one, None for the outermost.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
         self.model, self.outer = model, outer
         name = next((each for each in _POSITIONS if isinstance(given.get(each), Tensor)), None)
-        self.positions = None if name is None else _of_text(given[name])
+        self.positions = None if name is None else _text_positions(given[name])
         self.is_used = name in getattr(model, _ARGUMENTS, _POSITIONS)
         if outer is not None and self.positions is not None:
             theirs = outer.positions
@@ -126,7 +127,10 @@ class ModelCall:
         self.last = torch.where(several, _SEVERAL, end)
 
     def _largest_in_masks(self) -> Tensor | None:
-        """Largest number in the attention masks of the outermost pass, (1, 1), at its first layer; else None."""
+        """Largest number in the attention masks that the outermost pass was given, (1, 1); boolean masks are left out.
+
+        None if there are none, and in every call but the first of a pass.
+        """
         outermost = self
         while outermost.outer is not None:
             outermost = outermost.outer
@@ -142,7 +146,10 @@ class ModelCall:
             _refuse(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
 
     def end(self, output: Any) -> None:
-        """Finish the pass: the cache learns the last positions. Raises ValueError if no layer read the documents."""
+        """Finish the pass: store the last positions on the cache.
+
+        Raises ValueError if position_ids begin several documents and no layer read them.
+        """
         if self.outer is not None:
             self.outer.has_layers |= self.has_layers
             self.outer.is_read |= self.is_read
@@ -245,8 +252,11 @@ def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output
             call.end(output)
 
 
-def _of_text(position_ids: Tensor) -> Tensor | None:
-    """Positions (B, N) of position_ids of any shape that models take: the first axis of several is that of text."""
+def _text_positions(position_ids: Tensor) -> Tensor | None:
+    """Positions (B, N) of tokens from position_ids of shape (N,), (B, N), or (3 or 4, B, N) with those of text first.
+
+    None for other shapes.
+    """
     if position_ids.dim() == 3:  # or those of patches, (B, N, 2)
         return position_ids[0] if len(position_ids) in (3, 4) else None
     return position_ids[None] if position_ids.dim() == 1 else position_ids if position_ids.dim() == 2 else None

@@ -150,8 +150,8 @@ class _Position:
         # key + a <= query + b: key - query is at most b - a. query + a <= key + b: key - query is at least a - b.
         counted = self.table is not None
         if self.of_query:
-            return _PairRule(least=self.shift - other.shift, counted_anew=counted)
-        return _PairRule(most=other.shift - self.shift, counted_anew=counted)
+            return _PairRule(least=self.shift - other.shift, from_group_start=counted)
+        return _PairRule(most=other.shift - self.shift, from_group_start=counted)
 
     def __lt__(self, other: Any) -> _PairRule:
         return self + 1 <= other
@@ -216,7 +216,7 @@ class _ChunkIndex:
     def __eq__(self, other: Any) -> Any:
         if not isinstance(other, _ChunkIndex) or other.size != self.size or self.of.shift or other.of.shift:
             _refuse("it compares chunks of different sizes or of shifted positions")
-        return _PairRule(chunk=self.size, counted_anew=self.of.table is not None)
+        return _PairRule(chunk=self.size, from_group_start=self.of.table is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,7 @@ class _PairRule:
     chunk: length of consecutive chunks; query and key must be in one chunk.
     same: tensor (B, L) of group ids; query and key must have equal, nonnegative ids.
     visible: tensor (B, L), True for the keys that are allowed.
-    counted_anew: True if positions are counted from the first token of each group of `same`.
+    from_group_start: True if positions are counted from the first token of each group of `same`.
     nothing: True if no pair is allowed.
     unions: pairs of rules; of each pair at least one must hold.
     """
@@ -237,7 +237,7 @@ class _PairRule:
     chunk: int | None = None
     same: Tensor | None = None
     visible: Tensor | None = None
-    counted_anew: bool = False
+    from_group_start: bool = False
     nothing: bool = False
     unions: tuple[tuple[_PairRule, _PairRule], ...] = ()
 
@@ -255,7 +255,7 @@ class _PairRule:
             chunk=_joined(self.chunk, other.chunk),
             same=_joined(self.same, other.same),
             visible=_joined(self.visible, other.visible),
-            counted_anew=self.counted_anew or other.counted_anew,
+            from_group_start=self.from_group_start or other.from_group_start,
             nothing=self.nothing or other.nothing,
             unions=(*self.unions, *other.unions),
         )
@@ -273,7 +273,7 @@ class _PairRule:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
         beside: list[Pattern | None] = []
-        if self.counted_anew:
+        if self.from_group_start:
             begin = documents(_put(tensors, PACKED, self.same))
         elif self.same is not None:
             beside.append(documents(_put(tensors, _GROUPS, self.same)))
@@ -297,19 +297,19 @@ def _band(least: int | None, most: int | None) -> Pattern | None:
     """Pattern of the pairs with least <= key - query <= most; None is no limit; returns None if both are None."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
-    return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])
+    return all_of([None if most is None else _at_most(most), None if least is None else _at_least(least)])
 
 
-def _up_to(most: int) -> Pattern:
+def _at_most(most: int) -> Pattern:
     """Pattern of the pairs with key - query <= most."""
     if most < 0:
         return causal() & ~local_window(left=-most - 1, right=0)
     return causal() | local_window(left=0, right=most) if most else causal()
 
 
-def _from(least: int) -> Pattern:
+def _at_least(least: int) -> Pattern:
     """Pattern of the pairs with key - query >= least."""
-    return ~_up_to(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
+    return ~_at_most(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
 
 
 def _integer(value: Any) -> int:

@@ -121,10 +121,12 @@ def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
 
 @cache
 def _reads_masks(kind: type[nn.Module]) -> bool:
-    """True if modules of a class that does not use the registry of attention functions need the values of the mask.
+    """True if modules of this class compute with the values of the attention mask.
 
-    These are classes whose `forward` takes attention_mask and computes a softmax or reads the mask's dtype, and those
-    in `_MAKE_MASKS`, which build a mask.
+    Such are the classes in `_MAKE_MASKS`, which build a mask, and those whose `forward` takes attention_mask and
+    computes a softmax or reads the mask's dtype, except other PreTrainedModels.
+
+    kind: a class that does not use the registry of attention functions.
     """
     forward = unwrap(kind.forward)
     if kind.__name__ in _MAKE_MASKS:
