@@ -89,10 +89,10 @@ class SelectedBlocks(RunTime):
         Raises TypeError or ValueError as `first_row` does, and ValueError for key blocks beyond `extent.keys`.
         """
         first = self.first_row(tensor, extent)
-        rows = _canonical(tensor.detach().to("cpu", torch.int64))
+        rows = tensor.detach().to("cpu", torch.int64)
         rows = rows if rows.dim() == 4 else rows[None]
         columns = -(-extent.keys // self.block[1])
-        beyond = (rows >= columns) & (rows < NOTHING)
+        beyond = rows >= columns  # before they are put in order, where a large number stands for none
         if bool(beyond.any()):
             batch, table, row, place = beyond.nonzero()[0].tolist()
             number = f"the {columns} blocks of {self.block[1]} keys that {extent.keys} positions hold"
@@ -101,7 +101,7 @@ class SelectedBlocks(RunTime):
                 f"{self._noun} must be below {number}, or {_NONE} for none; got "
                 f"{int(rows[batch, table, row, place])} in row {row} of table {table}, batch entry {batch}"
             )
-        return rows, first
+        return _canonical(rows), first
 
     def first_row(self, tensor: Tensor, extent: Extent) -> int:
         """Return the query block of the first row; the last row is for the query block of the last query.

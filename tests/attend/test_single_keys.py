@@ -17,6 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Call, Dropout, Features, WholeRows, fixed
 from flexdilated.engines.flex import _portable_op
+from flexdilated.engines.flex._portable_op import portable_run
 from flexdilated.engines.kernels import _key_lists
 from flexdilated.memory import AttentionSize, LiveBytes, attention_memory
 from tests.attend.test_selected_blocks import BESIDE, packed
@@ -128,10 +129,10 @@ def test_memory_is_predicted(tokens, widths, kv_heads, drops, beside, scored) ->
         Dropout.drawn(0.2, q.device) if drops else None
     )
     with torch.no_grad(), LiveBytes(q, k, v) as live:
-        out, lse = _portable_op.portable_run(call, q, [table], features).forward(q, k, v)
+        out, lse = portable_run(call, q, [table], features).forward(q, k, v)
         forward = live.peak
         live.restart()
-        _portable_op.portable_run(call, q, [table], features).backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
+        portable_run(call, q, [table], features).backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
     assert abs(found.forward_peak / forward - 1) < 0.02
     assert abs(found.backward_peak / live.peak - 1) < 0.02
 
