@@ -265,12 +265,12 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 def _evenly(size: int, number: int) -> Tensor:
     """Return all indices below `size` if these are at most `number`, else one from each of `number` equal intervals.
 
-    They ascend, and two may be equal; their offsets in the intervals are aperiodic.
+    They ascend, and their offsets in the intervals are aperiodic. An index of two intervals is returned once.
     """
     if size <= number:
         return torch.arange(size)
     stretch = torch.arange(number, dtype=torch.float64)
-    return ((stretch + (stretch * 0.6180339887).frac()) * size / number).long()
+    return ((stretch + (stretch * 0.6180339887).frac()) * size / number).long().unique()
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:

@@ -230,8 +230,11 @@ def ladder(name: str) -> masks.Mixture:
         (ladder("longnet-5"), 8192, 4, 16, 0.15),
         (ladder("paper-5"), 8192, 4, 1, 0.15),
         (ladder("gigapath-5"), 8192, 4, 16, 0.15),
+        # Five tables, of which no one is sampled twice.
+        (masks.per_head([masks.local_window(left=100 * n * n, right=0) & ~masks.first_tokens(1) for n in range(1, 6)]),
+         8192, 5, 1, 0.1),
     ],
-)
+)  # fmt: skip
 def test_estimates_are_near(pattern, num_tokens, num_heads, rate, error):
     """What the planner weighs: the mean number of blocks that a head lists, from a sample."""
     for branch in pattern.branches():
