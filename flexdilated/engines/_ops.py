@@ -59,13 +59,15 @@ def refuse_vmap(*_: Any) -> NoReturn:
     raise ValueError(f"attention {_NO_TRANSFORMS}")
 
 
-def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Yield the tensors among an op's arguments or results, also from lists and tuples."""
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among an op's arguments or results, also from lists and tuples."""
+    found = []
     for x in values:
         if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, list | tuple):
-            yield from tensors_in(x)
+            found.append(x)
+        elif isinstance(x, (list, tuple)):  # dispatch modes call it for each operation: `|` takes longer
+            found += tensors_in(x)
+    return found
 
 
 _library = torch.library.Library("flexdilated", "FRAGMENT")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn.functional import pad
 
 from .._torch_private import TorchDispatchMode
@@ -77,9 +77,6 @@ class KernelBytes:
     kept: int = 0
 
 
-_NO_BYTES = KernelBytes(0)
-
-
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts the bytes of the tensors that operations return, until they are freed.
 
@@ -97,21 +94,23 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._hidden = hidden or {}
-        self._known: dict[int, int] = {}
+        self._known: dict[int, weakref.ref[UntypedStorage]] = {}
         for x in held:
             self._hold(x)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        hidden, kwargs = self._hidden.get(func, _NO_BYTES), kwargs or {}
-        self.peak = max(self.peak, self.live + hidden.work)
-        if len({x.is_meta for x in tensors_in((*args, *kwargs.values()))}) > 1:
+        kwargs = kwargs or {}
+        hidden = self._hidden.get(func)
+        if hidden is not None:
+            self.peak = max(self.peak, self.live + hidden.work)
+        if len({x.is_meta for x in tensors_in((*args, *kwargs.values()) if kwargs else args)}) > 1:
             args, kwargs = _nowhere(args), {name: _nowhere(x) for name, x in kwargs.items()}
         results = func(*args, **kwargs)
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
             return results  # the engine needs only its strides
-        for x in (tensors := list(tensors_in((results,)))):
+        for x in (tensors := tensors_in((results,))):
             self._hold(x)
-        if hidden.kept:
+        if hidden is not None and hidden.kept:
             self._count(hidden.kept)
             weakref.finalize(tensors[-1].untyped_storage(), self._count, -hidden.kept).atexit = False
         return results
@@ -123,10 +122,16 @@ class LiveBytes(TorchDispatchMode):
     def _hold(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         key = id(storage)  # stays valid while the storage exists
-        if key not in self._known:
-            self._known[key] = storage.nbytes()
-            self._count(storage.nbytes())
-            weakref.finalize(storage, lambda: self._count(-self._known.pop(key))).atexit = False
+        if key in self._known:
+            return
+        number = storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._known[key]
+            self.live -= number
+
+        self._known[key] = weakref.ref(storage, freed)  # finalize does the same in several times as long
+        self._count(number)
 
     def _count(self, number: int) -> None:
         self.live += number
