@@ -207,7 +207,7 @@ def attend(
     out, lse = run(chosen, q, k, v, tensors, call, features)
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
-        out, lse = _pad(out, lse, pattern, call)
+        out, lse = _with_zero_keys(out, lse, pattern, call)
     if not return_lse:
         return out
     assert lse is not None
@@ -281,7 +281,7 @@ def _knows_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
-def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
+def _with_zero_keys(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
     """Return (out, lse) after adding the pattern's zero keys (score 0, value 0) of padding to each row's softmax."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     return padded_rows(

@@ -160,7 +160,10 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
         return size.memory_of(call)
 
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
-        """Memory of an attention call; for many tokens it is linearly extrapolated from two smaller calls."""
+        """Memory of a call; from _LINE[0] tokens on, by the line through the calls of _LINE if the pattern allows them.
+
+        in_model: True for the call in a layer of the model.
+        """
         if num_tokens < _LINE[0] or not has_line:
             return run_dry(num_tokens, in_model)
         smaller, larger = (run_dry(number, in_model) for number in _LINE)

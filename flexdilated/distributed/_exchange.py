@@ -291,7 +291,7 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *
     return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
 
 
-def _setup_keys(ctx, inputs, output) -> None:
+def _remember_keys(ctx, inputs, output) -> None:
     q, k, v, bindings, ctx.constants = inputs
     ctx.save_for_backward(q, k, v, *copies(bindings))
 
@@ -305,7 +305,7 @@ def _keys_backward(ctx, dk, dv):
 _REFUSAL = "the exchange has no second derivative; engine='reference' has one, on one rank (dense, small inputs)"
 
 set_gradient(exchange_op, exchange_backward_op, refusal=_REFUSAL, over_ranks=True)
-exchange_keys_op.register_autograd(_keys_backward, setup_context=_setup_keys)
+exchange_keys_op.register_autograd(_keys_backward, setup_context=_remember_keys)
 exchange_keys_backward_op.register_autograd(refuse(_REFUSAL))
 
 

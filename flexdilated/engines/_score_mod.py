@@ -136,7 +136,7 @@ def modified(
 
 
 def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
-    """Return the score_mod, called with a score of shape (1,).
+    """Return a score_mod of scores of shape () that hands them on in shape (1,).
 
     In a graph, torch.vmap cannot add a symbolic integer, such as a size that score_mod reads, to a float of shape ().
     """

@@ -142,7 +142,7 @@ class BlockSparseAttention(nn.Module):
         """Attention output; 0 for a query that may attend to no key.
 
         Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. With a mesh
-        neither may be given, or both must be 0.
+        the sharding determines positions: leave both out, or give 0; anything else raises ValueError.
 
         score_mod, bindings, head_offset, num_heads_global: as in `attend`.
         key_padding_mask: True for keys to hide; None to hide none.
@@ -161,7 +161,7 @@ class BlockSparseAttention(nn.Module):
         offsets = {"q_offset": q_offset, "k_offset": k_offset}
         if self.over_ranks is None:
             return attend(q, k, v, pattern, autotune=self.autotune, **offsets, **options)
-        if any(offsets.values()):
+        if any(isinstance(offset, Tensor) or offset for offset in offsets.values()):
             raise ValueError(
                 f"q_offset and k_offset must be 0 with a mesh, as the sharding determines positions; got {offsets}"
             )

@@ -141,7 +141,7 @@ def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _check_prefix(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise ValueError if every key begins with one prefix that the model's names do not have, and shows it."""
+    """Raise ValueError if all names of `weights` begin with a prefix that the model's names lack, such as "module."."""
     name = next(iter(model.state_dict()))
     found = next((each for each in weights if each.endswith(f".{name}")), "")
     prefix = found.removesuffix(name)

@@ -130,7 +130,7 @@ def scores_of(
     Scores of blocks that may not be chosen are arbitrary.
     """
     if call.scorer in LOGS:
-        found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
+        found = [_log_shares(call, q, k, rule, rows, few) for few in _batches_of_rows(q, rows, part, call.stride)]
         return at_lists(torch.cat(found, 2), lists)
     queries = summaries(q, rows, part, boxes.sees) * call.scale
     # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
@@ -235,7 +235,7 @@ def _scores_at_lists(
     return torch.einsum("bxhnd,bxnld->bxhnl", q.unflatten(1, (lists.shape[1], -1)), gathered).flatten(1, 2)
 
 
-def _few_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
+def _batches_of_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
     """Split `part` into ranges that bound the memory of scores, one score per tile of stride x stride pairs."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))

@@ -152,12 +152,14 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
 
 
 def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
-    """Combine scores and candidates of the H query heads into those of `tables` tables, of H / tables heads each.
+    """Return (scores, candidates) of `tables` tables, each the combination of H / tables query heads.
 
-    A block is a candidate of a table if it is one for any of its heads; a head for which it is none adds nothing to its
-    score. For top_k, unless the scorer gives logs, the score is the sum over heads with separate scores, of which there
-    are `own`: H or G. Otherwise it is the log of the mean over heads of exp(score); for top_p and threshold the scores
-    of a head are first normalized over its candidates. With a table for each head, `scored` is returned unchanged.
+    A block is a candidate of a table if it is one for any of its heads; other heads add nothing to its score. The score
+    is the log of the mean over heads of exp(score), for top_p and threshold after normalizing each head over its
+    candidates. For top_k without log scores it is a sum, in which heads that share scores count once. With a table for
+    each head, `scored` is returned unchanged.
+
+    own: number of heads with scores of their own: H, or G if the query heads of a key/value head share them.
     """
     scores, candidates = scored
     if tables == scores.shape[1]:

@@ -342,7 +342,7 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
 
 
 def _always_covers_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` allows each pair that `within` allows of a query with a key of its block, up to the query.
+    """True if `always` allows every pair of `within` whose key is in the query's own block of keys, at or before it.
 
     Only positions below 2,048 are tested.
     """

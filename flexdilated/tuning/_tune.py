@@ -163,10 +163,11 @@ def measure(
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
 ) -> tuple[list[Trialled], Choice]:
-    """Time the options for each branch, then those for all branches together; return (timed options, the fastest).
+    """Time the options for each branch, then those for all branches together; return (timed options, choice).
 
     Of a branch's options, those predicted to take over 4 times as long as the cheapest are left out. Options that
-    compute all branches together are all timed, and so is the fastest option of each branch, one after the other.
+    compute all branches together are all timed, and so is the fastest option of each branch, one after the other. The
+    choice is the way to compute all branches together if that is the fastest, else the fastest way of each branch.
 
     backward: time forward and backward.
     engine: None: the default of the device.

@@ -195,9 +195,10 @@ class Pattern(Expression):
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
-        """Return the positions below N that at least one of `queries` sees; None unless the rule lists a query's keys.
+        """Return a mask of the N key positions, True for keys that at least one of `queries` sees.
 
-        Only for the rule of one head, see `for_head`. queries: True for each position that is asked about.
+        None unless the rule is given as lists of keys or blocks, as `block_list` is. Only for the rule of one head, see
+        `for_head`. queries: True for each position that is asked about.
         """
         return None
 

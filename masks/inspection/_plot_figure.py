@@ -139,7 +139,7 @@ def _borders(slots: range, side: int) -> range:
     return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
-def _entry(label: str, colour: Any) -> Patch:
+def _legend_entry(label: str, colour: Any) -> Patch:
     return Patch(facecolor=colour, edgecolor=_BORDER, linewidth=0.6, label=label)
 
 
@@ -151,14 +151,14 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     several pairs, there are also entries for fractions of allowed pairs.
     """
     many = max(axis.cell for axis in picture.window) > 1
-    shares = [_entry(label, _shade(share)) for share, label in _SHARES] if many else []
+    shares = [_legend_entry(label, _shade(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:
-        pairs = [_entry("pair of a full block", PAIR_OF_FULL), _entry("pair of a partial block", PAIR)]
-        return [*pairs, *shares, _entry("computed, no pair", BEIGE), _entry("never computed", WHITE)]
+        pairs = [_legend_entry("pair of a full block", PAIR_OF_FULL), _legend_entry("pair of a partial block", PAIR)]
+        return [*pairs, *shares, _legend_entry("computed, no pair", BEIGE), _legend_entry("never computed", WHITE)]
     most = max(int(torch.round(panel.share.max())) for panel in panels)
     counts = range(2, most + 1) if most <= 3 else (2, most)
-    several = [_entry(f"pair in {count} branches", _shade(float(count))) for count in counts]
-    return [*(shares or [_entry("allowed pair", PAIR)]), *several]
+    several = [_legend_entry(f"pair in {count} branches", _shade(float(count))) for count in counts]
+    return [*(shares or [_legend_entry("allowed pair", PAIR)]), *several]
 
 
 def _legend_columns(entries: Sequence[Patch], width: int) -> int:

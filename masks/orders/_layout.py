@@ -206,9 +206,9 @@ class Layout(Permutation):
 
 @dataclass(frozen=True)
 class ListedOrder(_SharedOrder):
-    """Order of some tokens, equal for all heads: slot s holds the s-th token of the concatenated runs.
+    """Order of some tokens, equal for all heads: slot s holds the s-th token of the concatenated `runs`.
 
-    All runs have equal steps.
+    These are ranges of equal steps, above 1 for tokens sorted by residue.
     """
 
     runs: tuple[range, ...]

@@ -217,11 +217,15 @@ class Padded:
 
 @dataclass(frozen=True)
 class ActivePositions:
-    """Ascending order of the active positions in some runs: those p with p % segment % step equal to an offset.
+    """Ascending order of the active positions in given ranges: those p with p % segment % step equal to an offset.
 
-    Heads with equal offset and runs share a row of `positions`: `rows` has the index of each head's row, `offsets` and
-    `runs` have an item for each row. Slots after a row's last position are empty. The number of slots is a multiple of
-    `side`, at least two blocks: a graph compiled for a dynamic number of blocks would specialize on one.
+    runs: for each row of `positions`, ranges of positions, whose steps may exceed 1.
+    offsets: the offset of each row.
+    rows: for each head, the index of its row; heads with equal offset and ranges share one.
+    side: slots of a block.
+
+    Slots after a row's last position are empty. The number of slots is a multiple of `side`, at least two blocks: a
+    graph compiled for a dynamic number of blocks would specialize on one.
     """
 
     offsets: tuple[int, ...]

@@ -326,7 +326,7 @@ class BlockList(TableRule):
     def check_tokens(self, queries: range, keys: range) -> None:
         """Raise ValueError if the row of one of these queries names a key block that begins after the last key."""
         begin, blocks = queries.start // self.block, -(-keys.stop // self.block)
-        used = _table(self).entries[:, begin : (queries.stop - 1) // self.block + 1]
+        used = _block_table(self).entries[:, begin : (queries.stop - 1) // self.block + 1]
         beyond = ((used >= blocks) & (used < NOTHING)).nonzero()
         if len(beyond):
             table, row, place = beyond[0].tolist()
@@ -337,7 +337,7 @@ class BlockList(TableRule):
             )
 
     def table(self, num_heads: int) -> BlockTable:
-        return _table(self)
+        return _block_table(self)
 
     def reason(self, pair: Pair) -> Reason:
         rows = self.rows[pair.head] if self.by_head else self.rows
@@ -350,10 +350,10 @@ class BlockList(TableRule):
         return Reason(self, column in seen, text)
 
     def row(self, query: int, keys: range) -> Ranges:
-        return _table(self).row(0, query, keys)
+        return _block_table(self).row(0, query, keys)
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
-        return _table(self).keys_of(0, queries)
+        return _block_table(self).keys_of(0, queries)
 
 
 @constructor
@@ -445,7 +445,7 @@ def _of_head(pattern: BlockList, head: int) -> BlockList:
 
 
 @lru_cache(maxsize=_TABLES_KEPT)
-def _table(pattern: BlockList) -> BlockTable:
+def _block_table(pattern: BlockList) -> BlockTable:
     tables = pattern.rows if pattern.by_head else (pattern.rows,)
     height = max(map(len, tables))
     rows = [row for table in tables for row in (*table, *((),) * (height - len(table)))]

@@ -427,7 +427,7 @@ def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: 
     num_tokens: number of tokens of the grid.
     pitch_of_axis: number of tokens between neighbouring places of the axis.
 
-    Keys beyond the grid are placed before all windows, and the windows of queries beyond it after all keys.
+    False for queries and keys beyond the grid.
     """
     apart = -(-axis.length // axis.rate)  # distance of the places of two classes
     numbers = num_tokens, pitch_of_axis, axis.length, axis.size, axis.rate, axis.stride, axis.lead

@@ -79,8 +79,8 @@ def least_seconds(
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate without a mask of
-    any block size.
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of unmasked blocks
+    among all block sizes.
 
     given: order of the tokens in q, k and v.
     """

@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An NVIDIA H200 with everything that the engine needs; each may be changed."""
     found = SimpleNamespace(capability=(9, 0), package="4.0.0b36")
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0"))
-    monkeypatch.setattr(_flash, "_package", lambda: found.package)
+    monkeypatch.setattr(_flash, "_installed_version", lambda: found.package)
     monkeypatch.setattr(_flash, "capability", lambda _: found.capability)
     return found
 

@@ -126,7 +126,7 @@ class BufferPool:
             if num_bytes < max(self.threshold_bytes, 1) or _is_capturing(tensor.device):
                 self._counts.num_plain += 1
                 return Lease(torch.empty(tuple(shape), dtype=dtype, device=tensor.device))
-            buffer = self._buffer(1 << (num_bytes - 1).bit_length(), tensor.device)
+            buffer = self._take_buffer(1 << (num_bytes - 1).bit_length(), tensor.device)
             lease = Lease(tensor.set_(buffer[-1], 0, torch.Size(shape)), self)  # a new Tensor object for each lease
             self._open[lease] = buffer
             self._counts.num_leases += 1
@@ -170,7 +170,7 @@ class BufferPool:
         now.peak_leased_bytes = max(now.peak_leased_bytes, now.leased_bytes)
         return now
 
-    def _buffer(self, num_bytes: int, device: torch.device) -> _Buffer:
+    def _take_buffer(self, num_bytes: int, device: torch.device) -> _Buffer:
         bucket = (num_bytes, device, _current_stream(device))
         for index in reversed(range(len(self._idle))):  # the latest return is the most likely to be in the CPU's cache
             if self._idle[index][:3] == bucket:

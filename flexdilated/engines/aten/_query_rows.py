@@ -148,7 +148,7 @@ class QueryRows:
     ) -> None:
         """Write the results of a batch of problems; begin: index of each problem's first result in parts and lses."""
         groups = rows.shape[2]
-        found = (self._few_keys(each, x) for x in blocks) if self.of.reads_few else self._keys(each, blocks)
+        found = (self._keys_from_tokens(each, x) for x in blocks) if self.of.reads_few else self._keys(each, blocks)
         keys, values = (each.clear_keys_(x) for x in found)
         own = each.clear_rows_(picked(rows, each.rows(rows.shape[1])), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
@@ -214,7 +214,7 @@ class QueryRows:
         """Index of each key block among the num_blocks key blocks of each key/value head, flattened."""
         return self.of.key_head(each.set)[:, None] * num_blocks + each.block
 
-    def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
+    def _keys_from_tokens(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
         """Gather the key blocks of each problem from x (keys or values); its last token fills an incomplete block."""
         side = self.of.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)

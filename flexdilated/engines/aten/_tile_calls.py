@@ -1,7 +1,7 @@
 """Grouping of block lists into batched kernel calls.
 
-A block list has the key blocks of one query block. A problem is dense attention of such a query block over its keys,
-possibly with a mask; a kernel call batches problems of equal shape.
+A block list has the key blocks of one query block, or of consecutive ones that were joined. A problem is dense
+attention of these queries over their keys, possibly with a mask; a kernel call batches problems of equal shape.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 @dataclass(frozen=True)
 class _Lists:
-    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block of one table.
+    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
 
     Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks.
 
@@ -297,8 +297,10 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
-    A list is the key blocks of one query block. First come groups of lists with equal masks, which share one mask
-    tensor, where a group is large enough for its own call; then all other lists. ids: mask index of each listed block.
+    A list is the key blocks of one query block, or of those that `_join_rows` joined. First come groups of lists with
+    equal masks, which share one mask tensor, where a group is large enough for its own call; then all other lists.
+
+    ids: mask index of each listed block.
     """
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))

@@ -74,7 +74,7 @@ def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
     serves = f"engine={'portable' if dtype == torch.float64 else 'flex'!r} serves it"
     if torch.__version__ < _OLDEST_TORCH:
         return f"flash needs torch {_OLDEST_TORCH} or later; got {torch.__version__}. {serves}"
-    found = _package()
+    found = _installed_version()
     if found is None or TorchVersion(found) < OLDEST_PACKAGE:
         came = "it is not installed" if found is None else f"got {found}"
         how = f'pip install --pre "{PACKAGE}>={OLDEST_PACKAGE}"'
@@ -93,7 +93,7 @@ def _fit(sides: tuple[int, ...], own: tuple[int, int], major: int) -> bool:
 
 
 @cache
-def _package() -> str | None:
+def _installed_version() -> str | None:
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:

@@ -308,12 +308,12 @@ def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     if capability(device) < HOPPER:
         return False
     zero = torch.zeros((), dtype=torch.int32, device=device)
-    with _Counted() as counted:
+    with _OperationCounter() as counted:
         mask_mod(zero, zero, zero, zero)
     return counted.operations > _SIMPLE
 
 
-class _Counted(TorchDispatchMode):
+class _OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0

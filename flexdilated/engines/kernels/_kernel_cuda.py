@@ -228,16 +228,16 @@ def _efficient_backward(
     return dq, dk, dv
 
 
-def _flash_dims(capability: tuple[int, int]) -> int:
+def _flash_most_dim(capability: tuple[int, int]) -> int:
     # For larger head dims the backward needs the shared memory of data-centre devices.
     return 0 if capability < (8, 0) else 256 if capability == (8, 0) or capability[0] in (9, 10) else 192
 
 
-def _cudnn_dims(capability: tuple[int, int]) -> int:
+def _cudnn_most_dim(capability: tuple[int, int]) -> int:
     return 128 if capability >= (8, 0) else 0
 
 
-def _efficient_dims(capability: tuple[int, int]) -> int:
+def _efficient_most_dim(capability: tuple[int, int]) -> int:
     return 1 << 16
 
 
@@ -251,9 +251,9 @@ _flash_switch, _efficient_switch = torch.backends.cuda.flash_sdp_enabled, torch.
 _ANY = (*_HALVES, torch.float32)
 
 KERNELS = (
-    CudaKernel("flash", _HALVES, 1, _flash_dims, _flash_switch, _flash_forward, _flash_backward),
-    CudaKernel("cuDNN", _HALVES, 2, _cudnn_dims, _cudnn_switch, _cudnn_forward, _cudnn_backward),
+    CudaKernel("flash", _HALVES, 1, _flash_most_dim, _flash_switch, _flash_forward, _flash_backward),
+    CudaKernel("cuDNN", _HALVES, 2, _cudnn_most_dim, _cudnn_switch, _cudnn_forward, _cudnn_backward),
     CudaKernel(
-        "memory-efficient", _ANY, 1, _efficient_dims, _efficient_switch, _efficient_forward, _efficient_backward
+        "memory-efficient", _ANY, 1, _efficient_most_dim, _efficient_switch, _efficient_forward, _efficient_backward
     ),
 )

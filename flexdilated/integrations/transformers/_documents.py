@@ -89,7 +89,7 @@ class ModelCall:
         """
         self.has_layers = True
         if self.has_encoder and not getattr(module, "is_causal", True):
-            largest = self._largest_in_masks()
+            largest = self._take_largest_in_masks()
             if largest is not None:
                 _refuse((_on_host(largest) > 1).any(), _NUMBERS)
             return None  # cross-attention: keys are no tokens of the row
@@ -105,7 +105,7 @@ class ModelCall:
         begun = not is_known or q_offset > 0
         last = getattr(self.cache, _LAST, None) if begun else None
         positions = self.positions if self.positions is None or self.positions.shape[1] == num_tokens else None
-        positions, last, largest = _read_at_once(positions, last, self._largest_in_masks())
+        positions, last, largest = _read_at_once(positions, last, self._take_largest_in_masks())
         if largest is not None:
             _refuse((largest > 1).any(), _NUMBERS)
         count = _number_before(q_offset, visible, num_tokens)
@@ -126,7 +126,7 @@ class ModelCall:
             self.found = begins.cumsum(1)
         self.last = torch.where(several, _SEVERAL, end)
 
-    def _largest_in_masks(self) -> Tensor | None:
+    def _take_largest_in_masks(self) -> Tensor | None:
         """Largest number in the attention masks that the outermost pass was given, (1, 1); boolean masks are left out.
 
         None if there are none, and in every call but the first of a pass.
@@ -301,10 +301,12 @@ def _number_before(q_offset: int, visible: Tensor | None, num_tokens: int) -> In
 def _begins(
     positions: Int64[Tensor, "B N"], visible: Bool[Tensor, "B N"] | None, least: Int64[Tensor, "B 1"]
 ) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
-    """True for tokens that begin a document after the first, and the position of the last token of each sequence.
+    """Return (begins, last): where documents after the first begin, and the position of each sequence's last token.
+
+    last is `least` for a sequence of padding alone.
 
     visible: False for padding, which is left out of the comparison; None for no padding.
-    least: the position of the token before the first.
+    least: the first token begins another document if its position is below this.
     """
     rows = max(len(positions), len(least), 0 if visible is None else len(visible))
     before = torch.cat([least.expand(rows, 1), positions.expand(rows, -1)], 1)

@@ -311,9 +311,10 @@ class Term:
         return replace(rule, rows=replace(rule, q=_with_tables(q, distinct), k=_with_tables(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
-        """n copies of the term, shifted by these numbers of tokens, as folds of one term.
+        """Return one term whose folds are n copies of this one; copy i has indices of tokens that many later.
 
-        The rule must be equal at all shifts: positions are those of the first copy.
+        Every fold is computed with the rule at the positions of this term, so the rule must allow the same pairs at the
+        positions of every copy.
         """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
