@@ -35,7 +35,7 @@ class Transposed(OnePart):
         self.part.check_tokens(keys, queries)
 
 
-@pattern_kind("any_band")
+@pattern_kind("sketch_of_a_band")
 class AnyBand(Band):
     """Pattern of one line: its limits, of which each may be missing."""
 
