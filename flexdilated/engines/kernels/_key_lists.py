@@ -100,10 +100,11 @@ class ListProblems:
         Lists without keys are left out.
         """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
-        total, found, begin = int((counts > 0).sum()), [], 0
+        rising = -counts.cpu()  # read once: on an accelerator, each read waits for it
+        total, found, begin = int((rising < 0).sum()), [], 0
         while begin < total:
-            length = int(counts[begin])
-            alike = int(torch.searchsorted(-counts, -(length // _MOST_PADDING), right=True))
+            length = -int(rising[begin])
+            alike = int(torch.searchsorted(rising, -(length // _MOST_PADDING), right=True))
             end = min(total, max(alike, begin + 1), begin + max(1, self._keys_at_once // (length * self._users)))
             found.append((begin, end, length))
             begin = end

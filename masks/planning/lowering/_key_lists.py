@@ -45,10 +45,6 @@ class KeyLists:
         shape = len(entries), tables, entries[0].bound.num_queries
         return cls(torch.cat([keys for _, keys in found]), counts.cumsum(0), shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.ends.nbytes
-
     @cached_property
     def counts(self) -> Int64[Tensor, " bTN"]:
         """Number of keys in each list."""
