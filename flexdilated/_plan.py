@@ -398,7 +398,7 @@ def _shape_text(term: Term) -> str:
 
 def _terms(best: Plan) -> Iterator[PlannedTerm]:
     """Yield the terms of each branch's chosen option; equal terms share one entry."""
-    for number, (chosen, *_) in enumerate(best.options, start=1):
+    for number, chosen in enumerate(best.chosen, start=1):
         alike = Counter(
             (
                 _shape_text(term),
@@ -407,7 +407,7 @@ def _terms(best: Plan) -> Iterator[PlannedTerm]:
             for term in chosen.terms
         )
         for term, times in alike.items():
-            yield PlannedTerm(_branch_label(number, chosen), chosen.layout, *term, times)
+            yield PlannedTerm(_branch_label(number, chosen), chosen.name, *term, times)
 
 
 def _options(best: Plan) -> Iterator[WeighedOption]:
@@ -415,7 +415,7 @@ def _options(best: Plan) -> Iterator[WeighedOption]:
         for option in options:
             cost, is_chosen = option.cost, option is options[0]
             work = cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds
-            yield WeighedOption(_branch_label(number, option), option.layout, *work, is_chosen)
+            yield WeighedOption(_branch_label(number, option), option.name, *work, is_chosen)
 
 
 def _facts(found: PlanReport) -> list[tuple[str, str]]:

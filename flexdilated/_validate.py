@@ -112,8 +112,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 
 def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q, k, v) with k and v of batch 1 expanded to the batch of q; other inputs unchanged, for `check_tensors`.
+    """Return (q, k, v) with k and v of batch 1 expanded to the batch of q.
 
+    Other inputs are returned unchanged, invalid ones too: `check_tensors` refuses those.
     The gradients of k and v are then sums over the batch.
     """
     plain = all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested for x in (q, k, v))
@@ -378,9 +379,11 @@ def run_time_tensors(
     for name in needed:
         if name not in found:
             raise ValueError(missing(name))
+    if not has_values:
+        return []
     stay = _staying(pattern.text)
-    given = {name: require_values(name, found[name]) for name in needed} if has_values else {}
-    return [given[name] if name in stay else given[name].cpu() for name in needed] if has_values else []
+    values = {name: require_values(name, found[name]) for name in needed}
+    return [x if name in stay else x.cpu() for name, x in values.items()]
 
 
 @graph_constant  # tracing through every part of a pattern takes longer than all other checks together
@@ -391,11 +394,11 @@ def _needed_names(pattern: str) -> tuple[str, ...]:
 @graph_constant
 def _staying(pattern: str) -> tuple[str, ...]:
     """Names of the run-time tensors that stay on their device: tables of selected blocks. pattern: JSON text."""
-    return _tables_of_blocks(pattern) if '"kind":"selected_blocks"' in pattern else ()
+    return _names_of_block_tables(pattern) if '"kind":"selected_blocks"' in pattern else ()
 
 
 @lru_cache(maxsize=256)
-def _tables_of_blocks(pattern: str) -> tuple[str, ...]:
+def _names_of_block_tables(pattern: str) -> tuple[str, ...]:
     return tuple(leaf.name for leaf in run_time_leaves(read_text(pattern)) if isinstance(leaf, SelectedBlocks))
 
 

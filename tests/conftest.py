@@ -93,7 +93,7 @@ def show(browser, tmp_path):
 
 @pytest.fixture
 def plain_terminal(monkeypatch):
-    """80 by 24, and no wish for less colour, whatever terminal the tests were started from."""
+    """80 by 24, and no wish for less color, whatever terminal the tests were started from."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -19,8 +19,8 @@ def draw(path: Path) -> None:
     axes.set(xlim=(-0.02, 5), ylim=(0, 1.15))
     axes.axis("off")
     for place, (name, said) in enumerate(STEPS):
-        colour = "#cfe0f3" if place < 4 else "#f6dcc0"
-        axes.add_patch(plt.Rectangle((place + 0.04, 0.3), 0.84, 0.6, facecolor=colour, edgecolor="#456"))
+        color = "#cfe0f3" if place < 4 else "#f6dcc0"
+        axes.add_patch(plt.Rectangle((place + 0.04, 0.3), 0.84, 0.6, facecolor=color, edgecolor="#456"))
         axes.text(place + 0.46, 0.75, name, ha="center", va="center", fontsize=12, weight="bold")
         axes.text(place + 0.46, 0.5, said, ha="center", va="center", fontsize=8)
         if place:

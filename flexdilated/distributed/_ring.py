@@ -116,7 +116,11 @@ Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 
 
 class Ring:
-    """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them."""
+    """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them.
+
+    Construction is collective if the codec is "auto": every rank must construct its ring at the same point of its
+    calls, as the ranks agree on the codec then.
+    """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
         self.call, self.k, self.v, self.bindings = call, k, v, bindings
@@ -289,9 +293,9 @@ def ring_op(
     ring = Ring(call, q, k, v, bindings)
     parts = PartSums(call, q, bindings, ring.dtype)
 
-    def visit(_: Turn | None, part: ShardPart, k: Tensor, v: Tensor) -> None:
+    def visit(_: Turn | None, part: ShardPart, part_k: Tensor, part_v: Tensor) -> None:
         if len(part):
-            parts.attend(ring.placement(part), k, v)
+            parts.attend(ring.placement(part), part_k, part_v)
 
     ring.rotate(visit)
     return parts.rows(sinks)
@@ -327,8 +331,8 @@ def ring_backward_op(
     dk, dv = (torch.zeros_like(x, dtype=parts.wide) for x in (k, v))
     gradients = Gradients(ring, dk, dv)
 
-    def visit(turn: Turn | None, part: ShardPart, k: Tensor, v: Tensor) -> None:
-        found = parts.gradients(ring.placement(part), k, v) if len(part) else []
+    def visit(turn: Turn | None, part: ShardPart, part_k: Tensor, part_v: Tensor) -> None:
+        found = parts.gradients(ring.placement(part), part_k, part_v) if len(part) else []
         if turn is None:
             dk.add_(found[0])
             dv.add_(found[1])

@@ -288,7 +288,7 @@ def attention_memory(
     # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
     best = way.plan(pattern, size)
     together = len(best.options) < len(set(pattern.branches()))
-    choice = Choice(together, tuple(way_of(options[0]) for options in best.options))
+    choice = Choice(together, tuple(map(way_of, best.chosen)))
     way = replace(way, planned=None, choice=choice)
     smaller, larger = (_planned_memory(way, pattern, replace(size, num_tokens=n)) for n in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
@@ -314,7 +314,7 @@ class _Way:
     def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
         if self.planned is not None:
             return self.planned
-        allowed, bound = allowed_by(self.engine, self.device), _key(pattern, size).bound(pattern)
+        allowed, bound = allowed_by(self.engine, self.device), _call_of(pattern, size).bound(pattern)
         how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
         if reads_table(bound, self.engine):
             return plan_with_table(bound, **how)
@@ -326,22 +326,22 @@ def allowed_by(engine: str, device: str) -> Allowed:
     return ANYTHING if engine == "aten" else allowed_on(torch.device(device))
 
 
-def _key(pattern: Expression, size: AttentionSize) -> Call:
+def _call_of(pattern: Expression, size: AttentionSize) -> Call:
     pattern.check_heads(size.num_heads)
     heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
     return Call(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
 
 
 def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
-    key, (q, k, v, out) = _key(pattern, size), size.nbytes
+    call, (q, k, v, out) = _call_of(pattern, size), size.nbytes
     if way.engine == "aten":
-        if reads_table(key.bound(pattern), "aten"):
+        if reads_table(call.bound(pattern), "aten"):
             return AttentionMemory(q, k + v, out, *_table_memory(way.plan(pattern, size), size), 0)
-        program = program_of(key, pattern, way.device, way.choice, size.operands("aten"), written=key.pattern)
+        program = program_of(call, pattern, way.device, way.choice, size.operands("aten"), written=call.pattern)
         return AttentionMemory(q, k + v, out, *_aten_memory(program, size), program.nbytes)
     best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     rest, table = best.beside_table, best.table
-    program = make_flex_program(rest, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
+    program = make_flex_program(rest, call.layout, num_kv_heads=size.kv_heads, block_size=call.sides, device=cpu)
     found = _portable_memory(program, table, size, way) if way.engine == "portable" else _flex_memory(program, size)
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MOST_COLUMNS = 1024  # of a strip; with more tokens, neighbours share a column
 _MOST_HEADS = 8  # up to which heads are also drawn separately, next to their mean
 _MOST_CELLS = 1 << 22  # of a grid; larger grids are drawn as points
-_NOTHING = (0.85, 0.85, 0.85, 1.0)  # colour of tokens that received nothing
+_NOTHING = (0.85, 0.85, 0.85, 1.0)  # color of tokens that received nothing
 _LABEL = "attention received"
 
 
@@ -166,10 +166,10 @@ def plot_attention_received(
 ) -> Figure:
     """Draw the result of `attention_received` for batch entry `batch`, as a matplotlib figure: `figure.savefig(path)`.
 
-    Without coordinates it draws one colour strip per head along the sequence, and below these a curve of the mean over
+    Without coordinates it draws one color strip per head along the sequence, and below these a curve of the mean over
     heads, and one per head for at most 8 heads. Above 1,024 tokens, neighbours are averaged. With coordinates it draws
     a map of the mean over heads, and one per head for at most 8 heads; x grows to the right, y downwards, and positions
-    without a token stay white. Colours and curves have logarithmic scales; tokens that received nothing are grey in
+    without a token stay white. Colors and curves have logarithmic scales; tokens that received nothing are grey in
     strips and maps, and gaps in curves.
 
     coordinates: (x, y) of each token, such as the tiles of a slide; None for a sequence.
@@ -227,7 +227,7 @@ def _draw_sequence(figure: Figure, heads: Tensor, first: int) -> None:
     strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(height, 2.2))
     shades = _shades(drawn)
     extent = (first, first + tokens, len(heads) - 0.5, -0.5)
-    strip.imshow(_coloured(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
+    strip.imshow(_colored(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
     strip.yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(shades, ax=strip, label=_LABEL)
@@ -262,15 +262,15 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
         axes.set(title=name, xlabel="x", ylabel="y", aspect="equal")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:,.10g}")
-        colours = _coloured(values, shades)
+        colors = _colored(values, shades)
         if grid is None:
-            axes.scatter(*places.T.numpy(), c=colours.numpy(), s=6)
+            axes.scatter(*places.T.numpy(), c=colors.numpy(), s=6)
             axes.invert_yaxis()
             continue
         cells, step = grid
         size, least = cells.max(0).values + 1, places.min(0).values
-        picture = torch.zeros(int(size[1]), int(size[0]), 4, dtype=colours.dtype)  # transparent
-        picture[cells[:, 1], cells[:, 0]] = colours
+        picture = torch.zeros(int(size[1]), int(size[0]), 4, dtype=colors.dtype)  # transparent
+        picture[cells[:, 1], cells[:, 0]] = colors
         (left, top), (right, bottom) = (least - step / 2).tolist(), (least + step * (size - 0.5)).tolist()
         axes.imshow(picture.numpy(), interpolation="nearest", extent=(left, right, bottom, top))
     figure.colorbar(shades, ax=list(all_axes), label=_LABEL, shrink=0.9)
@@ -295,7 +295,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _shades(values: Tensor) -> ScalarMappable:
-    """Logarithmic colour scale from the 1st to the 99th percentile of the values above 0."""
+    """Logarithmic color scale from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
@@ -309,8 +309,8 @@ def _ends(least: float, most: float) -> tuple[float, float]:
     return (least, most) if most >= 1.01 * least else (least / 2, most * 2)
 
 
-def _coloured(values: Tensor, shades: ScalarMappable) -> Tensor:
-    """RGBA colour of each value on the scale `shades`; grey for 0."""
-    colours = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
-    colours[values == 0] = torch.tensor(_NOTHING, dtype=colours.dtype)
-    return colours
+def _colored(values: Tensor, shades: ScalarMappable) -> Tensor:
+    """RGBA color of each value on the scale `shades`; grey for 0."""
+    colors = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
+    colors[values == 0] = torch.tensor(_NOTHING, dtype=colors.dtype)
+    return colors

@@ -297,8 +297,9 @@ def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     box = Box(head, Progression(q_first[r], 1, q_count[r]), Progression(k_first[j], 1, k_count[j]))
     within, rest = (each.count(box, num_heads=rule.num_heads) for each in (rule.within, rule.rest))
     full = within.low == box.area
-    plain, read = full & (rest.low == box.area), full & (rest.high == 0)
-    doubtful = (~plain & ~read & (within.high > 0)).nonzero().squeeze(1)
+    # Covered: all pairs are attended to without a choice.
+    plain, covered = full & (rest.low == box.area), full & (rest.high == 0)
+    doubtful = (~plain & ~covered & (within.high > 0)).nonzero().squeeze(1)
     some = _evaluate(rule, rows, box.select(doubtful), r[doubtful], j[doubtful])
     state = torch.where(plain, PLAIN, NOTHING).to(torch.uint8)
     whole = some.view.sum(1) == k_count[some.block]
@@ -308,7 +309,7 @@ def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     kind[~some.candidate & (some.gain == 0)] = NOTHING
     state[doubtful] = kind.to(torch.uint8)
     listed, partial = kind > PLAIN, (kind == PARTIAL_VIEW).nonzero().squeeze(1)
-    sees, seen = _visibility(rows, part, (plain | read).view(n, C), some)
+    sees, seen = _visibility(rows, part, (plain | covered).view(n, C), some)
     return Boxes(
         state=state.view(n, C),
         place=doubtful[listed],
@@ -316,7 +317,7 @@ def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
         own=_own_pools(some, partial, C) if len(partial) else None,
         sees=sees,
         seen=seen,
-        pairs=int(box.area[plain | read].sum() + some.pairs.sum()),
+        pairs=int(box.area[plain | covered].sum() + some.pairs.sum()),
         open=int(box.area[plain].sum() + some.gain.sum()),
     )
 

@@ -153,12 +153,12 @@ def choose(
     keep, cut = best > _NONE / 2, torch.zeros((), dtype=torch.int64, device=scores.device)
     if kind != "top_k":
         total = masked_lse(scores, candidates)
-        covered = torch.zeros_like(total)
+        outside, log_whole = torch.zeros_like(total), total
         if kind == "top_p_of_row":  # scores are logs of shares of the row already
-            covered, total = (1 - total.exp()).clamp(min=0.0), covered
-        # A row without candidates has total -inf, and keeps nothing.
-        least = total.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
-        shares = (scores.gather(-1, places) - least).exp().nan_to_num(0.0)
+            outside, log_whole = (1 - total.exp()).clamp(min=0.0), outside
+        # A row without candidates has log_whole -inf, and keeps nothing.
+        log_whole = log_whole.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
+        shares = (scores.gather(-1, places) - log_whole).exp().nan_to_num(0.0)
         shares = shares.masked_fill(~keep, 0.0)
         number = candidates.sum(-1)
         if kind == "threshold":
@@ -166,7 +166,7 @@ def choose(
             whole = ((scores - total.unsqueeze(-1)).exp() >= amount) & candidates
             cut = (whole.sum(-1) > most).sum()
         elif amount < 1:
-            reached = covered.unsqueeze(-1) + shares.cumsum(-1)
+            reached = outside.unsqueeze(-1) + shares.cumsum(-1)
             keep = keep & (reached - shares < amount)
             cut = ((reached[..., -1] < amount) & (number > most)).sum()
         else:

@@ -36,9 +36,10 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def shared(self, x: Tensor, heads: int) -> Tensor:
-        """View of x for these batch entries and the groups of these heads.
+        """Return a view of what x holds for this part's batch entries and heads.
 
-        Dim 1 of x has one entry per group of consecutive query heads. heads: number of query heads in all groups.
+        x has in dim 1 one entry for each group of equally many consecutive query heads; the result has all of them if
+        the part has all heads, else the one of its head's group. heads: total number of query heads.
         """
         own = x[self.entries]
         if self.heads == slice(None):

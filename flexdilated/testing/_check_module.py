@@ -230,7 +230,7 @@ def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
     except DoesNotApply as reason:
         return CheckResult(check.name, "does not apply", str(reason))
     except Failure as found:
-        detail = (shrink and check.shrinks and _smaller(check, subject)) or str(found)
+        detail = (shrink and check.shrinks and _shortest_failure(check, subject)) or str(found)
         always = detail.startswith(f"{subject.case(subject.lengths[0]).text}, {KINDS[0]}: raises")
         is_unclear = always and check.name == "agreement" and subject.calls.layout == "BHND"
         return CheckResult(check.name, "failed", detail + _CALLED_SO * is_unclear)
@@ -263,7 +263,7 @@ def _run(check: Check, subject: Subject) -> str:
     return f"{drawn}: {compared:,} {check.holds}"
 
 
-def _smaller(check: Check, subject: Subject) -> str | None:
+def _shortest_failure(check: Check, subject: Subject) -> str | None:
     """Search for a shorter failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
 
     Returns the text of the failure at the shortest that is found; None if no run of the search failed.
@@ -284,7 +284,8 @@ def _smaller(check: Check, subject: Subject) -> str | None:
     taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
     if check.name == "lengths":
         pairs = ((shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer)
-        return found[pair] if (pair := next((pair for pair in pairs if fails(*pair)), None)) else None
+        failed = next((pair for pair in pairs if fails(*pair)), None)
+        return None if failed is None else found[failed]
     best = next((length for length in subject.lengths if fails(length)), None)
     if best is None:
         return None
@@ -292,4 +293,5 @@ def _smaller(check: Check, subject: Subject) -> str | None:
     while between := [length for length in taken if passed < length < best]:
         middle = between[len(between) // 2]
         passed, best = (passed, middle) if fails(middle) else (middle, best)
-    return found[next((length for length in taken if length < best and fails(length)), best),]
+    shortest = next((length for length in taken if length < best and fails(length)), best)
+    return found[(shortest,)]

@@ -193,7 +193,7 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
     return int(rows.sum())
 
 
-def _weights_of_pairs(subject: Subject, case: Case) -> int:
+def _right_weights(subject: Subject, case: Case) -> int:
     """Compare the softmax weight of every pair, which one-hot values show in out; return the number of pairs."""
     parts, module, D = [], subject.module(), subject.head_dim
     for first in range(0, case.length, D):
@@ -422,7 +422,7 @@ def _require_equal(a: Tensor, b: Tensor, what: str) -> None:
 _CLOSE = "within rounding of the definition"
 _TABLE = (
     Check("agreement", _all_kinds, equal_the_definition, f"outputs {_CLOSE}", long=True),
-    Check("coverage", partial(_some_lengths, batch=1), _weights_of_pairs, "pairs with their weight, or with none"),
+    Check("coverage", partial(_some_lengths, batch=1), _right_weights, "pairs with their weight, or with none"),
     Check(
         *("causality", partial(_hidden_keys, after=True), _unchanged_by_hidden_keys),
         holds="outputs unchanged where a hidden later key is replaced",

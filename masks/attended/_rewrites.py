@@ -92,14 +92,14 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
     them.
     """
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
-    # Every rewrite is exact, so the order matters for speed only; but _segments must come after _one_by_one, which
+    # Every rewrite is exact, so the order matters for speed only; but _segments must come after _each_segment, which
     # takes all dilated factors with few segments.
     for rewrite in (
         _plainer,
         _one_sided,
         _one_residue,
         _in_reach,
-        _one_by_one,
+        _each_segment,
         _spans,
         _alternatives,
         _segments,
@@ -179,8 +179,10 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
     near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
-    if factor.least is None or factor.most is None:
+    if factor.least is None and factor.most is None:
         return _with_same_keys([near])
+    assert factor.least is not None, "no kind of dilated band has one limit"
+    assert factor.most is not None
     return _with_same_keys([near.also(local_window(left=-factor.least, right=factor.most))])
 
 
@@ -259,7 +261,7 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
     return map(range, starts[first:last].tolist(), stops[first:last].tolist())
 
 
-def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
+def _each_segment(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
     None for other factors, or if more than `most` segments overlap both the span of the queries and that of the keys;
@@ -275,16 +277,18 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
     Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
     there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
-    There must be more segments than `_one_by_one` takes.
+    There must be more segments than `_each_segment` takes.
     """
     if not isinstance(factor, Dilated):
         return None
     period = common_period(rest.factors) if rest.factors else 1
     steps = (period, rest.queries.step, rest.keys.step)
     if not all(step is not None and factor.segment % step == 0 for step in steps):
-        return _one_by_one(factor, rest, _MOST_SEGMENTS)
+        return _each_segment(factor, rest, _MOST_SEGMENTS)
     common = _common_segments(factor, rest)
-    assert len(common) > _FEW_SEGMENTS, "_one_by_one comes first: here the first, second and last segment are distinct"
+    assert len(common) > _FEW_SEGMENTS, (
+        "_each_segment comes first: here the first, second and last segment are distinct"
+    )
     repeated = partial(_repeated, len(common) - 2, factor.segment)
     edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]

@@ -116,7 +116,7 @@ def _leaves_of_union(
         yield from found[0]
         return
     shape = rule.in_blocks(*sides)
-    blocks = _if_few(chain.from_iterable(found), *shape)
+    blocks = _distinct_blocks_if_few(chain.from_iterable(found), *shape)
     yield from whole if blocks is None else _descend_blocks(rule, blocks, shape, sides)
 
 
@@ -167,7 +167,7 @@ def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) 
     return SlotRun(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
 
 
-def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
+def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
     """Return the unique flat (table, row, column) indices of the leaves' blocks; None for too many.
 
     Blocks are counted after every 2**20 leaves: up to 2**20 blocks are never too many, over 2**21 always.
@@ -307,9 +307,9 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
 
 
 def _runs_that_meet(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
-    """Return the key runs in `own` that may have an allowed pair with a query.
+    """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
-    own: key runs, or query runs if `of_queries` is True; these must have a pair with a key.
+    own: key runs, or query runs if `of_queries`; the other side is then that of the keys.
     table: index of the mask.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)

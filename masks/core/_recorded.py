@@ -69,8 +69,9 @@ _ONLY_TORCH = "must compute by functions of torch, without TorchScript and torch
 class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
-    build: returns a plain function of the recorded function's arguments for such tensors. While it is cached, functions
-        with equal operations and equal hashable Python values share this object, which so identifies them.
+    build: function of the tensors, or of others in their place, that returns a plain function of the recorded
+        function's arguments. While it is cached, functions with equal operations and equal hashable Python values have
+        the same `build`, so it serves as their key.
     shape, dtype: of the result.
     reads: indices of the arguments on whose values the result may depend.
     text: Python code of `build`, which says in every process what it does; None after `through`, or if it uses
@@ -216,9 +217,10 @@ class _Recorder(TorchFunctionMode):
         return self._write_line(found, text, args[0] if writes else None, reads)
 
     def _trial_call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function with CPU tensors of the arguments' shapes and dtypes; its result has the right ones.
+        """Return the function's result on CPU tensors of the arguments' shapes and dtypes.
 
-        The values have no meaning. Attributes that are not tensors, such as the device, are those on later arguments.
+        It has the shapes and dtypes of the real result, and meaningless values. An attribute that is not a tensor, such
+        as the device, is read from an empty tensor on the device for which the function is recorded.
         """
 
         def of(x: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
     Raises ValueError for block lists over more than 134,217,728 queries or keys.
     """
     bound, most = plan.bound, max(plan.bound.num_queries, plan.bound.num_keys)
-    listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
+    listed = any(term.shape == "blocks" for option in plan.chosen for term in option.terms)
     if listed and most > MOST_DESCRIBED:
         raise ValueError(
             f"blocks are counted for at most {MOST_DESCRIBED} tokens (128M), as longer lists of blocks exceed the "
@@ -242,7 +242,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
 
 
 def _computed_data(branch: BranchDescription) -> dict[str, Any]:
-    chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
+    chosen, *others = ({"layout": option.name, "predicted_s": option.cost.seconds} for option in branch.options)
     counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
 
@@ -279,7 +279,7 @@ def _branches_table(counts: Description) -> str:
             str(branch.multiplicity),
             f"{branch.useful_pairs / counts.all_pairs:.4%}",
             f"{branch.waste:.3f}",
-            f"{branch.options[0].layout} ({seconds_text(branch.options[0].cost.seconds)})",
+            f"{branch.options[0].name} ({seconds_text(branch.options[0].cost.seconds)})",
         )
         for branch in counts.branches
     ]

@@ -1,4 +1,4 @@
-"""Contents of a picture of a pattern, independent of matplotlib: window, cells and blocks, colours, labels."""
+"""Contents of a picture of a pattern, independent of matplotlib: window, cells and blocks, colors, labels."""
 
 from __future__ import annotations
 
@@ -202,9 +202,9 @@ def panel_of(picture: Picture, head: int, order: str) -> Panel:
     return Panel(head, order, rate, cells.likely / cells.area, blocks)
 
 
-def rgb(colour: str) -> Float64[Tensor, " 3"]:
+def rgb(color: str) -> Float64[Tensor, " 3"]:
     """Red, green and blue of "#rrggbb" as numbers from 0 to 1."""
-    return torch.tensor([int(colour[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
+    return torch.tensor([int(color[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
 
 
 def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
@@ -222,7 +222,7 @@ def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
 def shade(
     share: Float64[Tensor, "..."], pairs: Float64[Tensor, "... 3"], ground: Float64[Tensor, "... 3"]
 ) -> Float64[Tensor, "... 3"]:
-    """Colours between `ground` (share 0) and `pairs` (share 1), on a logarithmic scale; darker for shares above 1."""
+    """Colors between `ground` (share 0) and `pairs` (share 1), on a logarithmic scale; darker for shares above 1."""
     strength = torch.where(share > 0, (1 + share.clamp(1e-12, 1).log10() / _DECADES).clamp(min=_PALEST), 0.0)
     darker = _DARKER ** share.clamp(min=1).log2()
     return ground.lerp(pairs * darker[..., None], strength[..., None])

@@ -52,7 +52,7 @@ def plot(
     """Draw the allowed pairs: queries downwards, keys to the right, one panel for each head and order.
 
     A pair that several branches allow is darker. A window of at most `size` tokens is drawn pair by pair; in a longer
-    window a cell is several pairs, and its colour shows the fraction allowed, on a logarithmic scale.
+    window a cell is several pairs, and its color shows the fraction allowed, on a logarithmic scale.
 
     num_tokens, num_keys: numbers of queries and keys; num_keys None: num_tokens.
     head: one head or several.

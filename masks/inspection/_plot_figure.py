@@ -94,8 +94,8 @@ def draw(picture: Picture) -> Figure:
             axes.set_title("\n".join(lines), fontsize=9, pad=6, linespacing=1.4)
     for number, line in enumerate(title):
         y = 1 - (_EDGE + (number + 0.5) * _TITLE) / height
-        size, colour = (9, "#555555") if number and line == title[-1] else (10.5, "#000000")
-        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
+        size, color = (9, "#555555") if number and line == title[-1] else (10.5, "#000000")
+        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=color)
     if entries:
         place = {"loc": "lower center", "bbox_to_anchor": (0.5, _EDGE / 2 / height), "ncols": legend_columns}
         figure.legend(handles=entries, **place, **_LEGEND_STYLE)
@@ -114,8 +114,8 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
     """Draw the cells of a panel as an image in slot coordinates, lines between blocks, and ticks."""
     q, k = picture.window
     extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
-    colours = (paint(panel, picture.window) * 255).round().to(torch.uint8)
-    axes.imshow(colours.numpy(), extent=extent, aspect="auto", interpolation="none")
+    colors = (paint(panel, picture.window) * 255).round().to(torch.uint8)
+    axes.imshow(colors.numpy(), extent=extent, aspect="auto", interpolation="none")
     axes.set_xlim(k.slots.start, k.slots.stop)
     axes.set_ylim(q.slots.stop, q.slots.start)
     axes.spines[:].set_color(_BORDER)
@@ -139,12 +139,12 @@ def _borders(slots: range, side: int) -> range:
     return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
-def _legend_entry(label: str, colour: Any) -> Patch:
-    return Patch(facecolor=colour, edgecolor=_BORDER, linewidth=0.6, label=label)
+def _legend_entry(label: str, color: Any) -> Patch:
+    return Patch(facecolor=color, edgecolor=_BORDER, linewidth=0.6, label=label)
 
 
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
-    """Legend entries for the colours of cells.
+    """Legend entries for the colors of cells.
 
     If blocks are drawn, there are entries for pairs of full and of partial blocks and for cells without pairs, else for
     pairs that one, two or three branches allow; beyond three, for one, two and the largest number. If cells have

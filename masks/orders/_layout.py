@@ -33,7 +33,9 @@ class Pieces:
         """Return the token position in each slot, in the table with the index `table`; the arguments broadcast."""
         piece = torch.searchsorted(self.starts, slot, right=True) - 1
         index = slot - self.starts[piece]
-        if self.strides is not None:  # past the last start of a group, its runs alternate
+        if self.strides is not None:
+            # Past the last start of a group, its runs alternate. Before it, index is 0 and (-1) % stride is stride - 1:
+            # piece and index stay as they are.
             stride = self.strides[piece]
             piece, index = piece - (stride - 1) + (index - 1) % stride, (index + stride - 1) // stride
         return self.firsts[table, piece] + self.step * index

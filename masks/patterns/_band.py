@@ -40,8 +40,7 @@ _SIZES = {
 class Band(Pattern):
     """Base of patterns that allow a pair iff key - query is a multiple of `step` in [`least`, `most`].
 
-    Distances are in tokens; None as `least` or `most` sets no limit. Subclasses define `limits`, and `mask_mod` if only
-    one of the two is None.
+    Distances are in tokens; None as `least` or `most` sets no limit. Subclasses define `limits`.
     """
 
     def limits(self) -> tuple[int | None, int | None, int]:

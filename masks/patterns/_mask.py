@@ -97,8 +97,9 @@ class MaskTable(Table):
         """
         rows = self.only_row
         sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
-        rows = pad(rows, (0, -rows.shape[2] % 16, 0, -rows.shape[1] % sides[0]))
-        # Adds eight bytes, which are eight keys, in one int64; with at most 16 queries a cell no byte overflows.
+        rows = pad(rows, (0, -rows.shape[2] % _CELL, 0, -rows.shape[1] % sides[0]))
+        # Adds eight bytes, which are eight keys (_CELL is a multiple of 8), in one int64. No byte overflows, as a cell
+        # has fewer than 256 queries.
         by_key = rows.view(torch.int64).unflatten(1, (-1, sides[0])).sum(2).view(torch.uint8)
         cells = by_key.unflatten(2, (-1, sides[1])).sum(3, dtype=torch.int64)
         cells = cells[:, :, : -(-self.rows.shape[3] // sides[1])]
@@ -107,18 +108,13 @@ class MaskTable(Table):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         sums, sides = self._cells
         table = box.head if len(sums) > 1 else torch.zeros_like(box.head)
-        (q, k), area = (
-            (
-                _CellRange.of(progression, side, size)
-                for progression, side, size in zip((box.q, box.k), sides, self.rows.shape[2:], strict=True)
-            ),
-            box.area,
-        )
+        q = _CellRange.of(box.q, sides[0], self.rows.shape[2])
+        k = _CellRange.of(box.k, sides[1], self.rows.shape[3])
         times = q.times * k.times
         outer = times * _pairs_in_cells(sums, table, q.outer, k.outer)
         inner = times * _pairs_in_cells(sums, table, q.inner, k.inner)
         missing = times * q.positions * k.positions - outer
-        return Bounds(torch.maximum(inner, area - missing).clamp(min=0), torch.minimum(outer, area))
+        return Bounds(torch.maximum(inner, box.area - missing).clamp(min=0), torch.minimum(outer, box.area))
 
     def reason(self, pair: Pair) -> Reason:
         allowed = pair.allowed_by(self)

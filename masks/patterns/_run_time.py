@@ -344,7 +344,9 @@ def as_written(pattern: Expression) -> Expression:
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-    """Return the pattern with placeholder tables for its run-time tensors, which hold the `widest` values.
+    """Return the pattern with a placeholder table in place of each run-time leaf.
+
+    It holds the values that allow the most pairs (see `RunTime.widest`), and stands for all tensors of its shape.
 
     tensors: run-time tensors by name, of which only the shapes are read. Placeholders of equal patterns and shapes are
         equal.

@@ -58,7 +58,7 @@ ANYTHING = Allowed()
 class Option:
     """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
-    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
+    name: the method or order of tokens, such as "natural", "residue 4" or "windows".
     terms: those of the branch, or of all branches.
     machine: constants of the device, for the cost.
     given: order of the tokens in q, k and v.
@@ -69,7 +69,7 @@ class Option:
 
     branch: Expression
     multiplicity: int
-    layout: str
+    name: str
     terms: tuple[Term, ...]
     machine: Machine
     given: Layout
@@ -95,8 +95,8 @@ def options_of(
     """
     given = Layout(bound.num_queries)
 
-    def option(layout: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
-        return Option(branch, times, layout, tuple(terms), machine, given, operands, shares_rows)
+    def option(name: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
+        return Option(branch, times, name, tuple(terms), machine, given, operands, shares_rows)
 
     cut = cut_of(branch, bound) if allowed.windows else None
     if cut is not None:
@@ -121,7 +121,7 @@ def options_of(
         for each in () if allowed.lists_only else tuple(options):
             terms = split_causal(each.terms)
             if terms is not None:
-                options.append(option(f"{each.layout}, split", terms, shares_rows=len(terms) > len(each.terms)))
+                options.append(option(f"{each.name}, split", terms, shares_rows=len(terms) > len(each.terms)))
         parts = _disjoint_parts(branch)
         if parts:
             alone = replace(allowed, shared_rows=False, masks=False)
@@ -140,7 +140,7 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
         return options
     first = options[0]
     terms = (masked_term(first.branch, first.multiplicity, bound),)
-    return [*options, replace(first, layout="masked", terms=terms, shares_rows=False)]
+    return [*options, replace(first, name="masked", terms=terms, shares_rows=False)]
 
 
 def _together(
@@ -193,7 +193,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
     least = min(map(_adjusted_seconds, weighed))
     for index, option in enumerate(weighed):
         # "disjoint" chose the side of each part. `least` may be adjusted by 5 %, which a limit of twice it can bear.
-        if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
+        if _is_listed(option) and option.name != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
@@ -242,13 +242,17 @@ def _ruled_out(options: list[Option]) -> list[Option]:
         for option in options
         if _is_listed(option)
         and least_seconds(
-            option.terms, wanted / _most_allowed(option, plain[0]), option.machine, option.given, option.operands
+            option.terms,
+            wanted / _largest_allowed_share(option, plain[0]),
+            option.machine,
+            option.given,
+            option.operands,
         )
         > least
     ]
 
 
-def _most_allowed(option: Option, plain: Option) -> float:
+def _largest_allowed_share(option: Option, plain: Option) -> float:
     """Upper bound on the fraction of pairs that the rule allows in a block of the option.
 
     plain: an option without block lists for the same branch.
@@ -331,7 +335,7 @@ class Candidates:
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
     """(name, block size of each block list) of an option, as in `Choice.ways`."""
-    return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
+    return option.name, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_other_blocks(option: Option) -> tuple[Option, ...]:
@@ -344,9 +348,9 @@ def in_other_blocks(option: Option) -> tuple[Option, ...]:
 
 
 def _in_front(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """The options, with the one of this layout name and these block sizes first; () if there is none."""
+    """The options, with the one of this name and these block sizes first; () if there is none."""
     for option in options:
-        if option.layout == way[0]:
+        if option.name == way[0]:
             for each in in_other_blocks(option):
                 if way_of(each) == way:
                     return (each, *(other for other in options if other is not option))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..core import device_kind, outside_torch_modes
@@ -60,6 +60,11 @@ class Cost(NamedTuple):
     launches: int
     seconds: float
 
+    @classmethod
+    def total(cls, costs: Iterable[Cost]) -> Cost:
+        """Return the sum of each field."""
+        return cls(*map(sum, zip(cls(0, 0, 0, 0), *costs, strict=True)))
+
 
 @outside_torch_modes
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes) -> Cost:
@@ -70,8 +75,8 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
     The machine's rates were measured at one head dim and dtype, and are used for all.
     """
     work = [_work(term, machine) for term in terms]
-    rates = sum((at_rate for _, at_rate in work), 0.0)
-    return _cost(sum(pairs for pairs, _ in work), rates, terms, machine, given, operands)
+    unit_s = sum((unit_s for _, unit_s in work), 0.0)
+    return _cost(sum(pairs for pairs, _ in work), unit_s, terms, machine, given, operands)
 
 
 def least_seconds(
@@ -89,12 +94,12 @@ def least_seconds(
 
 
 def _cost(
-    pairs: int, slowness: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
+    pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
-    """Cost of the terms for this number of computed pairs; `slowness`: sum over terms of pairs / (FLOP/s)."""
+    """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term, machine.calls_a_list) for term in terms)
-    seconds = operands.flops * slowness + (moved / machine.bytes_per_s + launches * machine.launch_s)
+    seconds = operands.flops * unit_s + (moved / machine.bytes_per_s + launches * machine.launch_s)
     return Cost(pairs, moved, launches, seconds)
 
 
@@ -111,7 +116,7 @@ def least_seconds_in_larger(
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
     work = [_work(term, machine) for term in terms if term.shape == "blocks"]
-    return cost.seconds + operands.flops * sum(pairs / fastest - at_rate for pairs, at_rate in work)
+    return cost.seconds + operands.flops * sum(pairs / fastest - unit_s for pairs, unit_s in work)
 
 
 def computed_pairs(term: Term) -> int:
@@ -123,14 +128,14 @@ def computed_pairs(term: Term) -> int:
 
 
 def _work(term: Term, machine: Machine) -> tuple[int, float]:
-    """(number of computed pairs of a term, sum over kinds of blocks of pairs / (FLOP/s))."""
+    """(number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
-        slowness = runs / rates.runs_flops_per_s + plain / rates.plain_flops_per_s + masked / rates.masked_flops_per_s
+        unit_s = runs / rates.runs_flops_per_s + plain / rates.plain_flops_per_s + masked / rates.masked_flops_per_s
     else:
-        slowness = plain / (machine.causal_flops_per_s if term.shape == "causal" else machine.dense_flops_per_s)
-    return round(runs + plain + masked), slowness
+        unit_s = plain / (machine.causal_flops_per_s if term.shape == "causal" else machine.dense_flops_per_s)
+    return round(runs + plain + masked), unit_s
 
 
 def _launches(term: Term, calls_a_list: int) -> int:

@@ -49,20 +49,25 @@ class Plan:
         cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: tuple[Option, ...] = ()
     ) -> Plan:
         """Return the plan that has the terms of the first option in each tuple of `options`."""
-        terms = [(term, first.branch) for first, *_ in options for term in first.terms]
+        terms = [(term, chosen.branch) for chosen, *_ in options for term in chosen.terms]
         branches = bound.pattern.branches()
         places = {branch: tuple(i for i, each in enumerate(branches) if each == branch) for _, branch in terms}
         return cls(bound, layout, tuple(t for t, _ in terms), options, together, tuple(places[b] for _, b in terms))
 
     @property
+    def chosen(self) -> tuple[Option, ...]:
+        """The options that are computed: for each distinct branch one, or a single one for all branches together."""
+        return tuple(first for first, *_ in self.options)
+
+    @property
     def shares_rows(self) -> bool:
         """True if several terms may contribute to one row of the output, which is then merged by log-sum-exp."""
-        return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
+        return len(self.chosen) > 1 or any(option.shares_rows for option in self.chosen)
 
     @property
     def cost(self) -> Cost:
         """Predicted cost: sum over the chosen options."""
-        return Cost(*map(sum, zip(Cost(0, 0, 0, 0), *(options[0].cost for options in self.options), strict=True)))
+        return Cost.total(option.cost for option in self.chosen)
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +90,7 @@ class Plan:
         if self.table is None:
             return self
         options = self.options[1:]
-        branches = [branch for first, *_ in options for branch in first.branch.branches() * first.multiplicity]
+        branches = [branch for chosen, *_ in options for branch in chosen.branch.branches() * chosen.multiplicity]
         bound = replace(self.bound, pattern=Mixture.of(*branches)) if branches else self.bound
         return Plan.of(bound, self.layout, options)
 
@@ -158,13 +163,7 @@ def plan_with_table(
         rows = table.only_row[..., :most]
         num_kv_heads = bound.num_heads // operands.groups
         problems = TableProblems.of(replace(bound, pattern=split.rest), num_kv_heads, rows, table.block, table.first)
-        sizes = {"problems": problems, "width": operands.head_dim, "element_bytes": operands.element_bytes}
-        term = TableTerm(
-            rule=rule, shape="table", multiplicity=1, heads=tuple(range(bound.num_heads)),
-            head_offset=bound.head_offset, num_heads_global=bound.num_heads_global,
-            q=layout, k=Layout(bound.num_keys), q_offset=bound.q_offset, k_offset=bound.k_offset,
-            block_side=1, **sizes,
-        )  # fmt: skip
+        term = TableTerm.of(rule, problems, operands.head_dim, operands.element_bytes)
         name = "table, keys gathered" if problems.gathers else "table, queries grouped"
         own = Option(rule, 1, name, (term,), machine, layout, operands)
         others = ()
@@ -263,7 +262,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
     if chosen is not None or not together:
         return found
-    apart = replace(together[0], layout="branch by branch", terms=found.terms, shares_rows=True)
+    apart = replace(together[0], name="branch by branch", terms=found.terms, shares_rows=True)
     if apart.cost.seconds <= together[0].cost.seconds:
         return found
     return Plan.of(bound, layout, ((*together, apart),), together)
@@ -341,7 +340,7 @@ def _over_all_runs(
 
 
 def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
-    """Return a part's term with queries numbered by their index in the placement's q, and keys by position."""
+    """Return a part's term renumbered for the whole call: a query by its index in the tensor q, a key by position."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural
     if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):
@@ -368,7 +367,7 @@ def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
     """Log the plan, its kind of device and the options compared, at debug level; returns the plan."""
     if not debug_wanted():
         return plan
-    measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
+    measured = choice is not None and choice.ways == tuple(map(way_of, plan.chosen))
     why = ", in ways that were chosen before" if measured else ""
     log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways_text(plan), why)
     for best, *others in plan.options[:_MOST_BRANCHES]:
@@ -392,12 +391,12 @@ def _bound_text(bound: Bound) -> str:
 
 
 def _ways_text(plan: Plan) -> str:
-    layouts = Counter(options[0].layout for options in plan.options)
-    named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
+    names = Counter(option.name for option in plan.chosen)
+    named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in names.items())
     terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
     return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
 
 
 def _way_text(option: Option) -> str:
-    """Layout name of an option, with its predicted time if that is already computed."""
-    return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout
+    """Name of an option, with its predicted time if that is already computed."""
+    return f"{option.name} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.name

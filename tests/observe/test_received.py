@@ -181,7 +181,7 @@ def no_display(monkeypatch):
 
 
 def shades_of(figure):
-    """The colours of values, as the bar beside the picture has them."""
+    """The colors of values, as the bar beside the picture has them."""
     (bar,) = [axes for axes in figure.axes if axes.get_ylabel() == "attention received" and not axes.lines]
     mappable = bar._colorbar.mappable
     return lambda values: torch.from_numpy(mappable.to_rgba(values.numpy()))
@@ -225,8 +225,8 @@ def test_places_off_any_grid_are_points():
     (axes,) = [axes for axes in figure.axes if axes.collections and axes.get_title()]
     assert axes.get_title() == "mean of 12 heads"
     torch.testing.assert_close(torch.from_numpy(axes.collections[0].get_offsets().data), moved.double())
-    colours = torch.from_numpy(axes.collections[0].get_facecolors())
-    torch.testing.assert_close(colours, shades_of(figure)(received[0].double().mean(0)))
+    colors = torch.from_numpy(axes.collections[0].get_facecolors())
+    torch.testing.assert_close(colors, shades_of(figure)(received[0].double().mean(0)))
     assert axes.yaxis_inverted()
 
 

@@ -33,10 +33,10 @@ SAMPLED = """
   return places.map(([across, down]) => {
     const row = chosen(rows, down), column = chosen(columns, across);
     const x = RULER.left + pixel(columns, column, view.k), y = RULER.top + pixel(rows, row, view.q);
-    const colour = [...copy.getImageData(x, y, 1, 1).data].slice(0, 3).join();
+    const color = [...copy.getImageData(x, y, 1, 1).data].slice(0, 3).join();
     const cell = row * width + column;
     return { rows: [rows[row], rows[row + 1]], columns: [columns[column], columns[column + 1]],
-      empty: colour === paper, share: share.reduce((total, each) => total + each[cell], 0),
+      empty: color === paper, share: share.reduce((total, each) => total + each[cell], 0),
       certain: image.density.isCertain(cell), coarse };
   });
 })

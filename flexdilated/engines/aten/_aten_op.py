@@ -258,7 +258,7 @@ def _programs_for(
         return [(EntryRange(some), each) for some, each in zip(entries, rows, strict=True)], others
     choice = chosen(call, q)
     if not takes_rows(call) or not device_kind(q.device).on_host or choice is not None:
-        return _programs(call, bindings, q.shape[0], q.device.type, choice, call.operands(q)), None
+        return _term_programs(call, bindings, q.shape[0], q.device.type, choice, call.operands(q)), None
     if not bindings:
         return [(EntryRange(slice(None)), program_of_rows(call, None, q.device))], None
     found = []
@@ -268,7 +268,7 @@ def _programs_for(
     return found, None
 
 
-def _programs(
+def _term_programs(
     call: Call,
     bindings: list[Tensor],
     batch: int,

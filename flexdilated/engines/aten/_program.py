@@ -245,9 +245,9 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """Split a term whose queries are copied into terms of at most `most_slots` slots in all heads and folds.
+    """If a term's queries are copied, return it split into terms of at most `most_slots` slots; else (term,).
 
-    The smallest have one head and fold and may exceed this. A term whose queries are not copied is returned as (term,).
+    Slots count in all heads and folds. A term of one head and one fold may exceed the limit.
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)

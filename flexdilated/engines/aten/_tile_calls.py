@@ -86,8 +86,9 @@ class BlockRanges:
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets the sum."""
         missing = self.blocks.shape[1] * self.side - self.length
-        if missing:
-            part = pad(part, (0,) * (2 * part.dim() - 6) + (0, missing))
+        if missing:  # index_add_ takes whole blocks, and the last listed one may be cut off at `length`
+            dims_after = part.dim() - 3
+            part = pad(part, (0, 0) * dims_after + (0, missing))
         self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def _in_blocks(self, x: Tensor) -> Tensor:

@@ -195,11 +195,14 @@ class _Layer(CacheLayerMixin):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        given: the layer and the number of the `update` call that returned k.
+        given: origin of k, as `origin_of(k)` returns it; its tokens are the new ones.
         k, v: as `update` returned them.
         module: the model's attention module, which must be causal.
         score_mod, sinks: as in `flexdilated.attend`.
         q_offset: position of the first query.
+
+        Raises ValueError unless the queries are the tokens of the last update and the module is causal, for a rule with
+        run-time tensors or one that sees evicted keys, and where a gradient would be needed.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         q, k, v = autocast(q, k, v)

@@ -109,9 +109,10 @@ class _TablesOfPositions(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class _Position:
-    """Symbolic position of the query (`of_query`) or of the key, plus `shift`.
+    """Symbolic number: `shift` plus the position of the query (`of_query`) or of the key.
 
-    With a `table` it stands for the table's entry at the position: a group id, or the token's position in its sequence.
+    With a `table`, `shift` plus the table's entry at that position: a group id, or the token's position in its
+    sequence.
     """
 
     of_query: bool

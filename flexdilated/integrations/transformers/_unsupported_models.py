@@ -29,7 +29,7 @@ def left_out(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, s
     if not layers:
         raise ValueError(
             f"{name} has no layer that asks transformers' registry of attention functions for its own. "
-            f"{_without_registry(model)}"
+            f"{_own_attention_advice(model)}"
         )
     paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
     found: dict[str, str] = {}
@@ -53,9 +53,10 @@ def _unserved_modules(paths: Mapping[nn.Module, str], layers: Sequence[nn.Module
 
 
 def _own_part(model: PreTrainedModel, path: str) -> str:
-    """Return the path of the smallest model around a module whose config no model outside it has.
+    """Return the path of the smallest submodel that contains the module at `path` and has a config of its own.
 
-    The config of the model's text does not count. Without such a part it is the whole model, "".
+    A config is its own if no model outside the submodel has it, and if it is not the config of the model's text. The
+    result is "", the whole model, if no submodel has one.
     """
     models = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
     text = model.config.get_text_config(decoder=True)
@@ -72,7 +73,7 @@ def _is_in(part: str, path: str) -> bool:
     return not part or f"{path}.".startswith(f"{part}.")
 
 
-def _without_registry(model: nn.Module) -> str:
+def _own_attention_advice(model: nn.Module) -> str:
     recipe = next((made for key, made in _OWN_ATTENTION.items() if key in type(model).__module__), None)
     if recipe is None:
         return f"Its attention is its own code: {KEEP} keeps it, or call flexdilated.attend in it"

@@ -22,7 +22,7 @@ function buildLegend({ data, shown }, palette, changed) {
   const canvas = at("scale");
   const context = canvas.getContext("2d");
   for (let x = 0; x < canvas.width; x++) {
-    context.fillStyle = `rgb(${colourOf([10 ** (4 * (x / (canvas.width - 1) - 1))], palette).join(" ")})`;
+    context.fillStyle = `rgb(${colorOf([10 ** (4 * (x / (canvas.width - 1) - 1))], palette).join(" ")})`;
     context.fillRect(x, 0, 1, canvas.height);
   }
 }

@@ -1,26 +1,26 @@
-// The picture on its canvas: cells in the branches' colours, grids, rulers and the cursor.
+// The picture on its canvas: cells in the branches' colors, grids, rulers and the cursor.
 
 const RULER = { left: 72, top: 30 };
-const STRIPES_FROM = 7; // pixels per pair, from which branches are drawn as stripes instead of mixed colours
+const STRIPES_FROM = 7; // pixels per pair, from which branches are drawn as stripes instead of mixed colors
 const GRID_FROM = 7; // pixels per block, from which lines between blocks are drawn
 const TICK_EVERY = 90; // approximate pixels between ticks
 const PALEST = 0.2; // shade of a cell with one allowed pair among millions, so that thin windows stay visible
 const DARKEST_MIX = 0.6;
 
-/** The colours of the page's theme, as [red, green, blue]. */
+/** The colors of the page's theme, as [red, green, blue]. */
 function paletteOf(branches) {
   const style = getComputedStyle(document.documentElement);
   const css = (name) => style.getPropertyValue(name).trim();
-  const colour = (name) => [1, 3, 5].map((at) => parseInt(css(name).slice(at, at + 2), 16));
-  const hues = Array.from({ length: branches }, (_, index) => colour(`--branch-${index % 8}`));
-  return { paper: colour("--paper"), ink: colour("--ink"), hues, css };
+  const color = (name) => [1, 3, 5].map((at) => parseInt(css(name).slice(at, at + 2), 16));
+  const hues = Array.from({ length: branches }, (_, index) => color(`--branch-${index % 8}`));
+  return { paper: color("--paper"), ink: color("--ink"), hues, css };
 }
 
 /**
- * The colour of a cell, of which branch b allows the share densities[b]: the mixed hues of the branches, stronger
- * for a larger share, and closer to the ink colour if a pair has more than one branch on average.
+ * The color of a cell, of which branch b allows the share densities[b]: the mixed hues of the branches, stronger
+ * for a larger share, and closer to the ink color if a pair has more than one branch on average.
  */
-function colourOf(densities, { paper, ink, hues }) {
+function colorOf(densities, { paper, ink, hues }) {
   let [total, weight, red, green, blue] = [0, 0, 0, 0, 0];
   for (let branch = 0; branch < densities.length; branch++) {
     const share = Math.sqrt(densities[branch]); // the root keeps sparse branches visible next to dense ones
@@ -49,7 +49,7 @@ function repaint({ context, density }, palette, shown) {
   if (!cells) return;
   const pixels = context.createImageData(width, height);
   const densities = new Float64Array(share.length).fill(NaN);
-  let colour = palette.paper;
+  let color = palette.paper;
   for (let cell = 0; cell < cells; cell++) {
     let [known, changed] = [true, false];
     for (let branch = 0; branch < share.length; branch++) {
@@ -59,8 +59,8 @@ function repaint({ context, density }, palette, shown) {
       densities[branch] = drawn;
     }
     if (!known) continue;
-    if (changed) colour = colourOf(densities, palette); // neighbouring cells mostly have equal shares
-    pixels.data.set(colour, 4 * cell);
+    if (changed) color = colorOf(densities, palette); // neighbouring cells mostly have equal shares
+    pixels.data.set(color, 4 * cell);
     pixels.data[4 * cell + 3] = 255;
   }
   context.putImageData(pixels, 0, 0);

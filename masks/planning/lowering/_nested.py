@@ -26,11 +26,11 @@ _STRIP_ROWS = 256
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
     """Partition branches greedily into few groups whose dilated segments nest.
 
-    Branches and groups map each branch to its multiplicity. Segments nest if each segment length and rate divides the
-    next, by at most 4; the last rate divides the shortest segment, and is at most 64 times the first rate; and a token
-    that is active in a branch is active in all earlier ones. The branches of a group are all combined with causal
-    order, or none is. A branch that nests with no other is a group by itself; none nests unless queries and keys are
-    the same positions from 0 on.
+    Branches and groups map each branch to its multiplicity. Segments nest if each segment length is 1, 2, 3 or 4 times
+    the one before, and each rate likewise; if the last rate divides the shortest segment and is at most 64 times the
+    first; and if a token that is active in a branch is active in all earlier ones. The branches of a group are all
+    combined with causal order, or none is. A branch that nests with no other is a group by itself; none nests unless
+    queries and keys are the same positions from 0 on.
     """
     groups: list[dict[Pattern, int]] = []
     for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...blocks import ListedBlocks, allowed_pairs
 from ...core import Bound, Box, Every, Pattern, Progression
+from ...orders import Layout
 from ...patterns import require_row, require_tables
 from ._term import Term
 
@@ -173,7 +174,7 @@ class TableProblems:
         return sets * self.num_kv_heads // self.num_sets
 
     def first_head(self, sets: Tensor) -> Tensor:
-        """Return the global number of the first head that has the table of each head set."""
+        """Return, for each of these head sets, the global index of the first head that has its table."""
         tables = sets * self.num_tables // self.num_sets
         return tables * (self.bound.num_heads // self.num_tables) + self.bound.head_offset
 
@@ -211,13 +212,12 @@ class TableProblems:
 
         width, element_bytes: channels of keys and values, and bytes of each.
         """
-        for place, kind in enumerate(self._kinds(sets, queries)):
-            if self.only_kind in (None, place):
-                begins = range(0, len(kind.query), step := self._at_once(kind, width, element_bytes))
-                for begin in begins if self.only_kind is None else begins[:1]:
-                    yield kind.part(slice(begin, begin + step))
-            if place == self.only_kind:
-                return
+        for index, kind in enumerate(self._kinds(sets, queries)):
+            if self.only_kind not in (None, index):
+                continue
+            step = self._at_once(kind, width, element_bytes)
+            for begin in range(0, len(kind.query) if self.only_kind is None else step, step):
+                yield kind.part(slice(begin, begin + step))
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
         """Return these problems with `batches` cut to one of each portion, of the kind that takes most memory."""
@@ -331,6 +331,20 @@ class TableTerm(Term):
     problems: TableProblems
     width: int
     element_bytes: int
+
+    @classmethod
+    def of(cls, rule: Pattern, problems: TableProblems, width: int, element_bytes: int) -> TableTerm:
+        """Return the term of all heads, queries and keys of the problems' call, in natural order.
+
+        rule: the pattern of its pairs, the table included.
+        """
+        bound = problems.bound
+        return cls(
+            rule=rule, shape="table", multiplicity=1, heads=tuple(range(bound.num_heads)),
+            head_offset=bound.head_offset, num_heads_global=bound.num_heads_global,
+            q=Layout(bound.num_queries), k=Layout(bound.num_keys), q_offset=bound.q_offset, k_offset=bound.k_offset,
+            block_side=1, problems=problems, width=width, element_bytes=element_bytes,
+        )  # fmt: skip
 
     @cached_property
     def work(self) -> TableWork:

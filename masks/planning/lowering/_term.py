@@ -357,7 +357,7 @@ class Term:
         settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
             If False, a listed block may have no allowed pair, and a full one may be listed as partial.
         """
-        square = self._square(q_block, k_block)
+        square = self._one_period(q_block, k_block)
         if square is not None:
             return repeat_blocks(
                 square.blocks(q_block, k_block, settle=settle),
@@ -367,7 +367,7 @@ class Term:
         built = build_blocks(self.table_rule(), q_block=q_block, k_block=k_block, settle=settle)
         return built.with_heads(self.tables())
 
-    def _square(self, q_block: int, k_block: int) -> Term | None:
+    def _one_period(self, q_block: int, k_block: int) -> Term | None:
         """The term over one period of its rule, if its block list surely repeats along the diagonal; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:

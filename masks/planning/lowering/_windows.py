@@ -61,13 +61,13 @@ def window_terms(
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Terms that compute the rule `rest` inside each window; None if there are too many kinds of windows.
+    """Terms that compute the rule `rest` inside each window; None if too many kinds of windows, or with block lists.
 
     A kind is the windows of equal lengths that start at one phase of the rule's period.
 
     weighed: function that returns the terms of a rule in a window of over 1024 tokens, chosen by cost.
-    any_number: True to set no limit. Otherwise there may be as many kinds as distinct lengths are possible, plus
-        `_MOST_LISTS`, as windows of one length may start at different phases; and `_MOST_LISTS` kinds with block lists.
+    any_number: True for no limits. Otherwise there are two: `_MOST_LISTS` kinds that need block lists; and, of all
+        kinds, `_MOST_LISTS` more than windows can have distinct lengths, as equal lengths may start at other phases.
     """
     kinds = windows.kinds(rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:

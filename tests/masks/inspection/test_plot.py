@@ -1,4 +1,4 @@
-"""Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks; saved files; the gallery."""
+"""Pictures against the dense rule: each cell's color, windows, orders, heads, blocks; saved files; the gallery."""
 
 import sys
 from io import BytesIO
@@ -34,12 +34,12 @@ def image(figure, panel: int = 0) -> torch.Tensor:
     return torch.tensor(drawn.get_array().tolist())
 
 
-def colour(text: str) -> torch.Tensor:
+def color(text: str) -> torch.Tensor:
     return torch.tensor([int(text[at : at + 2], 16) for at in (1, 3, 5)])
 
 
-def is_colour(shown: torch.Tensor, text: str) -> torch.Tensor:
-    return (shown == colour(text)).all(-1)
+def is_color(shown: torch.Tensor, text: str) -> torch.Tensor:
+    return (shown == color(text)).all(-1)
 
 
 def dense(pattern, queries: int, keys: int, head: int = 0, num_heads: int = 4) -> torch.Tensor:
@@ -54,24 +54,24 @@ def dense(pattern, queries: int, keys: int, head: int = 0, num_heads: int = 4) -
 
 
 def expected(shares: torch.Tensor) -> torch.Tensor:
-    """The colours of cells by the rule of the docstring, one cell at a time; shares is (branches, rows, columns)."""
+    """The colors of cells by the rule of the docstring, one cell at a time; shares is (branches, rows, columns)."""
     result = torch.zeros(*shares.shape[1:], 3, dtype=torch.int64)
     for row in range(shares.shape[1]):
         for column in range(shares.shape[2]):
-            shown, total = colour(WHITE).double(), float(shares[:, row, column].sum())
+            shown, total = color(WHITE).double(), float(shares[:, row, column].sum())
             if total:
                 strength = max(0.15, 1 + log10(min(1, total)) / 5)
-                shown = shown + strength * (colour(LIGHT) * 0.68 ** log2(max(1, total)) - shown)
+                shown = shown + strength * (color(LIGHT) * 0.68 ** log2(max(1, total)) - shown)
             result[row, column] = shown.round().long()
     return result
 
 
 @pytest.mark.parametrize(("pattern", "head"), [(PATTERNS[0], 0), *((pattern, 3) for pattern in PATTERNS)], ids=str)
-def test_every_pair_has_its_colour(pattern, head: int) -> None:
+def test_every_pair_has_its_color(pattern, head: int) -> None:
     shown = image(masks.plot(pattern, 24, num_heads=4, head=head))
     wanted = expected(dense(pattern, 24, 24, head).double())
     assert (shown - wanted).abs().max() <= 1
-    assert torch.equal(is_colour(shown, WHITE), ~dense(pattern, 24, 24, head).any(0))
+    assert torch.equal(is_color(shown, WHITE), ~dense(pattern, 24, 24, head).any(0))
 
 
 @settings(max_examples=6)
@@ -147,10 +147,10 @@ def test_blocks_are_those_of_the_block_mask(block_size, tokens: int, order: str)
 
     figure = masks.plot(LONGNET, tokens, **given)
     shown = image(figure)
-    assert torch.equal(is_colour(shown, WHITE), ~tokens_of(computed))
-    assert torch.equal(is_colour(shown, DARK), tokens_of(full))
-    assert torch.equal(is_colour(shown, LIGHT), pairs & ~tokens_of(full))
-    assert torch.equal(is_colour(shown, BEIGE), tokens_of(computed) & ~pairs)
+    assert torch.equal(is_color(shown, WHITE), ~tokens_of(computed))
+    assert torch.equal(is_color(shown, DARK), tokens_of(full))
+    assert torch.equal(is_color(shown, LIGHT), pairs & ~tokens_of(full))
+    assert torch.equal(is_color(shown, BEIGE), tokens_of(computed) & ~pairs)
     useful = int(pairs.sum()) / int(tokens_of(computed).sum())
     text = f"{int(computed.sum())} of {computed.numel()} blocks computed, {int(full.sum())} full; {useful:.0%} of their"
     assert text in figure.axes[0].get_title().replace("\n", " ")
@@ -176,7 +176,7 @@ def test_the_legend_names_what_is_drawn() -> None:
 def test_titles_and_ticks() -> None:
     """Of a million tokens at once, and of a few."""
     figure = masks.plot(LONGNET, 1 << 20, num_heads=4, head=2)
-    assert torch.equal(~is_colour(image(figure), WHITE), torch.eye(512, dtype=torch.bool))
+    assert torch.equal(~is_color(image(figure), WHITE), torch.eye(512, dtype=torch.bool))
     told = "1M tokens, head 2 of 4, a cell is 2K × 2K pairs"
     assert [text.get_text() for text in figure.texts] == [repr(LONGNET), told]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1,024K"]

@@ -207,8 +207,8 @@ def small_windows(draw: st.DrawFn) -> tuple[Case, int, str, range, range]:
 
 
 @given(small_windows(), st.booleans())
-def test_single_pairs_are_the_rule(file, question, colour):
-    """Read back from the characters, or from the colours, in natural and in residue order."""
+def test_single_pairs_are_the_rule(file, question, color):
+    """Read back from the characters, or from the colors, in natural and in residue order."""
     case, head, order, rows, columns = question
     counts = oracle.counts(case.twin.rule, range(head, head + 1), case.num_heads, *2 * [torch.arange(case.num_queries)])
     place = torch.arange(case.num_queries)
@@ -219,10 +219,10 @@ def test_single_pairs_are_the_rule(file, question, colour):
     lines = drawn(
         *(str(file), "-n", str(case.num_queries), "--heads", str(case.num_heads), "--head", str(head)),
         *("--rows", f"{rows.start}:{rows.stop}", "--cols", f"{columns.start}:{columns.stop}", "--order", order),
-        *("--color", "always" if colour else "never"),
+        *("--color", "always" if color else "never"),
     )
-    shown = body([_ANSI.sub("", line) if not colour else line for line in lines])
-    assert read(shown, len(columns), colour=colour) == expected.clamp(max=9).tolist()
+    shown = body([_ANSI.sub("", line) if not color else line for line in lines])
+    assert read(shown, len(columns), color=color) == expected.clamp(max=9).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("patterns") / "pattern.json"
 
 
-def read(lines: Sequence[str], columns: int, *, colour: bool) -> list[list[int]]:
+def read(lines: Sequence[str], columns: int, *, color: bool) -> list[list[int]]:
     """How often each pair is allowed, by what is shown."""
     table = []
     for line in lines:
@@ -241,7 +241,7 @@ def read(lines: Sequence[str], columns: int, *, colour: bool) -> list[list[int]]
         assert len(cells) == width * columns
         firsts = cells[::width]
         table.append([int(first) if first.isdigit() else int(first in ("█", "full")) for first in firsts])
-        assert not (colour and "█" in firsts)
+        assert not (color and "█" in firsts)
     return table
 
 
@@ -296,8 +296,8 @@ def test_what_a_terminal_takes(tty, color, environment, expected, monkeypatch):
 
 def test_plain_characters_where_the_encoding_has_no_others(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Stream(tty=False, encoding="ascii"))
-    for colour in ("always", "never"):
-        lines = drawn("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", colour)
+    for color in ("always", "never"):
+        lines = drawn("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", color)
         "\n".join(lines).encode("ascii")
     assert "*" in "".join(body(lines))
 
