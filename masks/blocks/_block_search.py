@@ -34,12 +34,12 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 
 
 class Leaves(NamedTuple):
-    """Parts of blocks, with bounds low <= allowed pairs <= high of each part; int64 tensors of equal length.
+    """Parts of blocks, with bounds low <= allowed pairs <= high for each part; int64 tensors of equal length.
 
-    table: index of the mask, which equal heads share.
-    row, column: query block and key block.
+    table: index of the mask; heads with equal rules share a mask.
+    row, column: indices of the query block and of the key block.
 
-    A block has at most one leaf for each pair of a query's and a key's slot run.
+    A block can have several parts. They share no pair of slots.
     """
 
     table: Tensor
@@ -57,7 +57,7 @@ class SlotIntervals(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: range | Tensor, side: int) -> SlotIntervals:
-        """Return the slots of the blocks with these indices: one interval for a range, one for each block for a tensor.
+        """Return the slots of `blocks` (indices): one interval for a range, or one interval for each block of a tensor.
 
         side: slots of a block.
         """
@@ -73,9 +73,10 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     rows: query blocks to search.
     sides: (queries, keys) of a block.
 
-    If slots are in the order of positions and the pattern lists squares that contain all its pairs, only these are
-    subdivided, instead of the whole matrix. In a union, parts with squares and parts without are searched separately,
-    and the whole rule is then bounded on the blocks found; if these are too many, the whole matrix is searched.
+    If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
+    subdivides only the squares instead of the whole matrix. In a union, parts with squares and parts without are
+    searched separately, and bounds of the whole rule are then computed on the blocks of all parts. If these blocks are
+    too many, the whole matrix is searched.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
@@ -97,20 +98,21 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
     Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
     part, as each part rules out different classes.
     """
-    if rule.rows is None or sum(each.number for each in _meetings(rule, tables, slots)) <= _FEW_PAIRS:
+    if rule.rows is None or sum(each.number for each in _run_pairs(rule, tables, slots)) <= _FEW_PAIRS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
         return
-    found = [_descend_classes(rule, part, tables, slots, sides) for part in _alternatives(rule.pattern)]
-    yield from _leaves_of_union(rule, found, _descend_classes(rule, rule.pattern, tables, slots, sides), sides)
+    found = [_descend_part(rule, part, tables, slots, sides) for part in _alternatives(rule.pattern)]
+    yield from _leaves_of_union(rule, found, _descend_part(rule, rule.pattern, tables, slots, sides), sides)
 
 
 def _leaves_of_union(
     rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides
 ) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts of blocks) of a union, from the leaves `found` of each of its parts.
+    """Yield the leaves (bounded parts of blocks) of a union.
 
-    The whole rule is bounded on the blocks found; if these are too many, the result is `whole`, a search without parts.
-    If `found` has a single item, its leaves are the result.
+    found: leaves of each alternative. The whole rule is bounded on all their blocks; if there is only one alternative,
+        its leaves are the result.
+    whole: leaves of a search without alternatives, which are the result if the alternatives have too many blocks.
     """
     if len(found) == 1:
         yield from found[0]
@@ -183,7 +185,7 @@ def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) ->
     return torch.cat([key, *new]).unique()
 
 
-class _Meeting(NamedTuple):
+class _RunPairs(NamedTuple):
     """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]].
 
     order: indices into the runs of `k`.
@@ -197,8 +199,11 @@ class _Meeting(NamedTuple):
     partners: Tensor
 
     @classmethod
-    def of(cls, rule: Rule, table: int, q: SlotRun, k: SlotRun) -> _Meeting:
-        """Return the pairs of runs with positions congruent modulo the rule's spacing; others have no allowed pair."""
+    def of(cls, rule: Rule, table: int, q: SlotRun, k: SlotRun) -> _RunPairs:
+        """Return the pairs of a query run and a key run that the rule's spacing does not rule out.
+
+        In such a pair, positions of queries and keys are congruent modulo gcd(q.step, k.step, spacing) of the rule.
+        """
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
         q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
@@ -216,29 +221,29 @@ class _Meeting(NamedTuple):
         return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
 
 
-def _meetings(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[_Meeting]:
+def _run_pairs(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[_RunPairs]:
     _, q = _runs_in(rule.q, slots)
-    return [_Meeting.of(rule, table, q, SlotRun.of(rule.k)) for table in tables]
+    return [_RunPairs.of(rule, table, q, SlotRun.of(rule.k)) for table in tables]
 
 
 def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
 
-    These are all combinations if they are few, else those of runs whose positions are congruent modulo the spacing.
+    These are all combinations of runs if they are few, else those that the rule's spacing does not rule out.
     """
     _, q = _runs_in(rule.q, slots)
     k = SlotRun.of(rule.k)
     if len(q.start) * len(k.start) > _ALL_PAIRS:
-        return join_nodes([_Meeting.of(rule, table, q, k).nodes() for table in tables])
+        return join_nodes([_RunPairs.of(rule, table, q, k).nodes() for table in tables])
     indices = [torch.tensor(tables), torch.arange(len(q.start)), torch.arange(len(k.start))]
     table, mine, other = torch.cartesian_prod(*indices).unbind(1)
     return Nodes(table, q.select(mine), k.select(other))
 
 
-def _descend_classes(
+def _descend_part(
     rule: Rule, part: Pattern, tables: Sequence[int], slots: SlotIntervals, sides: Sides
 ) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts of blocks) of one part of a union.
+    """Yield the leaves (bounded parts of blocks) for `part`, the rule's pattern or one of its `_alternatives`.
 
     Slots are cut into residue classes or into runs of neighbouring tokens, whichever gives fewer pairs of runs.
     """
@@ -248,13 +253,13 @@ def _descend_classes(
         _, q = _runs_in(each.q, slots)
         k = SlotRun.of(each.k)
         runs = (
-            (table, _runs_that_meet(each, table, q, of_queries=True), _runs_that_meet(each, table, k))
+            (table, _runs_with_pairs(each, table, q, of_queries=True), _runs_with_pairs(each, table, k))
             for table in tables
         )
-        found = [_Meeting.of(each, *run) for run in runs]
-        ways.append((sum(meeting.number for meeting in found), each, found))
+        found = [_RunPairs.of(each, *run) for run in runs]
+        ways.append((sum(pairs.number for pairs in found), each, found))
     _, best, found = min(ways, key=lambda way: way[0])
-    yield from descend(best, join_nodes([meeting.nodes() for meeting in found]), sides)
+    yield from descend(best, join_nodes([pairs.nodes() for pairs in found]), sides)
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
@@ -263,7 +268,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
     shape: (number of query blocks, number of key blocks).
     """
     rows, columns = shape
-    rule = _shorter(rule, sides)
+    rule = _rule_of_fewer_runs(rule, sides)
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut_at_blocks, (rule.q, rule.k), shape, sides)
     nodes = q_number[key // columns % rows] * k_number[key % columns]
     for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
@@ -306,7 +311,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     return stretch[held], run.select(held)
 
 
-def _runs_that_meet(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
+def _runs_with_pairs(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
     own: key runs, or query runs if `of_queries`; the other side is then that of the keys.
@@ -322,7 +327,7 @@ def _runs_that_meet(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = 
     return own.select((rule.pattern.count(box, num_heads=rule.num_heads).high > 0).nonzero().squeeze(1))
 
 
-def _shorter(rule: Rule, sides: Sides) -> Rule:
+def _rule_of_fewer_runs(rule: Rule, sides: Sides) -> Rule:
     """Return the rule or its alternative `rule.rows`, whichever has fewer pairs of runs in a block, without `rows`.
 
     The rule has slots cut into residue classes, its alternative has them cut into runs of neighbouring tokens. A rule
@@ -330,20 +335,21 @@ def _shorter(rule: Rule, sides: Sides) -> Rule:
     """
     if rule.rows is None:
         return rule
-    classes, rows = (prod(map(_most_in_block, (each.q, each.k), sides)) for each in (rule, rule.rows))
+    classes, rows = (prod(map(_most_runs_in_block, (each.q, each.k), sides)) for each in (rule, rule.rows))
     return replace(rule.rows, pattern=rule.pattern) if rows < classes else replace(rule, rows=None)
 
 
-def _most_in_block(pieces: Pieces, block: int) -> int:
+def _most_runs_in_block(pieces: Pieces, block: int) -> int:
     if pieces.strides is None:
         return block // max(1, int(pieces.lengths.min())) + 1
     return min(int(pieces.strides.max()), block)
 
 
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
-    """Subdivide boxes (pairs of a query run and a key run) to single blocks; yield those that may have allowed pairs.
+    """Subdivide boxes (pairs of a query run and a key run) until each lies in one block; yield them as leaves.
 
-    A box whose pairs are all allowed is cut into its blocks without further bounds.
+    Boxes that bounds show to be empty are dropped. A box whose pairs are all allowed is cut into its blocks without
+    further bounds.
     """
     stack = _chunks(roots)
     while stack:
@@ -387,16 +393,18 @@ def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
 
 
 def _nth_block(run: SlotRun, index: Tensor, block: int) -> SlotRun:
-    """Return the slots of each run i in one block: index[i], counted from 0 at the block of the run's first slot.
+    """Return the slots of each run i in the block that is index[i] blocks after the block of the run's first slot.
 
-    Empty if the run's stride skips that block.
+    block: slots per block.
+
+    The result is empty for a run whose stride skips the block.
     """
     first = (run.start // block + index) * block
     return run.within(first, first + block)
 
 
 def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
-    """Return boxes cut in half at a block boundary, along queries and along keys where they span several blocks."""
+    """Cut each box in half at a block boundary, along each side (queries, keys) that spans several blocks."""
     node_q, q = _halves(nodes.q, sides[0])
     nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
     node_k, k = _halves(nodes.k, sides[1])

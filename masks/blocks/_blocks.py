@@ -99,8 +99,8 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
     """List the non-empty blocks of a rule.
 
     q_block, k_block: slots of a block.
-    settle: True evaluates the pairs of blocks that bounds on their number leave undecided, so that the list is exact.
-        If False, a listed block may have no allowed pair, and a full one may be listed as partial.
+    settle: True evaluates every pair of a block if bounds do not decide between empty, partial and full. If False, a
+        listed block may have no allowed pair, and a full one may be listed as partial.
 
     Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
     """
@@ -123,7 +123,7 @@ def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -
     """
     found = _bounded_blocks(rule, tables, rows, sides, settle)
     if found is not None:
-        yield _list(rule, found, sides, settle)
+        yield _block_fields(rule, found, sides, settle)
     elif len(tables) > 1:
         for half in _halves(tables):
             yield from _build(rule, half, rows, sides, settle)
@@ -155,8 +155,11 @@ def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle
     return join_leaves(found, rule.in_blocks(*sides))
 
 
-def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
-    """Return (table, row, column, full, pairs) of `Blocks`; `settle`: evaluate undecided blocks and drop empty ones."""
+def _block_fields(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
+    """Return the tensors (table, row, column, full, pairs) of `Blocks`, from bounds on the pairs of each block.
+
+    settle: True evaluates undecided blocks, writes their counts to `found`, and drops empty blocks.
+    """
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
         doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
@@ -212,13 +215,13 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Mean numbers of listed blocks of a mask, by kind of query block.
+    """Numbers of listed blocks by the kind of their query block, on which the speed of kernels depends.
 
-    The speed of kernels depends on the kind.
+    runs: in query blocks that list consecutive key blocks.
+    plain: in other query blocks, if all blocks listed there are full.
+    masked: in other query blocks, if a block listed there is partial.
 
-    runs: number of blocks in query blocks whose blocks are all adjacent.
-    plain: number of blocks in other query blocks without a partial block.
-    masked: number of blocks in other query blocks with a partial block.
+    The numbers are sums or means over tables.
     """
 
     runs: float
@@ -246,8 +249,8 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         table, row, column = everywhere[some].unbind(1)
         found = Leaves(table, row, column, pairs[some], pairs[some])
     else:
-        tables, first = _evenly(len(rule.heads), 4), min(rows, _FIRST_ROWS)
-        others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+        tables, first = _even_sample(len(rule.heads), 4), min(rows, _FIRST_ROWS)
+        others = first + _even_sample(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
         sampled = range(rows) if first + len(others) == rows else torch.cat([torch.arange(first), others])
         leaves = leaves_everywhere(rule, tables.tolist(), SlotIntervals.of_blocks(sampled, q_block), (q_block, k_block))
         # Sum the leaves of a block before the test for a full block.
@@ -262,10 +265,11 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
 
 
-def _evenly(size: int, number: int) -> Tensor:
-    """Return all indices below `size` if these are at most `number`, else one from each of `number` equal intervals.
+def _even_sample(size: int, number: int) -> Tensor:
+    """Return all indices below `size` if they are at most `number`, else a sample of at most `number`, ascending.
 
-    They ascend, and their offsets in the intervals are aperiodic. An index of two intervals is returned once.
+    The sample has one index of each of `number` equal intervals, at aperiodic offsets. Neighbouring intervals may give
+    the same index, which is returned once.
     """
     if size <= number:
         return torch.arange(size)
@@ -274,7 +278,7 @@ def _evenly(size: int, number: int) -> Tensor:
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """Return the block list of a sequence `times` as long, with `times` copies of this list along the mask's diagonal.
+    """Return the block list of a sequence that is `times` times as long: copies of this list along the diagonal.
 
     classes: number of residue classes of the order of tokens, 1 for the order of positions.
 

@@ -148,7 +148,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
             budget.left -= len(part) * _COUNT
             parts = [cut_classes(some, *cuts[level]) for some in few_at_once(part, max(1, _MOST_CLASSES // classes))]
         else:
-            level, rest = len(cuts), _settle_closely(rule, part, found, budget)
+            level, rest = len(cuts), _settle_within_budget(rule, part, found, budget)
             large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
             if not budget.afford(2 * int(large.sum())):
                 large = torch.zeros_like(large)
@@ -173,10 +173,10 @@ def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
     return (~exact).nonzero().squeeze(1)
 
 
-def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
+def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
     """Count boxes by bounds, else by diagonals, else pair by pair if small, within the budget; add counts to `found`.
 
-    Returns the boxes left undecided. Boxes of equal size are processed together.
+    Returns the boxes left undecided. Boxes of similar size are processed together.
     """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
@@ -235,13 +235,13 @@ def _index_at(count: Counts, share: Tensor) -> Tensor:
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
     """Return `bounds`, made exact for the undecided boxes in the mask `where` that can be counted by their diagonals.
 
-    In these, queries and keys have one step, and each part of the pattern allows all pairs of the box, or none, or has
-    a period that divides the step; so all pairs of a diagonal are allowed or none is.
+    In such a box, queries and keys have equal steps, and each part of the pattern allows all pairs, or none, or has
+    a period that divides the step. All pairs of a diagonal are then allowed, or none is.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
-    if not len(doubtful) or box.q.step != box.k.step or not _any_repeats(pattern, box.k.step):
+    if not len(doubtful) or box.q.step != box.k.step or not _has_period_dividing(pattern, box.k.step):
         return bounds
-    doubtful = doubtful[_repeats(pattern, box.select(doubtful), num_heads)]
+    doubtful = doubtful[_constant_on_diagonals(pattern, box.select(doubtful), num_heads)]
     if not len(doubtful):
         return bounds
     mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
@@ -272,14 +272,17 @@ def _count_diagonals(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
     return (length * mask_mod(torch.zeros_like(head), head, query, key)).sum(1)
 
 
-def _any_repeats(pattern: Pattern, step: int) -> bool:
+def _has_period_dividing(pattern: Pattern, step: int) -> bool:
     """True if some part of the pattern has a period that divides `step`; else counting by diagonals does not help."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 
 
-def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """Return a mask: True for boxes of which, by bounds or period, each part allows all pairs of a diagonal or none."""
+def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
+    """Return a bool for each box: True if each part of the pattern allows all pairs of a diagonal, or none.
+
+    This is known of a part whose period divides the step, or whose bounds show all pairs of the box allowed or none.
+    """
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
         period = part.period()
@@ -290,7 +293,7 @@ def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the patterns that `&`, `|` and `~` combine; a pattern that renumbers positions of its part is not split."""
+    """Yield the innermost patterns of a pattern; one that renumbers the positions of its part is not split."""
     if isinstance(pattern, Composite):
         for part in pattern.parts:
             yield from _atoms(part)

@@ -46,7 +46,7 @@ class SlotRun:
 
         block: slots per block.
 
-        Blocks between that the run's stride skips are counted.
+        The number includes blocks in which a run has no slot because its stride skips them.
         """
         return self.last // block - self.start // block + 1
 

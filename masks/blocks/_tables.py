@@ -26,8 +26,8 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
     entry 1, and so on; the tables have shape (batch, heads, rows, width).
 
-    On CPU the rows of tables have an entry for each block along the other axis, which the compiled kernel requires, but
-    overlap in memory: entries past a row's count are 0 or entries of later rows, and valid block numbers. On
+    On CPU each row of a table has an entry for every block along the other axis, as the compiled kernel requires. The
+    rows overlap in memory: past a row's count come entries of later rows or zeros, all of them valid block indices. On
     accelerators tables are as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
@@ -62,12 +62,11 @@ def table_bytes(mask: BlockMask) -> int:
 def _index_tables(
     blocks: Blocks, major: Int32[Tensor, " E"], minor: Int32[Tensor, " E"], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (partial counts, partial indices, full counts, full indices), as a BlockMask has them.
+    """Return (partial counts, partial indices, full counts, full indices) of a BlockMask, by query or by key block.
 
-    A row lists the `minor` indices (for example key blocks) of the blocks with one head and one `major` index (query
-    block).
+    The tables have a row for each head and `major` index. It lists the `minor` indices of the blocks there.
 
-    major, minor: these indices of each listed block.
+    major, minor: row and column of each listed block, or column and row.
     shape: (number of major indices, number of minor indices).
     """
     counts = _counts(blocks, major, shape[0])
