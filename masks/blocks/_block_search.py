@@ -79,8 +79,8 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     too many, the whole matrix is searched.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
-    parts = _alternatives(rule.pattern) if _in_order(rule) else []
-    covered = {part: nodes for part in parts if (nodes := _squares(rule, part, tables, slots)) is not None}
+    parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
+    covered = {part: nodes for part in parts if (nodes := _square_nodes(rule, part, tables, slots)) is not None}
     whole = leaves_everywhere(rule, tables, slots, sides)
     found = [descend(replace(rule, pattern=part), nodes, sides) for part, nodes in covered.items()]
     if covered and (rest := [part for part in parts if part not in covered]):
@@ -136,12 +136,12 @@ def _split_union(pattern: Pattern) -> Iterator[Pattern]:
         yield from chain.from_iterable(map(_split_union, parts))
 
 
-def _in_order(rule: Rule) -> bool:
+def _in_position_order(rule: Rule) -> bool:
     """True if the slots of queries, and those of keys, are one run of consecutive positions."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
-def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
+def _square_nodes(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
     """Return one node (query run, key run) for each square of pairs that `pattern` lists for each table.
 
     None if it does not list squares. The squares are disjoint and contain all allowed pairs. Their queries are cut to

@@ -194,11 +194,11 @@ def _to_bytes(blocks: Blocks, part: slice) -> bytes:
 def _from_bytes(written: bytes, blocks: Blocks, part: slice) -> None:
     """Decompress `written`, the compressed result of `_to_bytes`, into the slice `part` of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
-    line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
+    line, column = _divmod(_tensor_of(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
     blocks.column[part] = column
-    blocks.pairs[part] = _tensor(data, torch.int32, 8 * length, length)
-    blocks.full[part] = _tensor(data, torch.bool, 12 * length, length)
+    blocks.pairs[part] = _tensor_of(data, torch.int32, 8 * length, length)
+    blocks.full[part] = _tensor_of(data, torch.bool, 12 * length, length)
 
 
 def _bytes_of(x: Tensor) -> bytes:
@@ -207,7 +207,7 @@ def _bytes_of(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-def _tensor(data: bytearray, dtype: torch.dtype, begin: int, length: int) -> Tensor:
+def _tensor_of(data: bytearray, dtype: torch.dtype, begin: int, length: int) -> Tensor:
     if length == 0:  # torch.frombuffer refuses an empty buffer
         return torch.zeros(0, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=length, offset=begin)

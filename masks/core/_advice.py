@@ -86,36 +86,36 @@ class _Parameters(NamedTuple):
         return 1 << 31 if self.flags & CO_VARARGS else self.own + len(self.placed)
 
     @property
-    def written(self) -> str:
+    def call_advice(self) -> str:
         return f"write {self.path}({', '.join((*self.needed, *(f'{name}=' for name in self.needed_by_name)))})"
 
-    def no_such(self, name: str, known: Mapping[str, str]) -> str:
+    def unknown_text(self, name: str, known: Mapping[str, str]) -> str:
         names = self.placed + self.by_name
         # torch.compile, which traces this, cannot trace the search.
         near = [] if name in known or is_compiling() else get_close_matches(name, names, 1, _NEAR)
         meant = f"write {near[0]}=" if near else f"it takes {', '.join(names) or 'nothing'}"
         return f"{self.called} has no argument {name}: {known.get(name, meant)}"
 
-    def too_many(self, args: tuple[object, ...], how: str) -> str:
+    def excess_text(self, args: tuple[object, ...], how: str) -> str:
         takes = f"takes {', '.join(self.placed)} by position" if self.placed else "takes no positional arguments"
         if self.placed and self.by_name:
             takes += f", and by name {', '.join(self.by_name)}"
         came = f"{'the extra arguments ' if self.placed else ''}{args[len(self.placed) :]!r:.80}"
-        return f"{self.called} {takes}: {how or self.written}; got {came}"
+        return f"{self.called} {takes}: {how or self.call_advice}; got {came}"
 
-    def missing(self, given: int, named: Mapping[str, object], how: str) -> str:
+    def missing_text(self, given: int, named: Mapping[str, object], how: str) -> str:
         *others, last = [name for name in self.needed[given:] + self.needed_by_name if name not in named]
         lacks = f"{', '.join(others)} and {last}" if others else last
-        return f"{self.called} needs {lacks}: {how or self.written}"
+        return f"{self.called} needs {lacks}: {how or self.call_advice}"
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Advised], _Advised]:
-    """Return a decorator of functions or classes, by which calls that do not fit raise TypeError with advice.
+    """Return a decorator of functions or classes that rejects missing, excess and unknown arguments with advice.
 
-    Such are calls with missing, excess or unknown arguments.
+    Such arguments make the decorated function or class raise TypeError.
 
-    keywords: {unknown keyword: advice}; for an unknown keyword that is not in it, the error names the closest
-        parameter, or lists all if none is close or a graph is compiled.
+    keywords: {unknown keyword: advice}. For another unknown keyword the error names a parameter of a similar name; if
+        there is none, or a graph is compiled, it lists all parameters.
     how: advice for missing or excess arguments; "" gives the call with all required arguments.
 
     A function that is already decorated is returned unchanged.
@@ -136,13 +136,13 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
         def advised(*args: Any, **named: Any) -> Any:
             for name in named:
                 if name in known or not (takes_any or name in names):
-                    raise TypeError(its.no_such(name, known))
+                    raise TypeError(its.unknown_text(name, known))
             if len(args) > most:
-                raise TypeError(its.too_many(args[own:], how))
+                raise TypeError(its.excess_text(args[own:], how))
             if needed_by_name or len(args) < own + len(needed):
                 for name in needed[len(args) - own :] + needed_by_name:
                     if name not in named:
-                        raise TypeError(its.missing(len(args) - own, named, how))
+                        raise TypeError(its.missing_text(len(args) - own, named, how))
             return function(*args, **named)
 
         advised.is_advised = True  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def no_such_attribute(kind: str, name: str) -> str:
 
 
 def no_operand(operator: str, value: object) -> str:
-    """Return the text of a TypeError for an operator, such as "&", between a pattern and a value that is none."""
+    """Return the text of a TypeError for an operator, such as "&", one of whose operands, `value`, is no pattern."""
     sums = ": to add up a list write sum(patterns[1:], patterns[0])" if operator == "+" and value == 0 else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 

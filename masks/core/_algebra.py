@@ -93,7 +93,7 @@ class OnePart(Pattern):
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
-    """Return the least common multiple of the parts' periods; None if one is unknown, or if it exceeds 2**31 - 1.
+    """Return the least common multiple of the parts' periods; None if it exceeds 2**31 - 1 or a period is unknown.
 
     A period is a shift of query and key together that leaves a pattern unchanged. Without parts, the result is 1.
     """

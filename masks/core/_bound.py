@@ -109,9 +109,9 @@ class Bound:
         return (self.pattern.text, *sizes, self.q_offset, self.k_offset, self.batch)
 
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
-        """Return a closure (b, h, q, k) -> bool for FlexAttention; h, q and k are indices on this device.
+        """Return a closure (b, h, q, k) -> bool for FlexAttention; h, q and k are indices from 0, without the offsets.
 
-        It adds head_offset, q_offset and k_offset to the indices; constants of the rule are tensors on `device`.
+        The closure adds head_offset, q_offset and k_offset to them. Constants of the rule are tensors on `device`.
         """
         where = torch.device(device)
         inner = self.union.mask_mod(num_heads=self.num_heads_global, device=where)
@@ -124,7 +124,7 @@ class Bound:
     def count(self, box: Box) -> Bounds:
         """Return lower and upper bounds on the number of allowed (query, key) pairs in each of n boxes.
 
-        box: boxes of global heads and of positions, not of indices on this device.
+        box: boxes of global heads and of positions, in which the offsets are included.
 
         Boxes have no batch index: if run-time tensors differ by batch entry, use the bound of one `entry`.
         """

@@ -236,14 +236,14 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
     tensor([8])
     """
     if box.q.step == box.k.step:
-        pairs = _count_exactly(box, rate, reach)
+        pairs = _count_multiples_by_lag(box, rate, reach)
         return Bounds(pairs, pairs)
     assert reach is None
-    by_query, by_key = _count_by_query(box, rate), _count_by_query(Box(box.head, box.k, box.q), rate)
+    by_query, by_key = (_count_multiples_by_query(each, rate) for each in (box, Box(box.head, box.k, box.q)))
     return Bounds(torch.maximum(by_query.low, by_key.low), torch.minimum(by_query.high, by_key.high))
 
 
-def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
+def _count_multiples_by_lag(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
     """Return the exact result of `count_multiples` for equal steps of q and k.
 
     It counts by lag, key index - query index in the box: the distance of a pair is first key - first query + step *
@@ -282,7 +282,7 @@ def _count_up_to_lag(most: Tensor, residue: Tensor, period: int, box: Box) -> Co
     return total(top + rows) - total(top) - total(top + rows - columns)
 
 
-def _count_by_query(box: Box, rate: int) -> Bounds:
+def _count_multiples_by_query(box: Box, rate: int) -> Bounds:
     """Return bounds on the pairs of each box whose distance is a multiple of `rate`, counted query by query.
 
     With d = gcd(key step, rate), a query has such a pair with every (rate / d)-th key if its distance to the first key

@@ -106,8 +106,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 
     period: in positions.
 
-    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves. Of a single pair, the first
-    is empty.
+    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves. The first half of
+    a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -121,8 +121,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 def _half_size(progression: Progression, period: int) -> Tensor:
     """Return the number of terms of each progression before its cut.
 
-    The cut is at the first multiple of `period` at or after the middle term, else at the multiple before that; it is
-    after half of the terms if neither leaves terms on both sides.
+    The cut is at the first multiple of `period` at or after the middle term, if terms remain on both sides. Else it is
+    at the multiple before, on the same condition, or else after half of the terms.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period

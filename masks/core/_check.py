@@ -155,7 +155,10 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """Format a number of bytes with a binary unit up to TiB: with three digits, such as 1.5 GiB, or as an integer."""
+    """Format a number of bytes with a binary unit up to TiB, such as 1.5 GiB.
+
+    The number before the unit is an integer for bytes and from 100 on, else it has up to three significant digits.
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1000:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"

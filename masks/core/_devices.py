@@ -45,5 +45,8 @@ _KINDS = {
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """Return the properties of a device, or of a device type without index; unknown ones are accelerators."""
+    """Return the properties of a device, or of a device type such as "cuda", without index.
+
+    An unknown type counts as an accelerator without Triton.
+    """
     return _KINDS.get(device if isinstance(device, str) else device.type, _OTHER)

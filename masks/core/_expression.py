@@ -36,8 +36,9 @@ _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, default: Any = MISSING) -> Any:
     """Return a dataclass field of a pattern for an integer in [minimum, maximum], checked on construction.
 
-    maximum: 2**31 - 1 by default, so that numbers of pairs stay within int64. None is accepted if it is the default.
+    maximum: 2**31 - 1 by default, so that numbers of pairs stay within int64.
     name: name of the parameter in JSON and errors, if it differs from the field's.
+    default: default of the field; with None, the field also accepts None.
 
     Constructing the pattern raises TypeError for a value that is not an integer, ValueError for one outside the range.
 
@@ -57,7 +58,7 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
     """Return a class decorator that makes a frozen dataclass and registers it under `kind`, its name in JSON.
 
     JSON stores the fields: integers, booleans, strings, None, patterns, or tuples of these. A tuple of patterns must be
-    the field `parts`; `from_json` passes other tuples as lists, which `check` converts. A field with
+    the field `parts`; `from_json` passes other tuples as lists, which `check` must convert. A field with
     metadata={"name": ...} is stored under that name; {"stored": False} omits a field, {"optional": True} omits it at
     its default value. Equal fields mean equal patterns, so the rule must depend on its fields only.
 
@@ -95,9 +96,10 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 def constructor(function: _Function) -> _Function:
     """Decorate a function that returns a pattern, so that expressions for `parse` can call it by its name.
 
-    For `parse` to read the repr of a pattern, the function must be named like the pattern's kind, with parameters in
-    the names and order of its fields. The decorated function raises TypeError with advice for missing, excess and
-    unknown arguments.
+    For `parse` to read the repr of a pattern, the function must be named like the pattern's kind, and its parameters
+    like the pattern's fields, in the same order. The decorated function raises TypeError with advice for missing,
+    excess and unknown arguments.
+
     Raises ValueError for the name of another registered function.
 
     >>> @masks.extend.constructor
@@ -224,10 +226,10 @@ class Expression:
         return ()
 
     def take_padding(self) -> None:
-        """Raise ValueError; called on construction if a part has `pads`: its queries also see zero keys of padding.
+        """Raise ValueError: most compositions give no meaning to the zero keys of padding that a part's queries see.
 
-        These zero keys have no meaning in most compositions. A mixture, in which they have one, overrides this method
-        and sets its own `pads` instead.
+        Called on construction if a part has `pads`. A mixture allows such parts: it overrides this method and sets its
+        own `pads`.
         """
         raise ValueError(
             "a pattern with padding='zeros' can only be added by `+`, or intersected with causal() by `&`: elsewhere "
@@ -250,7 +252,7 @@ class Expression:
 
     def write(self) -> str:
         """Return canonical JSON of the kind and `parameters`: no spaces, sorted keys, parts by their own texts."""
-        return _canonical({"kind": self.kind, **self.parameters()})
+        return _canonical_json({"kind": self.kind, **self.parameters()})
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data for JSON: a dict of `kind` and the parameters, with dicts for parts."""
@@ -426,8 +428,8 @@ class Expression:
 
         Use it if tokens that another pattern covers, such as a class token and registers, precede the sequence. For a
         mixture this holds for each branch.
-        Raises ValueError for a start below 0 and for a pattern with run-time tensors, which may be intersected with the
-        result instead.
+        Raises ValueError for a start below 0, and for a pattern with run-time tensors: intersect such a pattern with
+        the result instead.
 
         >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
         """
@@ -465,7 +467,7 @@ def _rebuilt(cls: type[Expression], values: dict[str, Any]) -> Expression:
 add_safe_globals([_rebuilt])  # torch.load reads patterns with weights_only=True, its default
 
 
-def _canonical(value: Any) -> str:
+def _canonical_json(value: Any) -> str:
     """Return JSON without spaces and with sorted keys.
 
     It does not use the json module, as a compiled graph may build patterns.
@@ -473,9 +475,9 @@ def _canonical(value: Any) -> str:
     if isinstance(value, Expression):
         return value.text
     if isinstance(value, dict):
-        return "{" + ",".join([f'"{key}":{_canonical(value[key])}' for key in sorted(value)]) + "}"
+        return "{" + ",".join([f'"{key}":{_canonical_json(value[key])}' for key in sorted(value)]) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join([_canonical(each) for each in value]) + "]"
+        return "[" + ",".join([_canonical_json(each) for each in value]) + "]"
     if isinstance(value, str):
         if not value.isprintable():
             raise ValueError(f"a string in a pattern must be printable; got {value!r:.80}")

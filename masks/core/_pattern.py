@@ -167,10 +167,10 @@ class Pattern(Expression):
         return None
 
     def confined(self) -> bool:
-        """True if it is known that query // period == key // period for all allowed pairs, by their positions.
+        """True if query position // period == key position // period is known to hold for every allowed pair.
 
-        Unless `period` is None, the mask then consists of copies of one square of period queries by period keys, on the
-        diagonal.
+        The mask then consists of copies of one square, period queries by period keys, on the diagonal. If `period` is
+        None, the result has no meaning.
         """
         return False
 
@@ -179,7 +179,7 @@ class Pattern(Expression):
         return ()
 
     def superset(self) -> Pattern:
-        """Return a pattern that allows every pair that this one allows for some values of its run-time tensors."""
+        """Return a pattern that allows every pair that this one can allow, for any values of its run-time tensors."""
         return self.map_parts(lambda part: part.superset())
 
     def spacing(self) -> int:
@@ -233,7 +233,7 @@ class Pattern(Expression):
 
     def __or__(self, other: Expression) -> Pattern:
         if isinstance(other, Mixture):
-            raise TypeError(_needs_set("|", self, other))
+            raise TypeError(_mixture_error_text("|", self, other))
         if not isinstance(other, Pattern):
             raise TypeError(no_operand("|", other))
         return KINDS["or"].of(self, other)
@@ -292,13 +292,15 @@ class Mixture(Expression):
 
     def __and__(self, other: Expression) -> Mixture:
         if isinstance(other, Mixture):
-            raise TypeError(_needs_set("&", self, other))
+            raise TypeError(_mixture_error_text("&", self, other))
         if not isinstance(other, Pattern):
             raise TypeError(no_operand("&", other))
         return self.map_parts(lambda part: part & other)
 
     def __or__(self, other: Expression) -> Mixture:
-        raise TypeError(_needs_set("|", self, other) if isinstance(other, Expression) else no_operand("|", other))
+        raise TypeError(
+            _mixture_error_text("|", self, other) if isinstance(other, Expression) else no_operand("|", other)
+        )
 
     def __invert__(self) -> Mixture:
         raise TypeError(f"~ needs a pattern that is not a mixture such as longnet or p + q; got {self!r}")
@@ -352,7 +354,7 @@ def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
     return chain(terms, SUM)
 
 
-def _needs_set(operator: str, left: object, right: object) -> str:
+def _mixture_error_text(operator: str, left: object, right: object) -> str:
     return (
         "a mixture such as longnet or p + q can only be added to patterns by +, or intersected by & with a pattern "
         f"that is not a mixture; got {left!r} {operator} {right!r}"

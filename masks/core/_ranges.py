@@ -92,8 +92,8 @@ def union_of(ranges: Iterable[range]) -> Ranges:
     comparisons = len(steps) * (len(runs) + len(steps))
     if comparisons > min(_MOST_COMPARISONS, max(_FEW_POSITIONS, sum(map(len, [*runs, *steps])))):
         return ranges_of(_sorted_positions([*runs, *steps]))
-    parts = _disjoint(runs, steps)
-    while (joined := _joined(parts)) != parts:
+    parts = _disjoint_ranges(runs, steps)
+    while (joined := _join_ranges(parts)) != parts:
         parts = joined
     if len(parts) > 1 and sum(map(len, parts)) <= _FEW_POSITIONS:
         parts = min(parts, ranges_of(_sorted_positions(parts)), key=len)
@@ -151,7 +151,7 @@ def _joined_runs(runs: list[range]) -> list[range]:
     return joined
 
 
-def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
+def _disjoint_ranges(runs: list[range], steps: list[range]) -> list[range]:
     """Return disjoint ranges with the positions of `runs` (step 1, disjoint) and `steps` (steps above 1).
 
     Runs are kept; other ranges, by ascending step, lose the positions of runs and of earlier ranges.
@@ -178,17 +178,17 @@ def _without(piece: range, other: range) -> Iterator[range]:
     yield from (part for part in parts if part)
 
 
-def _joined(parts: Sequence[range]) -> list[range]:
+def _join_ranges(parts: Sequence[range]) -> list[range]:
     """Merge ranges that continue each other or fill each other's gaps; the result ascends by first positions."""
     runs, steps = _runs_and_steps(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
-        joined += _interleaved(_continued(list(group)), step)
+        joined += _join_interleaved(_join_continuing(list(group)), step)
     runs, steps = _runs_and_steps(joined)
     return sorted((*_joined_runs(runs), *steps), key=lambda each: each.start)
 
 
-def _continued(ranges: list[range]) -> list[range]:
+def _join_continuing(ranges: list[range]) -> list[range]:
     """Merge disjoint ranges of one step where one continues another."""
     by_end: dict[int, range] = {}
     for each in ranges:  # in ascending order of their first positions
@@ -198,7 +198,7 @@ def _continued(ranges: list[range]) -> list[range]:
     return sorted(by_end.values(), key=lambda each: each.start)
 
 
-def _interleaved(ranges: list[range], step: int) -> list[range]:
+def _join_interleaved(ranges: list[range], step: int) -> list[range]:
     """Merge ranges of one step that fill each other's gaps evenly into one range of a smaller step.
 
     Ends that not all ranges reach remain ranges of the old step. If the ranges do not fit together, all are returned

@@ -55,11 +55,11 @@ class Pair:
 
     @property
     def the_query(self) -> str:
-        return self._named("query", self.query)
+        return self._position_text("query", self.query)
 
     @property
     def the_key(self) -> str:
-        return self._named("key", self.key)
+        return self._position_text("key", self.key)
 
     @property
     def distance(self) -> str:
@@ -67,7 +67,7 @@ class Pair:
         if self.key == self.query:
             return f"{self.the_key} is the query's own"
         side = "before" if self.key < self.query else "after"
-        return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
+        return f"{self.the_key} is {self._distance_text(abs(self.query - self.key))} {side} {self.the_query}"
 
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
         """Return a clause on the positions of this pair that satisfy `holds`, such as: query 3 and key 5 are <what>.
@@ -93,10 +93,10 @@ class Pair:
             return f"both are in {query}"
         return f"{self.the_query} is in {query}, {self.the_key} in {key}: different {kind}s"
 
-    def _named(self, side: str, position: int) -> str:
+    def _position_text(self, side: str, position: int) -> str:
         return f"{side} {position}" if self.unit == "token" else f"{side} {self.unit} {position}"
 
-    def _measured(self, number: int) -> str:
+    def _distance_text(self, number: int) -> str:
         unit = "block" if self.unit == "block" else "token"
         return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
 
