@@ -74,9 +74,9 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     sides: (queries, keys) of a block.
 
     If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
-    subdivides only the squares instead of the whole matrix. In a union, parts with squares and parts without are
-    searched separately, and bounds of the whole rule are then computed on the blocks of all parts. If these blocks are
-    too many, the whole matrix is searched.
+    subdivides only the squares instead of the whole matrix. In a union, the alternatives with squares and those without
+    are searched separately, and bounds of the whole rule are then computed on all blocks found. If these blocks are too
+    many, the whole matrix is searched.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
@@ -172,7 +172,7 @@ def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) 
 def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
     """Return the unique flat (table, row, column) indices of the leaves' blocks; None for too many.
 
-    Blocks are counted after every 2**20 leaves: up to 2**20 blocks are never too many, over 2**21 always.
+    Blocks are counted after every 2**20 leaves. More than 2**21 blocks are always too many, up to 2**20 never.
     """
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
@@ -253,7 +253,7 @@ def _descend_part(
         _, q = _runs_in(each.q, slots)
         k = SlotRun.of(each.k)
         runs = (
-            (table, _runs_with_pairs(each, table, q, of_queries=True), _runs_with_pairs(each, table, k))
+            (table, _runs_not_ruled_out(each, table, q, of_queries=True), _runs_not_ruled_out(each, table, k))
             for table in tables
         )
         found = [_RunPairs.of(each, *run) for run in runs]
@@ -311,7 +311,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     return stretch[held], run.select(held)
 
 
-def _runs_with_pairs(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
+def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
     own: key runs, or query runs if `of_queries`; the other side is then that of the keys.

@@ -39,7 +39,7 @@ class Bound:
 
     It covers heads head_offset to head_offset + num_heads - 1 of num_heads_global, and `batch` batch entries. The rule
     has three forms: `mask_mod`, elementwise and exact; `count` and `classify`, sound bounds on each box of pairs;
-    `key`, hashable data for caches. For a mixture the first two use the union of its branches.
+    `key`, hashable data for caches. For a mixture, all but `key` use the union of its branches.
 
     >>> bound = masks.causal().bind(num_heads=1, num_queries=4, num_keys=4)
     >>> bound.mask_mod()(*torch.tensor([0, 0, 2, 3]))  # batch, head, query, key

@@ -130,9 +130,9 @@ class Expression:
     """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns, except for the values of
-    run-time tensors, which are read later. The repr is the expression that builds the value, which `parse` reads; it is
-    cut after 4096 characters. `depth` is the number of nested levels; above 32 construction raises ValueError, so that
-    every pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
+    run-time tensors, which are read later. The repr is the expression that builds the value, cut after 4096 characters;
+    `parse` reads it. `depth` is the number of nested levels; above 32 construction raises ValueError, so that every
+    pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
     segments, which are no pairs: see `zero_keys`.
 
     `pattern_kind` sets the class attributes from the dataclass fields.
