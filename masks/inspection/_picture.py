@@ -154,7 +154,7 @@ class WindowBlocks:
         return self.state[rows][:, columns]
 
     def __str__(self) -> str:
-        """Text with the number of computed blocks, of full blocks, and the allowed percentage of computed pairs."""
+        """Text: how many blocks are computed, how many are full, and the share of computed pairs that are allowed."""
         computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
         of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
         if not bool(computed.any()):

@@ -222,7 +222,7 @@ class Grid:
 
 
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
-    """Finest grid of a window that fits into `lines`, with cells about as wide as high.
+    """Return the finest grid for a window that takes at most `lines` lines, with cells about as wide as high.
 
     A character is about twice as high as wide. In a small window each pair is a cell.
     """
@@ -252,7 +252,7 @@ def _cells_along(slots: int, most: int) -> int:
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from round-numbered slots to text, for a map of `size` (lines, columns)."""
+    """(query labels, key labels): dicts from round-numbered slots to text, for a picture of `size` (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]

@@ -88,7 +88,7 @@ class _SharedOrder(_Order):
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Return how many tokens the order of the head with this index is shifted: 0, as all heads share the order."""
+        """Return the shift, in tokens, of the order of the head with this index: 0, as all heads share the order."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:

@@ -125,10 +125,10 @@ def _rules(
             "BlockMask: write create_block_mask(mask_mod, B=batch, ...) for two entries or more, and for one entry a "
             "function that does not read b"
         )
-    return [custom(_at_entry(function, entry)) for entry in range(entries)]
+    return [custom(_mask_mod_at_entry(function, entry)) for entry in range(entries)]
 
 
-def _at_entry(function: Any, entry: int) -> Any:
+def _mask_mod_at_entry(function: Any, entry: int) -> Any:
     def at_entry(b, h, q, k):
         return function(torch.full_like(b, entry), h, q, k)
 
