@@ -45,8 +45,9 @@ _INDEXING = {
 
 
 class RecordError(Exception):
-    """A function cannot be recorded. Its text is a rule, to be read after the function's name.
+    """Error: a function cannot be recorded.
 
+    rule: the rule that the function broke, a sentence without its subject; `about` puts the function's name before it.
     kind: class of the error that `about` returns.
     """
 
@@ -55,7 +56,7 @@ class RecordError(Exception):
         self._kind = kind
 
     def about(self, function: str) -> Exception:
-        """Return the error for the caller, whose text begins with `function`, the function's name."""
+        """Return an error whose text is the rule, after the name `function`."""
         return self._kind(f"{function} {self}")
 
 
@@ -69,13 +70,13 @@ _ONLY_TORCH = "must compute by functions of torch, without TorchScript and torch
 class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
-    build: function of the tensors, or of others in their place, that returns a plain function of the recorded
-        function's arguments. While it is cached, functions with equal operations and equal hashable Python values have
-        the same `build`, so it serves as their key.
+    build: takes the tensors, or others in their place, and returns a plain function of the recorded function's
+        arguments. Functions with equal operations and equal hashable Python values share one `build` while a cache
+        keeps it; `build` serves as their key.
     shape, dtype: of the result.
     reads: indices of the arguments on whose values the result may depend.
-    text: Python code of `build`, which says in every process what it does; None after `through`, or if it uses
-        functions or objects that torch does not name.
+    text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses
+        functions or objects that have no name in torch.
 
     >>> scale = torch.tensor(2.0)
     >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
@@ -103,7 +104,7 @@ class Recorded:
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
         """Return translate(function, *tensors), recorded; `translate` must be a function at module level."""
-        build = _translated(self.build, translate, len(self.tensors))
+        build = _translated_build(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
 
 
@@ -114,7 +115,8 @@ def record(
 
     Operations that do not depend on the arguments are computed here, in the caller's autograd.
 
-    device: that of later arguments; the function gets stand-ins on the CPU, whose values mean nothing.
+    device: device of the arguments in later calls. In this call the function gets stand-ins on the CPU, whose values
+        mean nothing.
 
     Raises RecordError, and what the function raises.
     """
@@ -174,9 +176,13 @@ class _Recorder(TorchFunctionMode):
         lines += [f"    def recorded({', '.join(self._arguments)}):"]
         lines += [f"        {line}" for line in body] + ["    return recorded"]
         text = "\n".join(lines)
-        make = _built if all(isinstance(x, Hashable) for x in self._objects.values()) else _built.__wrapped__
+        make = (
+            _compiled_build
+            if all(isinstance(x, Hashable) for x in self._objects.values())
+            else _compiled_build.__wrapped__
+        )
         build = make(text, tuple(self._objects.items()))
-        tensors = (_savable(x) if self._has_gradients else x for _, x in captured)
+        tensors = (_as_normal_tensor(x) if self._has_gradients else x for _, x in captured)
         reads = self._reads.get(id(found), frozenset())
         return Recorded(build, tuple(tensors), found.shape, found.dtype, reads, None if self._objects else text)
 
@@ -217,10 +223,13 @@ class _Recorder(TorchFunctionMode):
         return self._write_line(found, text, args[0] if writes else None, reads)
 
     def _trial_call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the function's result on CPU tensors of the arguments' shapes and dtypes.
+        """Call a torch function with CPU tensors of the arguments' shapes and dtypes, and return the result.
 
-        It has the shapes and dtypes of the real result, and meaningless values. An attribute that is not a tensor, such
-        as the device, is read from an empty tensor on the device for which the function is recorded.
+        The result has the shapes and dtypes of the real one; its values mean nothing. If `func` reads an attribute that
+        is not a tensor, such as the device, it reads that of a tensor on the device for which the caller's function is
+        recorded.
+
+        name: name of `func`.
         """
 
         def of(x: Tensor) -> Tensor:
@@ -236,9 +245,10 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _write_line(self, found: Any, text: str, written: Tensor | None, reads: frozenset[int]) -> Any:
-        """Write the line of code that computes `text`, and return the result of the recorded call.
+        """Write the line of code of a call, and return the call's result for the function that is recorded.
 
-        It is None if `found` is None, else `written` if given, else `found` with new tensors in place of its own.
+        The result is None if `found` is None; else `written`, unless that is None; else `found` with a stand-in for
+        each of its tensors.
 
         found: result of a trial call.
         text: expression of the call.
@@ -324,9 +334,9 @@ class _Recorder(TorchFunctionMode):
 
 
 def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
-    """Return the signature of a function that refuses this number of positional arguments, else None.
+    """Return the signature of a function, as text, if the function does not take `number` positional arguments.
 
-    None also for a built-in function without signature.
+    Return None if it does, and for built-in functions without a signature.
     """
     try:
         taken = signature(function)
@@ -343,8 +353,8 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
     return (x for x in tree_leaves(values) if isinstance(x, Tensor))
 
 
-def _savable(x: Tensor) -> Tensor:
-    """Return x, or a copy of a tensor of inference mode, which autograd cannot save."""
+def _as_normal_tensor(x: Tensor) -> Tensor:
+    """Return x; a copy if x was made in inference mode, as autograd cannot save such a tensor."""
     return x.clone() if x.is_inference() else x
 
 
@@ -370,15 +380,19 @@ def _name_of(x: Hashable) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _built(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[..., Function]:
+def _compiled_build(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[..., Function]:
     scope: dict[str, Any] = {"torch": torch, "inf": inf, "nan": nan, "no_grad": torch.no_grad, **dict(others)}
     exec(compile(text, "<recorded function>", "exec"), scope)
     return scope["build"]
 
 
 @lru_cache(maxsize=1024)
-def _translated(
+def _translated_build(
     build: Callable[..., Function], translate: Callable[..., Function], own: int
 ) -> Callable[..., Function]:
-    """Return `build` for translate(function, *added): it takes the function's `own` tensors, then the added ones."""
+    """Return the `build` of translate(function, *added): a function of the recorded function's tensors, then `added`.
+
+    build: `build` of the recorded function.
+    own: number of the recorded function's tensors.
+    """
     return lambda *tensors: translate(build(*tensors[:own]), *tensors[own:])

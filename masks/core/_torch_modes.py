@@ -44,7 +44,8 @@ def suspended_torch_modes() -> Iterator[None]:
 def outside_torch_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that it runs without the caller's PyTorch modes, such as fake tensors.
 
-    For functions that only plan a computation, such as block lists; the modes must see the tensor computation itself.
+    For functions that only plan a computation, for example by making block lists. The modes must see the operations on
+    the caller's tensors, so functions with such operations are not decorated.
     """
 
     @wraps(function)
@@ -59,12 +60,12 @@ def outside_torch_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 def are_modes_on() -> bool:
     """Return True if there is a mode that `suspended_torch_modes` would suspend."""
-    return len_torch_function_stack() > 0 or _has_dispatch_modes() or _in_other_levels()
+    return len_torch_function_stack() > 0 or _has_dispatch_modes() or _has_inference_or_transforms()
 
 
 def _has_dispatch_modes() -> bool:
     return len_torch_dispatch_stack() > 0 or len_torch_dispatch_stack_pre_dispatch() > 0
 
 
-def _in_other_levels() -> bool:
+def _has_inference_or_transforms() -> bool:
     return torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None

@@ -111,7 +111,7 @@ def count_cells(
         for window, each, size in zip(windows, edges, (num_tokens, num_keys), strict=True)
     )
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
-    found = _count_each(set(parts), q, k)
+    found = _count_rules(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
     low, high, likely = (torch.stack(each).sum(0) for each in zip(*branches, strict=True))
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, low, high, likely, branches)
@@ -129,7 +129,7 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
     return (torch.arange(first, last + 1) * side).clamp(window.start, window.stop)
 
 
-def _count_each(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, PairCounts]:
+def _count_rules(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, PairCounts]:
     """Return a map from each rule to the counts of its allowed pairs in each cell, shape (query cells, key cells).
 
     rules: patterns of one head.
@@ -140,26 +140,26 @@ def _count_each(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, 
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
         budget = Budget(left // (len(rules) - waiting))
         left -= budget.left
-        found[rule] = _count(rule, q, k, budget)
+        found[rule] = _count_rule(rule, q, k, budget)
         left += max(budget.left, 0)
     return found
 
 
-def _count(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
+def _count_rule(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Return the counts of allowed pairs in each cell, shape (query cells, key cells), for the rule of one head.
 
     Raises ValueError if the rule is undefined for a position.
     """
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
-        found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, budget)
+        found = _count_every_pair(rule, q, k) if few else _count_by_boxes(rule, q, k, budget)
     except IndexError as error:
         asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
         raise ValueError(f"{rule!r} must be defined for {asked}: {error}") from error
     return PairCounts(*(each.view(q.cells, k.cells) for each in found))
 
 
-def _every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
+def _count_every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     queries, keys = (side.positions(torch.arange(side.window.start, side.window.stop)) for side in (q, k))
     row, column = (torch.repeat_interleave(side.sizes) for side in (q, k))
@@ -171,11 +171,11 @@ def _every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
 
 
-def _by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
-    """Count the pairs of each cell as boxes of positions, by bounds and then by cutting undecided boxes into parts.
+def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
+    """Count the allowed pairs of each cell: split its pairs into boxes of positions, and add up the boxes' counts.
 
-    Boxes that differ by whole periods of the rule are counted once. Too many boxes are not counted: the counts are then
-    those of `_sampled`.
+    A box whose bounds are not exact is cut into parts. Of several boxes that differ by whole periods of the rule, only
+    one is evaluated. If there are too many boxes, returns `_estimate_by_samples`.
     """
     (row, queries), (column, keys) = q.parts(), k.parts()
     # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:
@@ -184,7 +184,7 @@ def _by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCo
     own, theirs = queries.first.remainder(classes), keys.first.remainder(classes)
     boxes = int((torch.bincount(own, minlength=classes) * torch.bincount(theirs, minlength=classes)).sum())
     if boxes > _MOST_BOXES or len(own) * len(theirs) > _MOST_PARTS:
-        return _sampled(rule, q, k)
+        return _estimate_by_samples(rule, q, k)
     found, undecided = PairCounts.zeros(q.cells * k.cells), []
     for some in torch.arange(len(own)).split(max(1, _PARTS_AT_ONCE // len(theirs))):
         mine, other = (own[some, None] == theirs).nonzero().unbind(1)
@@ -202,7 +202,7 @@ def _by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCo
     return found
 
 
-def _sampled(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
+def _estimate_by_samples(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     """Estimate the count of each cell from sampled pairs, with trivial bounds (0 and all pairs)."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()

@@ -39,7 +39,8 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 class BranchDescription(PlannedCounts):
     """One distinct branch of a pattern: its counts over all heads, and the options the planner compared.
 
-    multiplicity: number of branches equal to it, itself included; `useful_pairs` counts each, other counts are of one.
+    multiplicity: number of branches equal to this one, itself included. `useful_pairs` is the sum over all of them;
+        the other counts are those of one.
     options: ways to compute it, the chosen one first.
 
     If the planner computes all branches together, a single BranchDescription covers them all.
@@ -54,7 +55,7 @@ class BranchDescription(PlannedCounts):
 class Description(PlannedCounts):
     """Counts of a pattern at given sizes; str() formats them as tables.
 
-    Pairs are (query, key) pairs over all heads, counted once for each branch that allows them; for the union use
+    Pairs are counted over all heads, and an allowed pair once for each branch that allows it; for the union use
     `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
     at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
 
@@ -99,7 +100,7 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def heads(self) -> tuple[HeadShare, ...]:
-        """Allowed pairs of a head, in total and by branch; one item for each group of heads with equal rules."""
+        """One `HeadShare` for each group of heads with equal rules: the allowed pairs of one head, by branch."""
         if len(alike_heads(self.bound)) == len(set(self.bound.pattern.branches())) == 1:
             return (HeadShare(tuple(range(self.num_heads)), (self.useful_pairs // self.num_heads,)),)
         return head_shares(self.bound, {branch.pattern: branch.options[0].terms for branch in self.branches})
@@ -216,7 +217,10 @@ def describe(
 
 @outside_torch_modes
 def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) -> Description:
-    """Describe an existing plan, as `describe` does for a pattern; value_dim: head dim of values; None: head_dim.
+    """Return the Description of an existing plan, as `describe` does for a pattern.
+
+    head_dim: of queries and keys.
+    value_dim: of values; None for `head_dim`.
 
     Raises ValueError for block lists over more than 134,217,728 queries or keys.
     """

@@ -146,9 +146,9 @@ def explain(
     query, key: positions.
     head: one of num_heads global heads.
     batch: index of the batch entry, for run-time tensors.
-    num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. If it is given,
-        the explanation includes the block of the pair, of block_size, in natural order and, for as many keys as
-        queries, in the order of `masks.layout`.
+    num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. With num_tokens,
+        the explanation includes the block, of block_size, that contains the pair in natural order. If there are as many
+        keys as queries, it also includes the block in the order of `masks.layout`.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
@@ -179,7 +179,7 @@ def explain(
         counts = "once" if times == 1 else f"{times} times"
         text = f"allowed by {times} of {len(branches)} branches: it counts {counts}"
         reason = Reason(rule, times > 0, text if times else f"none of {len(branches)} branches allows it", branches)
-    return Explanation(pair, batch, times, _as_written(reason, pattern), places, _zero_keys(rule, pair, keys))
+    return Explanation(pair, batch, times, _with_named_tensors(reason, pattern), places, _zero_keys(rule, pair, keys))
 
 
 def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | None:
@@ -248,18 +248,18 @@ def _with_run_time_values(
     return pattern
 
 
-def _as_written(reason: Reason, pattern: Expression) -> Reason:
-    """The tree of reasons with run-time tensors by name, as in the given pattern, instead of by value."""
+def _with_named_tensors(reason: Reason, pattern: Expression) -> Reason:
+    """Return the tree of reasons with the run-time tensors of `pattern` in place of the tables of their values."""
     carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
 
     def written(leaf: Pattern) -> Pattern:
         return carried[named(leaf).text] if isinstance(leaf, Table) else leaf
 
-    def renamed(each: Reason) -> Reason:
+    def with_names(each: Reason) -> Reason:
         source = each.pattern.map_leaves(written)
-        return replace(each, pattern=source, parts=tuple(renamed(part) for part in each.parts))
+        return replace(each, pattern=source, parts=tuple(with_names(part) for part in each.parts))
 
-    return renamed(reason) if pattern.varies else reason
+    return with_names(reason) if pattern.varies else reason
 
 
 def _require_position(name: str, value: int, stop: int | None, what: str) -> None:

@@ -109,7 +109,7 @@ def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
 class HeadShare:
     """Group of heads with equal rules, and the allowed pairs of each single head of the group.
 
-    branch_pairs: allowed pairs for each distinct branch, times the number of equal branches.
+    branch_pairs: for each distinct branch, allowed pairs of one head, times the number of branches equal to it.
     """
 
     heads: tuple[int, ...]
@@ -122,10 +122,10 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class BranchShare:
-    """A distinct branch of a pattern, and the number of branches that are equal to it, itself included.
+    """A distinct branch of a pattern, and its allowed pairs.
 
-    multiplicity: this number.
-    pairs: its allowed pairs over all heads, times `multiplicity`.
+    multiplicity: number of branches equal to this one, itself included.
+    pairs: allowed pairs over all heads, times `multiplicity`.
     """
 
     pattern: Pattern
@@ -134,10 +134,9 @@ class BranchShare:
 
 
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
-    """Return the allowed pairs of a head for each distinct branch; one item for each group of heads with equal rules.
+    """Return one `HeadShare` for each group of heads with equal rules.
 
-    Pairs of a branch are multiplied by the number of equal branches. planned: map from a branch to its terms. A branch
-    that is not in it is planned alone.
+    planned: map from a branch to its terms. Branches that it lacks are planned here, each alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():

@@ -29,7 +29,7 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 
 @dataclass(frozen=True)
 class WindowAxis:
-    """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
+    """Query or key axis of a window: it shows `slots`, in cells of `cell` slots that are `pixels` pixels long.
 
     Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
     """
@@ -101,8 +101,8 @@ def window_of(
     queries, keys: slots to draw, None for all.
     block: (queries, keys) of blocks to draw, or None; the size of a cell then divides that of a block.
 
-    Raises ValueError for slots out of range, and for blocks with a side shorter than a pixel, or, on axes of one scale,
-    with sides whose greatest common divisor is.
+    Raises ValueError for slots out of range, and for blocks that are too small: each of their sides, and on axes of one
+    scale the greatest common divisor of both sides, must be at least one pixel long.
     """
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
@@ -154,7 +154,7 @@ class WindowBlocks:
         return self.state[rows][:, columns]
 
     def __str__(self) -> str:
-        """Text with the number of computed blocks, of full blocks, and the allowed percentage of computed pairs."""
+        """Text: how many blocks are computed, how many are full, and the share of computed pairs that are allowed."""
         computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
         of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
         if not bool(computed.any()):
@@ -246,9 +246,9 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 
 
 def _ticks(slots: range, most: int) -> list[int]:
-    """Slots of about `most` ticks.
+    """Return the slots of about `most` ticks: the borders of the window's quarters, or round numbers.
 
-    They are the quarters of the window if it begins at a multiple of a quarter of its length, else round numbers.
+    Quarters need `most` to be at least 4, and a window that begins at a multiple of a quarter of its length.
     """
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
@@ -259,8 +259,8 @@ def _ticks(slots: range, most: int) -> list[int]:
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
     """Lines of the title, of at most `letters` letters, followed by lines with the sizes, for a smaller font.
 
-    The expression as title is cut to 3 lines. A given title has no lines with the sizes if it is empty or there is no
-    legend.
+    Without a title from the caller, the title is the pattern's expression, cut to 3 lines. With one, the sizes are left
+    out if that title is empty or there is no legend.
     """
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")

@@ -51,15 +51,16 @@ def plot(
 ) -> Figure:
     """Draw the allowed pairs: queries downwards, keys to the right, one panel for each head and order.
 
-    A pair that several branches allow is darker. A window of at most `size` tokens is drawn pair by pair; in a longer
-    window a cell is several pairs, and its color shows the fraction allowed, on a logarithmic scale.
+    Without blocks, a pair that several branches allow is darker. A window of at most `size` tokens is drawn pair by
+    pair; in a longer window a cell is several pairs, and its color shows the fraction allowed, on a logarithmic scale.
 
     num_tokens, num_keys: numbers of queries and keys; num_keys None: num_tokens.
     head: one head or several.
     order: "natural", "residue" (the residue-major order of `masks.layout`) or both.
     queries, keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue".
-    block_size: tokens of a block, (queries, keys), or None for no blocks; allowed pairs are then dark in full blocks
-        and light in partial ones, masked pairs in computed blocks beige, and blocks that are not computed white.
+    block_size: tokens of a block, one number or (queries, keys); None for no blocks. With blocks, allowed pairs are
+        dark in full blocks and light in partial ones, masked pairs in computed blocks are beige, and blocks that are
+        not computed are white.
     size: approximate pixels along the longer side of a panel.
     legend: draw a legend, with block counts.
     title: by default the expression; "" for none.
@@ -82,8 +83,8 @@ def plot(
         num_tokens=num_tokens,
         num_keys=num_keys,
         num_heads=num_heads,
-        heads=tuple(require_below("head", each, num_heads, "heads") for each in _several("head", head)),
-        orders=tuple(require_choice("order", each, _ORDERS) for each in _several("order", order)),
+        heads=tuple(require_below("head", each, num_heads, "heads") for each in _as_tuple("head", head)),
+        orders=tuple(require_choice("order", each, _ORDERS) for each in _as_tuple("order", order)),
         batch=batch,
         window=window_of(num_tokens, num_keys, queries, keys, block=block, size=size),
         block=block,
@@ -102,7 +103,7 @@ def plot(
     return draw(picture)
 
 
-def _several(name: str, value: object) -> tuple:
+def _as_tuple(name: str, value: object) -> tuple:
     """Return a sequence of values as a tuple, and a single value or a string as a tuple of one entry.
 
     Raises ValueError for an empty sequence and for duplicates. name: the argument, for errors.

@@ -144,20 +144,21 @@ def _legend_entry(label: str, color: Any) -> Patch:
 
 
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
-    """Legend entries for the colors of cells.
+    """Return the legend entries for the colors of cells.
 
-    If blocks are drawn, there are entries for pairs of full and of partial blocks and for cells without pairs, else for
-    pairs that one, two or three branches allow; beyond three, for one, two and the largest number. If cells have
-    several pairs, there are also entries for fractions of allowed pairs.
+    With blocks: pairs of full blocks, pairs of partial blocks, cells without allowed pairs in computed blocks, and
+    blocks that are not computed. Without blocks: pairs that 1, 2 and 3 branches allow, as far as the panels have them;
+    if more than 3 branches allow a pair, only 1, 2 and the largest number. If cells have several pairs, there are also
+    entries for fractions of allowed pairs; without blocks these replace the entry of 1 branch.
     """
     many = max(axis.cell for axis in picture.window) > 1
-    shares = [_legend_entry(label, _shade(share)) for share, label in _SHARES] if many else []
+    shares = [_legend_entry(label, _pair_color(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:
         pairs = [_legend_entry("pair of a full block", PAIR_OF_FULL), _legend_entry("pair of a partial block", PAIR)]
         return [*pairs, *shares, _legend_entry("computed, no pair", BEIGE), _legend_entry("never computed", WHITE)]
     most = max(int(torch.round(panel.share.max())) for panel in panels)
     counts = range(2, most + 1) if most <= 3 else (2, most)
-    several = [_legend_entry(f"pair in {count} branches", _shade(float(count))) for count in counts]
+    several = [_legend_entry(f"pair in {count} branches", _pair_color(float(count))) for count in counts]
     return [*(shares or [_legend_entry("allowed pair", PAIR)]), *several]
 
 
@@ -168,5 +169,5 @@ def _legend_columns(entries: Sequence[Patch], width: int) -> int:
     return ceil(len(entries) / ceil(len(entries) / fitting))
 
 
-def _shade(share: float) -> list[float]:
+def _pair_color(share: float) -> list[float]:
     return shade(torch.tensor(share, dtype=torch.float64), rgb(PAIR), rgb(WHITE)).tolist()

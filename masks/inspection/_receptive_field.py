@@ -25,15 +25,15 @@ _MOST_ROWS = 1 << 16  # rows of tables that are read, over all sampled tokens: m
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """For each of `tokens`, number of tokens that it reaches (that influence it) through 1, 2, ... layers of a pattern.
+    """Number of tokens that influence each of `tokens` through 1, 2, ... layers of a pattern: the tokens it reaches.
 
     A token reaches itself, and with each layer all tokens that its keys in any head reach: heads are mixed between
     layers, and residual connections keep the tokens reached before.
 
     tokens: indices of the examined tokens.
-    reached: for each of them, the number of tokens reached after 1, 2, 3, ... layers, itself included, as long as it
-        grows.
-    finished: for each of them, True if the number is known to grow no further.
+    reached: for each of `tokens`, the numbers of tokens that it reaches through 1, 2, 3, ... layers, itself included;
+        they end with the last number that is larger than the one before.
+    finished: for each of `tokens`, True if further layers are known to reach no more tokens.
 
     Up to 256 tokens are all examined, and all numbers are exact. Otherwise `tokens` is a sample: one token drawn at
     random from each of 8 equal parts.
@@ -99,7 +99,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     reached: list[list[int]] = [[1] for _ in tokens]
     growing = set(range(len(tokens)))
-    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_of_many(bound, tokens, heads):
+    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_by_rows_or_ranges(bound, tokens, heads):
         growing = {index for index in growing if sizes[index] > reached[index][-1]}
         for index in growing:
             reached[index].append(sizes[index])
@@ -124,7 +124,7 @@ def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
         yield known.sum(1).long().tolist()
 
 
-def _sizes_of_many(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
+def _sizes_by_rows_or_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
     rules = rules_of_heads(bound.pattern, heads, bound.num_heads_global)
     nowhere = torch.zeros(1, dtype=torch.bool)
     if bound.num_queries > _MOST_LISTED or any(rule.keys_of(nowhere) is None for rule in rules):
@@ -175,9 +175,9 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) 
 
 
 def _drawn_tokens(size: int, most: int) -> list[int]:
-    """Indices of all `size` tokens if these are at most `most`, else one index from each of `most` equal parts.
+    """Return the indices of all `size` tokens if there are at most `most`.
 
-    They are drawn at random with a fixed seed.
+    Otherwise, return one index from each of `most` equal parts, drawn at random with a fixed seed.
     """
     if size <= most:
         return list(range(size))

@@ -45,7 +45,11 @@ _MOST_TIMES, _PLAIN = 9, "\x1b[0m"
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Terminal: size in characters; `color`: has 256 ANSI colors, `shapes`: has characters beyond ASCII."""
+    """Terminal of `columns` by `lines` characters.
+
+    color: True if it shows 256 ANSI colors.
+    shapes: True if it shows characters beyond ASCII.
+    """
 
     columns: int
     lines: int
@@ -86,9 +90,10 @@ class HeatMap:
     def to_data(self) -> dict[str, Any]:
         """Return the map as a dict for JSON, with counts of pairs as nested lists, one for each row of cells.
 
-        "low" and "high" are bounds on the pairs of the whole pattern, "likely" their estimates, None if all bounds are
-        exact; "branches" is a list with the "pattern", "low" and "high" of each branch. Other keys: "row_edges" and
-        "column_edges" of the cells, and the fields that describe the pattern, sizes and order.
+        "low" and "high" are bounds on the allowed pairs, summed over branches; "likely" is an estimate of these pairs,
+        None if all cells are counted exactly; "branches" is a list with the "pattern", "low" and "high" of each branch.
+        Other keys: "row_edges" and "column_edges" of the cells, and the fields that describe the pattern, sizes and
+        order.
         """
         named = zip(self.pattern.branches(), self.cells.branches, strict=True)
         return {
@@ -148,7 +153,7 @@ def show(
     queries, keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order.
     size: (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn
         pair by pair.
-    cells: (rows, columns) of the grid, regardless of `size`, each at most the slots of the window.
+    cells: (rows, columns) of the grid, regardless of `size`; reduced to the number of slots of the window.
     color: use 256 ANSI colors.
     ascii: use only ASCII characters.
     head: one of num_heads.
@@ -217,7 +222,7 @@ class Grid:
 
 
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
-    """Finest grid of a window that fits into `lines`, with cells about as wide as high.
+    """Return the finest grid for a window that takes at most `lines` lines, with cells about as wide as high.
 
     A character is about twice as high as wide. In a small window each pair is a cell.
     """
@@ -236,9 +241,10 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 
 
 def _cells_along(slots: int, most: int) -> int:
-    """Number of cells for `slots` slots: their largest divisor that is at most `most` and at least 80 % of it, if any.
+    """Return the number of cells, at most `most`, into which `slots` slots are cut.
 
-    Otherwise it is `most`, or `slots` if these are fewer.
+    It is the largest divisor of `slots` from 80 % of `most` to `most`. If there is none, it is the smaller of `most`
+    and `slots`.
     """
     # Divisors are preferred, as the borders of equally long cells coincide with those of segments and blocks.
     least = max(1, round(_LEAST_SHARE * most))
@@ -246,7 +252,7 @@ def _cells_along(slots: int, most: int) -> int:
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from round-numbered slots to text, for a map of `size` (lines, columns)."""
+    """(query labels, key labels): dicts from round-numbered slots to text, for a picture of `size` (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]
@@ -257,7 +263,7 @@ def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, s
     return rows, columns
 
 
-def _by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, str]]:
+def _labels_by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, str]]:
     cells = torch.searchsorted(edges, torch.tensor(list(labels), dtype=torch.int64), right=True) - 1
     return list(zip(cells.tolist(), labels.values(), strict=True))
 
@@ -284,9 +290,9 @@ def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     body = _half_lines(levels, number) if grid.halves else _whole_lines(levels, number, grid.width, canvas)
     inner, high = grid.columns * grid.width, 2 if grid.halves else 1
     rows, columns = _labels(cells.window, (len(body), inner))
-    by_line = {cell // high: label for cell, label in reversed(_by_cell(rows, cells.row_edges))}
+    by_line = {cell // high: label for cell, label in reversed(_labels_by_cell(rows, cells.row_edges))}
     margin = max(map(len, by_line.values()), default=0)
-    above, marked = _labels_above(_by_cell(columns, cells.column_edges), grid.width, canvas.columns - margin - 2)
+    above, marked = _labels_above(_labels_by_cell(columns, cells.column_edges), grid.width, canvas.columns - margin - 2)
     dash, bar, tick, notch, corners = ("─", "│", "┤", "┴", "┌┐└┘") if canvas.shapes else ("-", "|", "+", "+", "++++")
     border = "".join(notch if column in marked else dash for column in range(inner))
     lines = [f"{'':{margin}}  {above}".rstrip(), f"{'':{margin}} {corners[0]}{border}{corners[1]}"]
@@ -301,8 +307,8 @@ def _whole_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width:
     def text(level: Level, cells: int) -> str:
         shape = level.shape if canvas.shapes else level.ascii
         if canvas.color and level.color:
-            return _colored(level, (shape if level.is_times else " ").ljust(width) * cells)
-        return (shape.ljust(width) if level.is_times else shape * width) * cells
+            return _colored_text(level, (shape if level.is_digit else " ").ljust(width) * cells)
+        return (shape.ljust(width) if level.is_digit else shape * width) * cells
 
     return ["".join(text(levels[index], len(list(run))) for index, run in groupby(row)) for row in number.tolist()]
 
@@ -311,12 +317,12 @@ def _half_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list
     """Lines of text, one for two rows of cells, drawn as the upper and lower halves of characters."""
     rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
     return [
-        "".join(_half(levels[upper], levels[lower], len(list(run))) for (upper, lower), run in groupby(pairs))
+        "".join(_halves_text(levels[upper], levels[lower], len(list(run))) for (upper, lower), run in groupby(pairs))
         for pairs in (zip(rows[line], rows[line + 1], strict=True) for line in range(0, len(rows), 2))
     ]
 
 
-def _half(upper: Level, lower: Level, cells: int) -> str:
+def _halves_text(upper: Level, lower: Level, cells: int) -> str:
     if upper.color == lower.color:
         return f"\x1b[38;5;{upper.color}m{'█' * cells}{_PLAIN}" if upper.color else " " * cells
     if not upper.color or not lower.color:
@@ -347,10 +353,10 @@ def _swatch(level: Level, canvas: _Canvas) -> str:
     shape = level.shape if canvas.shapes else level.ascii
     if not canvas.color:
         return shape
-    return _colored(level, f" {shape}" if level.is_times else "  ")
+    return _colored_text(level, f" {shape}" if level.is_digit else "  ")
 
 
-def _colored(level: Level, text: str) -> str:
+def _colored_text(level: Level, text: str) -> str:
     return f"\x1b[48;5;{level.color};30m{text}{_PLAIN}"
 
 
@@ -369,7 +375,7 @@ class Level:
     meaning: str
 
     @property
-    def is_times(self) -> bool:
+    def is_digit(self) -> bool:
         """True if the character is a digit: the mean number of branches that allow a pair, rounded up, 9 for more."""
         return self.shape.isdigit()
 
@@ -408,7 +414,7 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
 
 
 def _levels_by_times(single: bool, mixed: bool) -> list[Level]:
-    """Levels of cells whose pairs one branch, two branches, ... allow.
+    """Return the levels of cells with pairs that are allowed by one branch, by two, and so on.
 
     single: each cell is one pair.
     mixed: the pattern has several branches.

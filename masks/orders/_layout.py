@@ -84,11 +84,11 @@ class _SharedOrder(_Order):
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return one past the last token of fold 0, including `filled` more slots that pad the last block."""
+        """Return the index after the last token of fold 0, and after `filled` more, one for each slot of padding."""
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Return how many tokens the order of the head with this index is shifted: 0, as all heads share the order."""
+        """Return the shift, in tokens, of the order of the head with this index: 0, as all heads share the order."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
@@ -118,7 +118,7 @@ class Permutation(_SharedOrder):
 
         Raises ValueError unless that dimension has one entry for each token.
         """
-        self._check(x, dim)
+        self._check_length(x, dim)
         return x if self.is_natural else x.index_select(dim, self.positions(x.device))
 
     def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
@@ -126,10 +126,10 @@ class Permutation(_SharedOrder):
 
         Raises ValueError unless that dimension has one entry for each token.
         """
-        self._check(x, dim)
+        self._check_length(x, dim)
         return x if self.is_natural else x.index_select(dim, self.slots(x.device))
 
-    def _check(self, x: Tensor, dim: int) -> None:
+    def _check_length(self, x: Tensor, dim: int) -> None:
         if x.shape[dim] != self.num_slots:
             raise ValueError(
                 f"x must have as many tokens as the layout, {self.num_slots}; got {x.shape[dim]} along {dim=}"
@@ -190,8 +190,8 @@ class Layout(Permutation):
     def rows(self, origin: int) -> Pieces:
         """Return the slots as slot runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
 
-        Token 0 has position `origin`. These runs are few where classes are many and short. Classes with one token more
-        than others form a separate group.
+        Token 0 has position `origin`. Many short classes give few such runs. If some classes have one token more than
+        the rest, the runs of these classes come first, and then those of the rest.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -210,7 +210,7 @@ class Layout(Permutation):
 class ListedOrder(_SharedOrder):
     """Order of some tokens, equal for all heads: slot s holds the s-th token of the concatenated `runs`.
 
-    These are ranges of equal steps, above 1 for tokens sorted by residue.
+    runs: ranges of tokens, all with one step. The step is above 1 for tokens sorted by residue.
     """
 
     runs: tuple[range, ...]

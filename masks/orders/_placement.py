@@ -39,8 +39,8 @@ class Placement:
     keys: one entry for all key-value heads, or one for each.
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
         such pairs must be excluded, and all heads have equal keys, in runs of step 1.
-    num_tokens: run-time tensors have values for all lower positions; 0 if they end with the last position of a query or
-        key.
+    num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
+        last position of a query or key.
     """
 
     queries: Ranges
@@ -109,7 +109,7 @@ class Placement:
     def stretches(self, span: range, gap: int) -> list[range]:
         """Return ascending intervals of positions that together contain the keys of all heads in `span`.
 
-        Positions without a key are included in gaps of at most `gap` positions; longer gaps separate intervals.
+        A gap of at most `gap` positions without a key is part of an interval; longer gaps separate intervals.
         """
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
@@ -191,7 +191,7 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that hold the tokens of all heads, in whole blocks, at least two."""
+        """Number of slots of each head: enough for the tokens of any head, and whole blocks, at least two of them."""
         last = self.num_segments - 1
         held = last * self.width + int(self.held()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
@@ -249,7 +249,7 @@ class ActivePositions:
     @cached_property
     def positions(self) -> Int64[Tensor, "T S"]:
         """Position in each slot, a row for each item of `offsets` and `runs`; -1 if the slot is empty."""
-        rows = [self._active(*row) for row in zip(self.offsets, self.runs, strict=True)]
+        rows = [self._active_positions(*row) for row in zip(self.offsets, self.runs, strict=True)]
         slots = max(2, -(-max(map(len, rows)) // self.side)) * self.side
         return torch.stack([pad(row, (0, slots - len(row)), value=-1) for row in rows])
 
@@ -257,6 +257,6 @@ class ActivePositions:
         """Return the position in each slot of each head, in a single fold; -1 if the slot is empty."""
         return self.positions[list(self.rows), None].to(device or "cpu")
 
-    def _active(self, offset: int, runs: Ranges) -> Int64[Tensor, " n"]:
+    def _active_positions(self, offset: int, runs: Ranges) -> Int64[Tensor, " n"]:
         held = torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop, run.step) for run in runs)])
         return held[held % self.segment % self.step == offset].sort().values

@@ -46,17 +46,20 @@ class Tiling(Permutation):
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         slot = torch.arange(self.num_slots, device=device)
         box = self._whole_grid(slot)
-        for axis, unit in self._digits():
+        for axis, unit in self._cuts():
             size = unit * _tokens_per_place(box, axis)
             number = slot // size
             slot, box = slot - number * size, _children(box, axis, unit, number, number + 1)
-        return sum((side.first * stride for side, stride in self._strided(box)), torch.zeros_like(slot))
+        return sum((side.first * stride for side, stride in self._sides_and_strides(box)), torch.zeros_like(slot))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         token = torch.arange(self.num_slots, device=device)
         slot, box = torch.zeros_like(token), self._whole_grid(token)
-        places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
-        for axis, unit in self._digits():
+        places = [
+            token // stride % length
+            for length, (_, stride) in zip(self.grid, self._sides_and_strides(box), strict=True)
+        ]
+        for axis, unit in self._cuts():
             number = (places[axis] - box[axis].first) // unit
             slot, box = (
                 slot + number * unit * _tokens_per_place(box, axis),
@@ -65,9 +68,9 @@ class Tiling(Permutation):
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """Return (`rule`, a neighbourhood, as a rule over slot numbers; all slots as one slot run); origin must be 0.
+        """Return (an equivalent rule over slot numbers, all slots as one slot run).
 
-        Over positions instead of slot numbers, slot runs would be as short as a tile is wide.
+        Over positions, slot runs would be only as long as a tile is wide. `rule` must be a neighbourhood, `origin` 0.
         """
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
@@ -80,17 +83,17 @@ class Tiling(Permutation):
         """
         rest = _Runs(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
         found = []
-        for axis, unit in self._digits():
+        for axis, unit in self._cuts():
             whole, rest = _cut_at_children(rest, axis, unit)
             found.append(whole)
         runs, boxes = zip(*((part.run, part.sides) for part in found), strict=True)
         return Rectangles(torch.cat(runs), joined(*boxes))
 
-    def _digits(self) -> Iterator[tuple[int, int]]:
+    def _cuts(self) -> Iterator[tuple[int, int]]:
         """Yield (axis, length) of the successive cuts of the grid that define the order of slots.
 
         Each cut divides all rectangles along `axis` into children of this length, which follow one another in the
-        order: first into tiles, axis by axis, then into single tokens.
+        order. The first cuts, one for each axis, give the tiles; as many further cuts give single tokens.
         """
         yield from enumerate(self.tile)
         yield from ((axis, 1) for axis in range(len(self.tile)))
@@ -98,7 +101,7 @@ class Tiling(Permutation):
     def _whole_grid(self, like: Tensor) -> Rectangle:
         return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
 
-    def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
+    def _sides_and_strides(self, box: Rectangle) -> list[tuple[Progression, int]]:
         """Return (progression of coordinates, row-major stride of the grid) for each axis of a rectangle."""
         return [(side, prod(self.grid[axis + 1 :])) for axis, side in enumerate(box)]
 
@@ -146,9 +149,11 @@ def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Ru
 
 
 def _part_in_child(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
-    """Return the part of each slot run i in child number child[i] of its rectangle, with that child as its rectangle.
+    """Return, for each slot run i, the part of it in child number child[i] of the run's rectangle.
 
-    Children of a rectangle have `unit` places along `axis` and are numbered from 0. size: number of slots of a child.
+    That child is the rectangle of the part. Children have `unit` places along `axis` and are numbered from 0.
+
+    size: number of slots of a child.
     """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))

@@ -65,7 +65,7 @@ class Band(Pattern):
         if least is None and most is None:
             return lambda b, h, q, k: (q - k) % every == 0
         if least is None or most is None:
-            near = _at_most(high) if least is None else _at_least(low)
+            near = _distance_at_most(high) if least is None else _distance_at_least(low)
             return near if step == 1 else lambda b, h, q, k: ((q - k) % every == 0) & near(b, h, q, k)
         if step == 1:
             return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
@@ -108,11 +108,11 @@ class Band(Pattern):
         return as_ranges(range(start + (query - start) % step, stop, step))
 
 
-def _at_most(high: Tensor) -> MaskMod:
+def _distance_at_most(high: Tensor) -> MaskMod:
     return lambda b, h, q, k: k - q <= high
 
 
-def _at_least(low: Tensor) -> MaskMod:
+def _distance_at_least(low: Tensor) -> MaskMod:
     return lambda b, h, q, k: k - q >= low
 
 
@@ -147,8 +147,8 @@ class LocalWindow(Band):
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         """Return a window that is at least as wide and touches no further blocks (of q_side queries by k_side keys).
 
-        With side = gcd(q_side, k_side), `left` and `right` are kept if they are multiples of it; else each becomes the
-        next multiple minus 1.
+        `left` is kept if it is a multiple of gcd(q_side, k_side), else it becomes the next multiple minus 1; likewise
+        `right`.
         """
         side = gcd(q_side, k_side)
         left, right = (

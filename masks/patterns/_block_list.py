@@ -115,7 +115,10 @@ class BlockTable:
         return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
 
     def keys_of(self, table: int, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
-        """Return the positions below N that at least one of `queries` sees in one table, without regard to `limit`."""
+        """Return a mask of the key positions below N, True where at least one query sees the key in table `table`.
+
+        queries: True at the positions of the queries. Positions at `limit` and later are treated like all others.
+        """
         length = len(queries)
         row = torch.nn.functional.pad(queries, (0, -length % self.q_block)).view(-1, self.q_block).any(1).nonzero()
         named = self.entries[table, row[row < self.entries.shape[1]]].flatten()
@@ -306,7 +309,7 @@ class BlockList(TableRule):
         return _is_table(self.rows[0])
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        return _of_head(self, head) if self.by_head else self
+        return _pattern_of_head(self, head) if self.by_head else self
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         """Return self. Raises ValueError unless `block` divides, or is a multiple of, each of q_side and k_side."""
@@ -440,7 +443,7 @@ def _mixed_rows_error(name: str, value: Any) -> str:
 
 
 @lru_cache(maxsize=_HEADS_KEPT)
-def _of_head(pattern: BlockList, head: int) -> BlockList:
+def _pattern_of_head(pattern: BlockList, head: int) -> BlockList:
     return BlockList(pattern.rows[head], pattern.block)
 
 

@@ -58,11 +58,11 @@ class CustomRule:
     """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest.
 
     digest: identifies the operations and tensors of both functions, and the period.
-    recorded, classify: on the CPU; classify may be None.
-    period: shift of query and key that leaves the result unchanged, or None.
-    covers_pairs: the result has an entry for every query and key.
-    given: the caller's mask_mod and classify.
-    elsewhere: the function on other devices, see `on`.
+    recorded, classify: the mask_mod and `classify` as recorded functions with tensors on the CPU; classify may be None.
+    period: number of tokens by which query and key can be shifted without changing the mask_mod's result, or None.
+    covers_pairs: True if the mask_mod's result has an entry for every query and key, False if it broadcasts to them.
+    given: the functions of the caller, mask_mod and classify.
+    elsewhere: the mask_mod with its tensors on other devices, by device; `on` adds them.
     """
 
     digest: str
@@ -152,7 +152,7 @@ class Custom(Pattern):
         if classify is None or not len(area):
             return Bounds(torch.zeros_like(area), area)
         head = box.head if self.head is None else torch.full_like(box.head, self.head)
-        verdict = _verdicts(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        verdict = _classes_of_boxes(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
 
     def reason(self, pair: Pair) -> Reason:
@@ -184,8 +184,8 @@ class Custom(Pattern):
 def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
     """Pattern that allows the pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` returns True.
 
-    `fn` gets positions and global heads. To build block lists it is evaluated for every pair, except in blocks that
-    `classify` or other parts of the pattern decide, or that `period` makes equal to other blocks.
+    `fn` gets positions and global heads. To build block lists, its recorded operations run for every pair, except in
+    blocks that `classify` or other parts of the pattern decide, or that `period` makes equal to other blocks.
 
     classify: a function (head, q_first, q_last, k_first, k_last) of int64 tensors of shape (n,): n boxes of queries
         q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,):
@@ -194,10 +194,11 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     period: number of tokens by which query and key can be shifted together without changing the result; 1 if only their
         distance counts, None if unknown.
 
-    A BlockMask gives the pattern that compiled FlexAttention computes: partial blocks by the mask_mod, full blocks
-    whole, no others, with the lists of each batch entry and head. Its mask_mod may read `b` if it has lists for several
-    entries. Lists and lengths are copied. A call with positions beyond its lengths raises ValueError, as does one with
-    fewer keys than its lists name, unless they list exactly the pairs of the mask_mod.
+    A BlockMask as `fn` gives the pattern that compiled FlexAttention computes for it. In each batch entry and head,
+    partial blocks allow the pairs of the mask_mod, full blocks all pairs, and blocks in no list none. The mask_mod may
+    read `b` if the BlockMask has lists for several entries. Lists and lengths are copied. A call with positions beyond
+    the lengths raises ValueError. So does a call with fewer keys than the lists name, unless the lists allow exactly
+    the pairs of the mask_mod.
 
     `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
     later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
@@ -223,9 +224,9 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     )
     if period is not None:
         require_int("period", period, minimum=1)
-    recorded, classes = _recorded(given[0], 4), None
+    recorded, classes = _record_on_cpu(given[0], 4), None
     if given[1] is not None:
-        classes = _recorded(given[1], 5, shape=(1,), what=f"classify of the custom function {_name(given[0])!r}")
+        classes = _record_on_cpu(given[1], 5, shape=(1,), what=f"classify of the custom function {_name(given[0])!r}")
     digests = [_digest(each) for each in (recorded, classes) if each is not None]
     digest = "+".join(digests + ([] if period is None else [f"period {period}"]))
     with _rules_lock:
@@ -267,11 +268,11 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]
 
 
-def _recorded(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
+def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
     """Record a function of `number` integers; the result reads CPU copies of the tensors that the function reads.
 
     shape: shape of its arguments.
-    what: name of the function in errors; "" for that of a mask_mod.
+    what: text for the function in errors; "" for the text of a mask_mod, "the custom function" and its name.
 
     Raises TypeError or ValueError if the function cannot be recorded.
     """
@@ -289,10 +290,10 @@ def _recorded(function: Callable[..., Any], number: int, shape: tuple[int, ...] 
         if type(x) not in (Tensor, Parameter, Buffer) or x.layout != torch.strided or x.is_quantized or x.is_meta:
             got = f"a {type(x).__name__} of {x.layout} on {x.device.type}"
             raise TypeError(f"{what} needs plain dense tensors; it reads {got}")
-    return found.reading([_copied(x) for x in found.tensors])
+    return found.reading([_cpu_copy(x) for x in found.tensors])
 
 
-def _copied(x: Tensor) -> Tensor:
+def _cpu_copy(x: Tensor) -> Tensor:
     with torch.inference_mode(False):
         x = x.detach().resolve_conj().resolve_neg()
         return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -335,7 +336,7 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
 
 def _reads_entry(function: MaskMod) -> bool:
     """Return True if the result of a mask_mod may depend on the batch entry b."""
-    return _BATCH in _recorded(_require_function("a custom function", function, "(b, h, q, k)"), 4).reads
+    return _BATCH in _record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4).reads
 
 
 def _check_mask_mod(name: str, recorded: Recorded) -> bool:
@@ -349,8 +350,8 @@ def _check_mask_mod(name: str, recorded: Recorded) -> bool:
         advice = "for rules that differ between batch entries use run-time tensors, such as masks.mask"
         raise _refusal(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
     grid = _largest_grid(recorded)
-    result = _call(name, recorded, grid)
-    answers = _over_grid(name, result, grid)
+    result = _call_on_grid(name, recorded, grid)
+    answers = _expanded_to_grid(name, result, grid)
     _check_elementwise(name, recorded, grid, answers)
     return (1, 1, *result.shape)[-2:] == answers.shape[-2:]
 
@@ -376,7 +377,7 @@ def _largest_grid(function: MaskMod) -> Places:
     return tuple(part.clone() for part in grid)
 
 
-def _call(name: str, function: MaskMod, grid: Places, kind: str = "") -> Tensor:
+def _call_on_grid(name: str, function: MaskMod, grid: Places, kind: str = "") -> Tensor:
     try:
         return function(*grid)
     except Exception as error:
@@ -387,7 +388,7 @@ def _call(name: str, function: MaskMod, grid: Places, kind: str = "") -> Tensor:
         ) from error
 
 
-def _over_grid(name: str, result: Tensor, grid: Places) -> Tensor:
+def _expanded_to_grid(name: str, result: Tensor, grid: Places) -> Tensor:
     """Return the result of a mask_mod, expanded to the broadcast shape of the grid (b, h, q, k).
 
     Raises ValueError unless it broadcasts to this shape. name: name of the mask_mod, for errors.
@@ -412,7 +413,7 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
     tries = [(once, cells, some) for some in (slice(None), *range(min(_POINTS, len(answers))))]
     for when, given, some in (*tries, ("for int32 positions, which kernels use, and int64", cells.int(), slice(None))):
         given, expected = given[:, some], answers[some]
-        found = _call(name, function, given.unbind(0), " int32" if given.dtype == torch.int32 else "")
+        found = _call_on_grid(name, function, given.unbind(0), " int32" if given.dtype == torch.int32 else "")
         fits = found.shape in (expected.shape, ())
         differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
         if differs:
@@ -422,7 +423,7 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
             raise _refusal(name, rule, differ)
 
 
-def _verdicts(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
+def _classes_of_boxes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
     """Return the result of `classify` for n boxes: EMPTY, PARTIAL or FULL for each, in an integer tensor of shape (n,).
 
     boxes: (head, q_first, q_last, k_first, k_last), each of shape (n,).
@@ -454,8 +455,8 @@ def _check_classify(name: str, classify: Classify) -> None:
     first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
     q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
     boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
-    together = _verdicts(name, classify, boxes)
-    alone = [_verdicts(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
+    together = _classes_of_boxes(name, classify, boxes)
+    alone = [_classes_of_boxes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
     if not torch.equal(together, torch.cat(alone)):
         raise ValueError(
             f"classify of the custom function {name!r} must decide each box independently of the others; it does not"

@@ -138,13 +138,13 @@ class Dilated(Pattern):
         if torch.equal(q_first, q_last) and torch.equal(k_first, k_last):
             # The common case deep in the quadtree: no box crosses a segment border.
             begin = start * self.segment + offsets
-            pairs = torch.where(spanned > 0, self._hits(box.q, begin) * self._hits(box.k, begin), 0)
+            pairs = torch.where(spanned > 0, self._count_active(box.q, begin) * self._count_active(box.k, begin), 0)
             return Bounds(pairs, pairs)
 
         def pairs_in(index: int) -> Counts:
             begin = (start + index) * self.segment
             q, k = (clip(side, begin, begin + self.segment) for side in (box.q, box.k))
-            return self._hits(q, begin + offsets) * self._hits(k, begin + offsets)
+            return self._count_active(q, begin + offsets) * self._count_active(k, begin + offsets)
 
         return count_runs(spanned, box.area, pairs_in)
 
@@ -159,7 +159,7 @@ class Dilated(Pattern):
         found = f"{pair.the_query} has residue {query}, {pair.the_key} residue {key}"
         return Reason(self, query == key == offset, f"{where}, {active}: {found}")
 
-    def _hits(self, progression: Progression, begin: Counts) -> Counts:
+    def _count_active(self, progression: Progression, begin: Counts) -> Counts:
         """Return the number of active positions in each progression, which must be within one segment.
 
         begin: first active position of that segment.
@@ -178,8 +178,8 @@ class ZeroPadded(Dilated):
     """Dilated branch with the zero padding of torchscale's encoder; the allowed pairs are those of `Dilated`.
 
     For N tokens a segment has w = min(segment, N) tokens. The sequence is padded with zeros to a multiple of w, then
-    each segment to a multiple of the rate, so that each head has ceil(w / rate) active places in a segment. Places that
-    hold no token act as keys of score 0 and value 0 for all active queries of the segment.
+    each segment to a multiple of the rate, so that each head has ceil(w / rate) active places in a segment. Active
+    places without a token act as keys of score 0 and value 0 for all active queries of the segment.
     """
 
     pads = True
@@ -229,7 +229,9 @@ OF_BRANCHES = {
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Pattern in which every `rate`-th token of a segment, from `offset` on, sees all such tokens of its segment.
 
-    segment: tokens of a segment; the rate need not divide it. Other tokens of the segment see no key.
+    These tokens are active; all others see no key, and no query sees them.
+
+    segment: tokens of a segment; the rate need not divide it.
     offset: first active token of each segment, or one of `longnet`'s rules, "interleaved" or "contiguous", which give
         each head an offset.
 
@@ -277,10 +279,10 @@ def longnet(
         write `per_head` for these offsets.
     offsets: "interleaved" gives head h of H heads the offset h mod rate (eq. 13); "contiguous" gives it floor(h /
         ceil(H / rate)), which torchscale's checkpoints expect.
-    padding: None, or "zeros" for the padding of torchscale's encoder. Zeros then pad the last segment, and each segment
-        to a multiple of the rate, and take part in the softmax as keys of score 0 and value 0. They are not pairs of
-        the pattern; `attend` adds them to the softmax. A padded pattern can be combined by `+`, and by `& causal()`,
-        which hides the zeros and so drops the padding.
+    padding: None, or "zeros" for the padding of torchscale's encoder: zeros fill up the last segment, and then each
+        segment to a multiple of the rate. They are keys of score 0 and value 0. They are not in the pattern's pairs;
+        `attend` adds them to the softmax. A padded pattern can be combined by `+`, and by `& causal()`, which hides the
+        zeros and so drops the padding.
 
     Raises ValueError for lists that are empty or of unequal length, values below 1, unknown rules, and padding with
     heads="grouped".

@@ -94,8 +94,8 @@ def of_block_mask(
     custom: makes a pattern of a mask_mod.
     reads_entry: returns True if a mask_mod reads the batch entry `b`.
 
-    Raises ValueError if its lists do not fit its lengths, or name a block twice, and for a mask_mod that reads `b` if
-    there are no lists for each batch entry.
+    Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
+    `b` although all batch entries share the lists.
     """
     partial, full = _tables(block_mask)
     rules = _rules(block_mask.mask_mod, len(partial), custom, reads_entry)
@@ -103,7 +103,9 @@ def of_block_mask(
     for entry, rule in enumerate(rules):
         before = entry - 1
         known = rule is rules[before] and all(torch.equal(table[entry], table[before]) for table in (partial, full))
-        made.append(made[before] if entry and known else _of_entry(rule, partial[entry], full[entry], block_mask))
+        made.append(
+            made[before] if entry and known else _pattern_of_entry(rule, partial[entry], full[entry], block_mask)
+        )
     whole = made[0] if len(set(made)) == 1 else per_sample(made, _entry_numbers(len(made)), name="batch_entry")
     (queries, keys), heads = block_mask.seq_lengths, partial.shape[1]
     return And.of(whole, PositionsBelow(int(queries), int(keys), heads if heads > 1 else None))
@@ -123,10 +125,10 @@ def _rules(
             "BlockMask: write create_block_mask(mask_mod, B=batch, ...) for two entries or more, and for one entry a "
             "function that does not read b"
         )
-    return [custom(_at_entry(function, entry)) for entry in range(entries)]
+    return [custom(_mask_mod_at_entry(function, entry)) for entry in range(entries)]
 
 
-def _at_entry(function: Any, entry: int) -> Any:
+def _mask_mod_at_entry(function: Any, entry: int) -> Any:
     def at_entry(b, h, q, k):
         return function(torch.full_like(b, entry), h, q, k)
 
@@ -140,10 +142,10 @@ def _entry_numbers(batch: int) -> Tensor:
     return torch.arange(batch)
 
 
-def _of_entry(
+def _pattern_of_entry(
     rule: Pattern, partial: Bool[Tensor, "H R C"], full: Bool[Tensor, "H R C"], block_mask: BlockMask
 ) -> Pattern:
-    if _are_lists_of(rule, partial, full, block_mask):
+    if _lists_match_rule(rule, partial, full, block_mask):
         return rule
     if rule == every():
         partial, full = torch.zeros_like(full), partial | full
@@ -161,12 +163,13 @@ def _of_entry(
     return Or.of(*parts) if parts else ~every()
 
 
-def _are_lists_of(
+def _lists_match_rule(
     rule: Pattern, partial: Bool[Tensor, "H R C"], full: Bool[Tensor, "H R C"], block_mask: BlockMask
 ) -> bool:
-    """Return True if the lists allow exactly the pairs that `rule` allows; False also if it does not compare them.
+    """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    It compares at most 2**28 pairs, and no rule that differs by head with the lists of a single head.
+    Return False without a comparison if there are more than 2**28 pairs, or if the rule differs by head but the lists
+    are for a single head. A rule that allows every pair is compared at any size.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():
@@ -205,7 +208,7 @@ def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor
             "a BlockMask must have lists of partial and of full blocks for the same batch entries and heads; got "
             f"{tuple(partial.shape[:2])} and {tuple(full.shape[:2])}"
         )
-    _require_once("kv_indices and full_kv_indices", partial.int() + full.int())
+    _require_no_repeats("kv_indices and full_kv_indices", partial.int() + full.int())
     return partial, full
 
 
@@ -235,11 +238,11 @@ def _table(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int)
             raise ValueError(f"{rule}; got {int(wrong[0])}")
     table = torch.zeros(*numbers.shape, columns + 1, dtype=torch.int32)
     table.scatter_add_(-1, torch.where(used, indices, columns), torch.ones_like(indices, dtype=torch.int32))
-    _require_once(f"{kind}kv_indices", table[..., :columns])
+    _require_no_repeats(f"{kind}kv_indices", table[..., :columns])
     return table[..., :columns] > 0
 
 
-def _require_once(what: str, table: Tensor) -> None:
+def _require_no_repeats(what: str, table: Tensor) -> None:
     again = (table > 1).nonzero()
     if len(again):
         entry, head, row, column = again[0].tolist()

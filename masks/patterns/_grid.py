@@ -177,19 +177,23 @@ class Axis:
         """Return the places that the queries first, first + rate, ..., last see, as ascending ranges of step `rate`."""
         rate, residue = self.rate, first % self.rate
         held = self._class_length(residue)
-        begin, end = (self._begin(place // rate, held) for place in (first, last))
+        begin, end = (self._window_begin(place // rate, held) for place in (first, last))
         stop = last // rate + 1 if self.is_causal else end + self.size
         if stop - begin >= held:
             begin, stop = 0, held
-        parts = (within(range(begin + turn, stop + turn), 0, held) for turn in self._turns(held))
+        parts = (within(range(begin + turn, stop + turn), 0, held) for turn in self._wrap_shifts(held))
         return tuple(range(residue + rate * part[0], residue + rate * part[-1] + 1, rate) for part in parts if part)
 
-    def _begin(self, number: int, held: int) -> int:
-        """Return the number, in its class, of the first key of a query's window; negative if the window wraps there."""
+    def _window_begin(self, number: int, held: int) -> int:
+        """Return the first place of a query's window; below 0 if the window wraps around the beginning of the class.
+
+        number: place of the query. Places are numbered from 0 within the class, in the result too.
+        held: number of places of the class.
+        """
         begin = number // self.stride * self.stride - self.lead
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 
-    def _turns(self, held: int) -> tuple[int, ...]:
+    def _wrap_shifts(self, held: int) -> tuple[int, ...]:
         """Return all shifts by which parts of an unwrapped window move into a class of `held` places."""
         return (-held, 0, held) if self.wraps else (0,)
 
@@ -241,7 +245,7 @@ class Axis:
         if self.wraps:
             perhaps = 1 - self.stride - self.lead, self.size - 1 - self.lead
         reaches = (
-            [(least * self.rate + turn, most * self.rate + turn) for turn in self._turns(self.length)]
+            [(least * self.rate + turn, most * self.rate + turn) for turn in self._wrap_shifts(self.length)]
             for least, most in (surely, perhaps)
         )
         near, far = (
@@ -253,8 +257,8 @@ class Axis:
     def _count_in_class(self, box: Box, held: int) -> Bounds:
         """Return bounds on the allowed pairs of each box within one residue class of `held` places.
 
-        Positions in `box` are numbered within the class. The number of pairs is the sum over the groups of the keys
-        before the end of the window, minus the keys before its beginning.
+        Positions in `box` are numbered within the class. The pairs of a query are the keys before the end of its window
+        minus the keys before the beginning of its window; both are summed over all queries, by groups.
         """
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._groups(q))
@@ -265,7 +269,7 @@ class Axis:
         latest, soonest = (
             (every, none) if self.wraps else (count_within(k, 0, stop) for stop in (held - self.size, self.size))
         )
-        turns, end = self._turns(held), self.size - self.lead
+        turns, end = self._wrap_shifts(held), self.size - self.lead
         pairs = -sum(
             times * _keys_before(first, turn - self.lead, k, 0, latest) for first, times in groups for turn in turns
         )
@@ -279,11 +283,11 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """Yield items (first place of each group, number of queries of q in each group) that cover all queries.
+        """Yield items (first places of some groups, number of queries of q in each of these groups).
 
-        Groups are those that share a window, see `Axis`; first places are progressions. Add up the numbers of a group
-        that several items contain: some are corrections below 0, for first and last groups that q holds in part.
-        Yields nothing if this takes more than 64 items.
+        Groups consist of queries that share a window, see `Axis`. If several items contain a group, its number is the
+        sum of theirs: some items subtract queries from first and last groups of which q has only a part. Together the
+        items count each query of q once. Yields nothing if that takes more than 64 items.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:
@@ -306,7 +310,9 @@ class Axis:
             begin, last = (each.clamp(min=0, max=held - self.size) for each in (begin, last))
         end, stop = (q.first + 1, q.last + 1) if self.is_causal else (begin + self.size, last + self.size)
         shared, reached = (
-            reduce(torch.add, [count_within(k, low + turn, high.maximum(low) + turn) for turn in self._turns(held)])
+            reduce(
+                torch.add, [count_within(k, low + turn, high.maximum(low) + turn) for turn in self._wrap_shifts(held)]
+            )
             for low, high in ((last, end), (begin, stop))
         )
         return Bounds(*(torch.where(q.count > 0, q.count * keys.minimum(k.count), 0) for keys in (shared, reached)))

@@ -62,7 +62,7 @@ class MarkedTokens(Pattern):
         """Return the end of "position t is ...", such as "one of the first 4" or, unmarked, "not among the first 4"."""
         raise NotImplementedError
 
-    def is_marked(self, device: torch.device) -> _Test:
+    def mark_test(self, device: torch.device) -> _Test:
         """Return a function from a tensor of positions on `device` to a bool tensor, True where marked."""
         period, first, stop = self.marks()
         edge, every = parameters(device, first or stop, period or 1)
@@ -95,7 +95,7 @@ class MarkedTokens(Pattern):
         return among(ranges, positions)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        marked = self.is_marked(device)
+        marked = self.mark_test(device)
         if self.rows and self.columns:
             return lambda b, h, q, k: marked(q) | marked(k)
         if self.rows:
@@ -117,7 +117,7 @@ class MarkedTokens(Pattern):
 
     def reason(self, pair: Pair) -> Reason:
         sides = [(pair.the_query, pair.query)] * self.rows + [(pair.the_key, pair.key)] * self.columns
-        marked = self.is_marked(torch.device("cpu"))
+        marked = self.mark_test(torch.device("cpu"))
         allowed = any(bool(marked(position)) for _, position in sides)
         return Reason(self, allowed, " and ".join(f"{name} is {self.described(position)}" for name, position in sides))
 
@@ -224,7 +224,7 @@ def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pat
 
 @constructor
 def first_tokens(count: int) -> Pattern:
-    """Pattern in which every query sees the first `count` tokens and no other, such as attention sinks.
+    """Pattern in which every query sees the first `count` tokens, such as attention sinks, and no others.
 
     Source: StreamingLLM, arXiv 2309.17453. Raises ValueError for a count below 1.
 
@@ -274,9 +274,9 @@ def fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 
 def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> Counts:
-    """Return the sums over 0 <= i < number of floor((first + step * i) / modulus), by Euclid's algorithm.
+    """Return the sum of floor((first + step * i) / modulus) over all i with 0 <= i < number, by Euclid's algorithm.
 
-    Elementwise for tensors `number` and `first`, which must not be negative.
+    There is one sum for each entry of the tensors `number` and `first`, which must not be negative.
     """
     total = torch.zeros_like(first)
     while True:
