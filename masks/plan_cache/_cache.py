@@ -149,7 +149,7 @@ class Cache:
         self._copies: OrderedDict[Entry, None] = OrderedDict()
         self._masters: OrderedDict[Entry, None] = OrderedDict()
         self._building: dict[Hashable, _Building] = {}
-        self._start_counts()
+        self._reset_counts()
 
     @property
     def budget_bytes(self) -> int:
@@ -158,7 +158,7 @@ class Cache:
 
     @budget_bytes.setter
     def budget_bytes(self, value: int) -> None:
-        self._limit(Limits(value, self.budget_entries))
+        self._set_limits(Limits(value, self.budget_entries))
 
     @property
     def budget_entries(self) -> int:
@@ -167,7 +167,7 @@ class Cache:
 
     @budget_entries.setter
     def budget_entries(self, value: int) -> None:
-        self._limit(Limits(self.budget_bytes, value))
+        self._set_limits(Limits(self.budget_bytes, value))
 
     def get(
         self,
@@ -242,7 +242,7 @@ class Cache:
             dropped, self._bytes = len(self._entries), 0
             for kept in (self._entries, self._copies, self._masters, self._building):
                 kept.clear()
-            self._start_counts()
+            self._reset_counts()
         log.debug("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
@@ -264,7 +264,7 @@ class Cache:
         held = f"{len(self._entries):,} of {self.budget_entries:,} entries"
         return f"Cache({held}, {bytes_text(self._bytes)} of {bytes_text(self.budget_bytes)})"
 
-    def _start_counts(self) -> None:
+    def _reset_counts(self) -> None:
         self._hits = self._misses = self._evictions = 0
         self._build_seconds = 0.0
 
@@ -308,7 +308,7 @@ class Cache:
         """
         return self._building.get(key) is mine and self._building.pop(key) is mine
 
-    def _limit(self, limits: Limits) -> None:
+    def _set_limits(self, limits: Limits) -> None:
         with self._lock:
             self._limits = limits
             gone = self._evict(0, 0)
@@ -350,10 +350,9 @@ def debug_wanted() -> bool:
 
 
 def pattern_text(text: str) -> str:
-    """Return the first of several concatenated JSON texts of patterns, as a Python expression.
+    """Return the first pattern of a text as a Python expression, shortened as by `in_line`; "any pattern" for "".
 
-    It is shortened as by `in_line`; so is the JSON itself, which is returned if it cannot be read. "any pattern" for an
-    empty text.
+    text: JSON texts of patterns, one after another. If the first cannot be read, the result is `text`, shortened.
     """
     text = text.strip()
     if not text:

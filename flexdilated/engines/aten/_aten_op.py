@@ -11,7 +11,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression, device_kind
 from ...masks.orders import Placement
-from ...masks.patterns import alike, tables, without_start
+from ...masks.patterns import rules_of_entries, tables, without_start
 from ...masks.planning import (
     ANYTHING,
     SLOTS_AT_ONCE,
@@ -262,7 +262,7 @@ def _programs_for(
     if not bindings:
         return [(EntryRange(slice(None)), program_of_rows(call, None, q.device))], None
     found = []
-    for rows, of_rows in alike(call.rules(bindings), q.shape[0]):
+    for rows, of_rows in rules_of_entries(call.rules(bindings), q.shape[0]):
         rule, start = without_start(of_rows)
         found.append((EntryRange(rows), program_of_rows(call._replace(q_offset=call.q_offset + start), rule, q.device)))
     return found, None
@@ -296,7 +296,7 @@ def _term_programs(
             rule = apart[0]
             rows = apart[1].rows[:, call.k_offset : call.k_offset + call.num_keys]
             visible = Layout(call.num_keys, call.rate).apply(rows, dim=1)
-        groups = [(EntryRange(rows), of_rows) for rows, of_rows in alike(rule, batch)]
+        groups = [(EntryRange(rows), of_rows) for rows, of_rows in rules_of_entries(rule, batch)]
     found = []
     for entries, rule in groups:
         each, start = (rule, 0) if call.placement else without_start(rule)

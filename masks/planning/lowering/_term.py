@@ -67,7 +67,7 @@ class PairWeights:
         """Log of the weights, to be added to attention scores, -inf for keys after the query; a view: do not modify."""
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_shifted
-        rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
+        rows, before = _next_power_of_two(num_queries), _next_power_of_two(lead) if lead else 0
         strip = cache().get(
             ("pair weights", table, rows, before, dtype),
             lambda: _bias_of_strip(torch.tensor(table), rows + period, before, rows + period, dtype),
@@ -168,7 +168,7 @@ def _shifted_table(table: _Table, shift: int) -> _Table:
     return tuple(row[-shift:] + row[:-shift] if shift else row for row in rows)
 
 
-def _power_of_two(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     """Smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
