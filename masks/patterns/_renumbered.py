@@ -150,7 +150,7 @@ class After(_FromStart):
 
 @pattern_kind("per_document")
 class PerDocument(_FromStart):
-    """Pattern that allows a pair iff both positions are in one document, and `part` allows their places in the document.
+    """Pattern that allows a pair iff both positions are in one document and `part` allows their places in the document.
 
     `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
     """

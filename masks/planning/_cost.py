@@ -74,9 +74,9 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
     The machine's rates were measured at one head dim and dtype, and are used for all.
     """
-    work = [_work(term, machine) for term in terms]
+    work = [_pairs_and_unit_seconds(term, machine) for term in terms]
     unit_s = sum((unit_s for _, unit_s in work), 0.0)
-    return _cost(sum(pairs for pairs, _ in work), unit_s, terms, machine, given, operands)
+    return _cost_of_pairs(sum(pairs for pairs, _ in work), unit_s, terms, machine, given, operands)
 
 
 def least_seconds(
@@ -90,10 +90,10 @@ def least_seconds(
     given: order of the tokens in q, k and v.
     """
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
-    return _cost(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
+    return _cost_of_pairs(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
 
 
-def _cost(
+def _cost_of_pairs(
     pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
     """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
@@ -103,7 +103,7 @@ def _cost(
     return Cost(pairs, moved, launches, seconds)
 
 
-def least_seconds_in_larger(
+def least_seconds_in_larger_blocks(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: OperandSizes
 ) -> float:
     """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
@@ -115,7 +115,7 @@ def least_seconds_in_larger(
     """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
-    work = [_work(term, machine) for term in terms if term.shape == "blocks"]
+    work = [_pairs_and_unit_seconds(term, machine) for term in terms if term.shape == "blocks"]
     return cost.seconds + operands.flops * sum(pairs / fastest - unit_s for pairs, unit_s in work)
 
 
@@ -127,7 +127,7 @@ def computed_pairs(term: Term) -> int:
     return round(sum(term.listed_blocks) * term.block_side**2)
 
 
-def _work(term: Term, machine: Machine) -> tuple[int, float]:
+def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
     """(number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
@@ -139,10 +139,10 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term, calls_a_list: int) -> int:
-    """Number of kernel calls of a term: `calls_a_list` for each of its block lists.
+    """Number of kernel calls of a term.
 
-    Without block lists it is one, or, if the queries are copied in a `Compact` order, one for each chunk of
-    `SLOTS_AT_ONCE` of them. A `TableTerm` counts its own.
+    A term with block lists has `calls_a_list` calls for each list, and a `TableTerm` gives its own number. Any other
+    term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots.
     """
     if isinstance(term, TableTerm):
         return term.work.calls

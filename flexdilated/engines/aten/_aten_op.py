@@ -21,8 +21,8 @@ from ...masks.planning import (
     Option,
     Plan,
     machine_of,
-    one_after_another,
     plan,
+    rule_of_joined_entries,
     takes_mask,
     without_scattered_keys,
 )
@@ -322,7 +322,7 @@ def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, lis
         return None
     if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
         return None
-    joined = one_after_another(rule, tokens, batch)
+    joined = rule_of_joined_entries(rule, tokens, batch)
     call = call._replace(num_queries=batch * tokens, num_keys=batch * tokens)
     return None if joined is None else (call, [(Packed(), joined)])
 

@@ -38,11 +38,11 @@ class KeyWeights:
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """Sum of the weights over all pairs of all heads."""
-        return num_queries * int(_repeated(torch.tensor(self.periods), num_keys).sum())
+        return num_queries * int(_repeat_periods(torch.tensor(self.periods), num_keys).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
         """Log of the weights, to be added to attention scores."""
-        return _repeated(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
+        return _repeat_periods(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PairWeights:
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
         """Log of the weights, to be added to attention scores, -inf for keys after the query; a view: do not modify."""
         period, lead = len(self.table), num_keys - num_queries
-        table, shift = self._least_shifted
+        table, shift = self._least_cyclic_shift
         rows, before = _next_power_of_two(num_queries), _next_power_of_two(lead) if lead else 0
         strip = cache().get(
             ("pair weights", table, rows, before, dtype),
@@ -77,7 +77,7 @@ class PairWeights:
         return strip[None, shift : shift + num_queries, first : first + num_keys]
 
     @cached_property
-    def _least_shifted(self) -> tuple[_Table, int]:
+    def _least_cyclic_shift(self) -> tuple[_Table, int]:
         """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and that shift."""
         # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
@@ -85,7 +85,7 @@ class PairWeights:
 
 @dataclass(frozen=True)
 class CountedPairs:
-    """Weight of a pair: the number of branches of a bound pattern that allow it, as a dense tensor, for few tokens."""
+    """Weights as a dense tensor, for few tokens: a pair's weight is the number of branches of `bound` that allow it."""
 
     bound: Bound
 
@@ -99,13 +99,15 @@ class CountedPairs:
 
         A view of a cached tensor: do not modify it.
         """
-        return self._cached_or_cut("pair counts", self._count_pairs)
+        return self._cached_tensor("pair counts", self._count_pairs)
 
-    def _cached_or_cut(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
-        """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
+    def _cached_tensor(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
+        """Return the tensor that `build` makes, or an equal part of one that is cached for more tokens.
 
-        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones with an equal
-        difference of num_keys and num_queries.
+        A pair's positions determine its entry. The tensor of the longest call therefore serves all shorter calls with
+        equal first positions and an equal difference of num_keys and num_queries.
+
+        name, more: further parts of the key in the cache.
         """
         bound = self.bound
         first = replace(bound, num_queries=1, num_keys=1).key()
@@ -141,13 +143,13 @@ class CountedPairs:
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
-        return self._cached_or_cut("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
+        return self._cached_tensor("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
 
 Weights = KeyWeights | PairWeights | CountedPairs
 
 
-def _repeated(periods: Tensor, slots: int) -> Tensor:
+def _repeat_periods(periods: Tensor, slots: int) -> Tensor:
     return periods.repeat(1, -(-slots // periods.shape[1]))[:, :slots]
 
 
@@ -175,9 +177,10 @@ def _next_power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Term:
-    """Pairs of some heads, of one branch or of several together, over orders of queries and keys, for one kernel.
+    """Pairs that one kernel computes for some heads: pairs of one branch, or of several branches together.
 
-    q, k: orders, which give the tokens of the term and the slot of each. All folds repeat the rule of fold 0.
+    q, k: orders of the queries and keys: the tokens of the term, and the slot of each. All folds repeat the rule of
+        fold 0.
     rule: allowed pairs among these tokens.
     shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
         at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
@@ -311,10 +314,11 @@ class Term:
         return replace(rule, rows=replace(rule, q=_with_tables(q, distinct), k=_with_tables(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
-        """Return one term whose folds are n copies of this one; copy i has indices of tokens that many later.
+        """Return one term whose folds are n copies of this term's folds, each copy over other tokens.
 
-        Every fold is computed with the rule at the positions of this term, so the rule must allow the same pairs at the
-        positions of every copy.
+        In copy i, indices of query tokens are larger by q_tokens[i], and those of key tokens by k_tokens[i]. Every fold
+        is computed with the rule at the positions of this term, so the rule must allow the same pairs at the positions
+        of every copy.
         """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
@@ -336,17 +340,17 @@ class Term:
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
-            shift = self._shift(min(offsets))
+            shift = self._whole_periods(min(offsets))
             sides = {"q": self.q.order, "k": self.k.order}
             return replace(self, **sides, multiplicity=1, q_offset=offsets[0] - shift, k_offset=offsets[1] - shift)
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return self
         least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
-        shift = self._shift(least)
+        shift = self._whole_periods(least)
         q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
-    def _shift(self, position: int) -> int:
+    def _whole_periods(self, position: int) -> int:
         """Largest multiple of the rule's period that is at most `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period
@@ -390,12 +394,12 @@ class Term:
             q = torch.tensor(self.q.starts, dtype=dtype, device=device) + self.q_offset
             k = torch.tensor(self.k.starts, dtype=dtype, device=device) + self.k_offset
             steps = (torch.tensor(side.step, dtype=dtype, device=device) for side in (self.q, self.k))
-            return _on_progressions(inner, heads, q, k, *steps)
+            return _mask_mod_on_progressions(inner, heads, q, k, *steps)
         if self.q.is_natural and self.k.is_natural:
             offsets = (torch.tensor(offset, dtype=dtype, device=device) for offset in (self.q_offset, self.k_offset))
-            return _shifted(inner, heads, *offsets)
+            return _shifted_mask_mod(inner, heads, *offsets)
         q_positions, k_positions = (side.tokens(device)[0, 0].to(dtype) for side in (self.q, self.k))
-        return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
+        return _mask_mod_on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
 def _with_tables(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
@@ -405,7 +409,7 @@ def _with_tables(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     return replace(pieces, firsts=firsts)
 
 
-def _on_progressions(
+def _mask_mod_on_progressions(
     inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, q_step: Tensor, k_step: Tensor
 ) -> MaskMod:
     def mask_mod(b, h, q, k):
@@ -414,14 +418,14 @@ def _on_progressions(
     return mask_mod
 
 
-def _shifted(inner: MaskMod, heads: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
+def _shifted_mask_mod(inner: MaskMod, heads: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
         return inner(b, heads[h], q + q_offset, k + k_offset)
 
     return mask_mod
 
 
-def _on_positions(inner: MaskMod, heads: Tensor, q_positions: Tensor, k_positions: Tensor) -> MaskMod:
+def _mask_mod_on_positions(inner: MaskMod, heads: Tensor, q_positions: Tensor, k_positions: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
         return inner(b, heads[h], q_positions[q], k_positions[k])
 
