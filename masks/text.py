@@ -243,7 +243,7 @@ class _Parser:
     def _evaluate(self, node: ast.expr) -> object:
         match node:
             case ast.Constant(str() as value):
-                if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
+                if self._text[self._character_index(node.col_offset) + 1 : self._end_index(node) - 1] != value:
                     raise self._error_at(node, "a string needs two quotes on one line, without prefix")
                 return value
             case ast.Constant(int() | None as value):
@@ -253,13 +253,13 @@ class _Parser:
             case ast.UnaryOp(ast.Invert()):
                 at, times = 0, 0
                 while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-                    node, at, times = node.operand, self._index(node.col_offset), times + 1
-                return self._join(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
+                    node, at, times = node.operand, self._character_index(node.col_offset), times + 1
+                return self._combine(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
             case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
                 parts = [*_chain_operands(node)]
                 mark, join = _OPERATORS[type(node.op)]
-                at = self._text.index(mark, self._end(parts[0]))
-                return self._join(at, mark, join, parts)
+                at = self._text.index(mark, self._end_index(parts[0]))
+                return self._combine(at, mark, join, parts)
             case ast.List() | ast.Tuple():
                 values = [self._evaluate(each) for each in node.elts]
                 return tuple(values) if isinstance(node, ast.Tuple) else values
@@ -267,10 +267,10 @@ class _Parser:
                 return self._call(node)
             case ast.Name() | ast.Attribute():
                 name, function = self._function(node)
-                raise self._error(self._end(node), f"{name} must be called: {name}{_parameters_text(function)}")
+                raise self._error(self._end_index(node), f"{name} must be called: {name}{_parameters_text(function)}")
         raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
 
-    def _join(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
+    def _combine(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
         parts = [self._evaluate(node) for node in nodes]
         for part in parts:
             if not isinstance(part, Expression):
@@ -287,7 +287,9 @@ class _Parser:
         names = [str(each.arg) for each in node.keywords]
         for index, each in enumerate(node.keywords):
             if names[index] in names[:index]:
-                raise self._error(self._index(each.col_offset), f"an argument is given once; got {each.arg!r} again")
+                raise self._error(
+                    self._character_index(each.col_offset), f"an argument is given once; got {each.arg!r} again"
+                )
         values = [self._evaluate(each) for each in given]
         by_name = dict(zip(names, values[len(node.args) :], strict=True))
         try:
@@ -312,21 +314,21 @@ class _Parser:
         value = self._evaluate(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
             says = f"a dot must follow a pattern, and be followed by one of its methods {', '.join(_METHODS)}"
-            raise self._error(self._end(node) - len(node.attr), says)
+            raise self._error(self._end_index(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 
-    def _index(self, place: int) -> int:
+    def _character_index(self, place: int) -> int:
         """Return the character index in the text for `place`, a UTF-8 byte offset in the text without leading blanks.
 
         Nodes of a syntax tree have such offsets.
         """
         return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
 
-    def _end(self, node: ast.expr) -> int:
-        return self._index(node.end_col_offset or 0)
+    def _end_index(self, node: ast.expr) -> int:
+        return self._character_index(node.end_col_offset or 0)
 
     def _error_at(self, node: ast.expr, says: str) -> ValueError:
-        return self._error(self._index(node.col_offset), says)
+        return self._error(self._character_index(node.col_offset), says)
 
     def _error(self, at: int, says: str) -> ValueError:
         """Return a ValueError with the message `says`, the text around character index `at`, and a caret below it."""

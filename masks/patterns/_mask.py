@@ -89,7 +89,7 @@ class MaskTable(Table):
         return lambda b, h, q, k: held.rows[b * entry, h * head, q * query, k * key]
 
     @cached_property
-    def _cells(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
+    def _cell_sums(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
         """(sums, sides): sums[t, i, j] is the number of allowed pairs in the first i by j cells of head t.
 
         A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell of size 1. All batch
@@ -106,7 +106,7 @@ class MaskTable(Table):
         return pad(cells.cumsum(1).cumsum(2), (1, 0, 1, 0)), (sides[0], sides[1])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        sums, sides = self._cells
+        sums, sides = self._cell_sums
         table = box.head if len(sums) > 1 else torch.zeros_like(box.head)
         q = _CellRanges.of(box.q, sides[0], self.rows.shape[2])
         k = _CellRanges.of(box.k, sides[1], self.rows.shape[3])
@@ -164,7 +164,7 @@ class _CellRanges(NamedTuple):
 def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
     """Return the number of allowed pairs in some cells for each of n boxes; 0 for a box without cells.
 
-    sums: as in `MaskTable._cells`.
+    sums: as in `MaskTable._cell_sums`.
     table: first index into `sums` for each box.
     q, k: (first, stop) of the cells of queries and of keys for each box.
     """

@@ -190,7 +190,7 @@ class Neighborhood(Pattern):
         if packed is not None:
             return packed
         axes = zip(self._pitches, self.axes, strict=True)
-        return reduce(both, (_in_window(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
+        return reduce(both, (_window_mask_mod(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
 
     def packed_mask_mod(self, device: torch.device) -> MaskMod | None:
         """Return the rule as a closure (b, h, q, k) -> bool for GPU kernels; None if a number in it exceeds 31 bits.
@@ -257,10 +257,10 @@ class Neighborhood(Pattern):
             pairs = torch.zeros_like(box.area)
             look_at_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
             return Bounds(pairs, pairs)
-        counted = [self._count(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
+        counted = [self._count_at_once(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
         return Bounds(*(torch.cat([getattr(each, side) for each in counted]) for side in ("low", "high")))
 
-    def _count(self, box: Box) -> Bounds:
+    def _count_at_once(self, box: Box) -> Bounds:
         even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
         sides = [side if even else hull(side) for side in (box.q, box.k)]
         q, k = (rectangles_of(side, self.grid) for side in sides)
@@ -427,7 +427,7 @@ def _window_text(window: Ranges) -> str:
     return text if step == 1 else f"{text} in steps of {step}"
 
 
-def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
+def _window_mask_mod(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
     """Return the closure (b, h, q, k) -> bool of one axis: True if the key is in the query's window along it.
 
     num_tokens: number of tokens of the grid.

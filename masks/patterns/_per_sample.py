@@ -271,8 +271,8 @@ def without_start(rule: Expression) -> tuple[Any, int]:
     """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
 
     If all factors of the branches are masks of keys (`KeySet`) or `queries_from` with one common start, and there is at
-    least one `queries_from`, the result is the rule without it, and the start. Otherwise it is the unchanged rule, and
-    0.
+    least one `queries_from`, the result is the rule without `queries_from`, and the start. Otherwise the result is the
+    unchanged rule, and 0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}

@@ -98,7 +98,7 @@ class RandomBlocks(TableRule):
     def _table(self, num_heads: int, rows: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
         self._require_few_draws(len(heads), rows)
-        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
+        return _draw_table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
 
     def _require_few_draws(self, heads: int, rows: int) -> None:
         if heads * rows * self.drawn > _MOST_DRAWN:
@@ -146,16 +146,18 @@ def random_blocks(
 
 
 @lru_cache(maxsize=_TABLES_KEPT)
-def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
-    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, block, num_tokens)
+def _draw_table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
+    return BlockTable(
+        padded(_draw_blocks(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, block, num_tokens
+    )
 
 
 @lru_cache(maxsize=_ROWS_KEPT)
 def _draw_row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
-    return _draw(num_blocks, drawn, seed, range(head, head + 1), range(row, row + 1)).flatten()
+    return _draw_blocks(num_blocks, drawn, seed, range(head, head + 1), range(row, row + 1)).flatten()
 
 
-def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
+def _draw_blocks(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
     """Return key blocks drawn for each head and query block: int64, (heads, query blocks, drawn), last dim ascending.
 
     num_blocks: number of key blocks.
@@ -165,11 +167,13 @@ def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> 
     """
     head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
     state = _splitmix64(_splitmix64(_splitmix64(torch.tensor(seed)) + head) + row)
-    parts = [_sample_blocks(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))]
+    parts = [
+        _distinct_blocks(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))
+    ]
     return torch.cat(parts).view(*state.shape, drawn)
 
 
-def _sample_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
+def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
     Floyd's method: for each of the last `drawn` blocks draw a block up to it; if the draw is already taken, take the

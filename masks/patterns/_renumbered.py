@@ -51,12 +51,12 @@ class _FromStart(OnePart):
         raise NotImplementedError
 
     def phrase(self) -> Phrase:
-        return self._called_on(self.part.phrase())
+        return self._call_phrase(self.part.phrase())
 
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
-        return None if grouped else self._called_on(sum_phrase([each.part for each in branches]))
+        return None if grouped else self._call_phrase(sum_phrase([each.part for each in branches]))
 
-    def _called_on(self, inner: Phrase) -> Phrase:
+    def _call_phrase(self, inner: Phrase) -> Phrase:
         return Phrase(f"{inner.inside(CALL)}.{self.method()}")
 
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:

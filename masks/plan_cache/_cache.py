@@ -130,7 +130,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class _Building:
+class _PendingBuild:
     """A value that one thread is building; other threads wait for `done`."""
 
     pattern: str
@@ -148,7 +148,7 @@ class Cache:
         self._entries: dict[Hashable, Entry] = {}
         self._copies: OrderedDict[Entry, None] = OrderedDict()
         self._masters: OrderedDict[Entry, None] = OrderedDict()
-        self._building: dict[Hashable, _Building] = {}
+        self._building: dict[Hashable, _PendingBuild] = {}
         self._reset_counts()
 
     @property
@@ -203,7 +203,7 @@ class Cache:
             is_mine = building is None
             if building is None:
                 outer, text = getattr(self._inside, "patterns", None) or "", _json_of(pattern)
-                building = _Building(outer if text in outer else f"{outer} {text}", device)
+                building = _PendingBuild(outer if text in outer else f"{outer} {text}", device)
                 self._building[key] = building
             self._misses += is_mine
             self._hits += not is_mine
@@ -225,7 +225,7 @@ class Cache:
         branches = require_expression(pattern).unpadded.branches()
         texts = [_json_of(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
-        def concerns(built: Entry | _Building) -> bool:
+        def concerns(built: Entry | _PendingBuild) -> bool:
             return all(text in built.pattern for text in texts)
 
         with self._lock:
@@ -268,7 +268,7 @@ class Cache:
         self._hits = self._misses = self._evictions = 0
         self._build_seconds = 0.0
 
-    def _build(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int], mine: _Building) -> T:
+    def _build(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int], mine: _PendingBuild) -> T:
         begin, outer = time.perf_counter(), getattr(self._inside, "patterns", None)
         self._inside.patterns = mine.pattern
         try:
@@ -301,7 +301,7 @@ class Cache:
         _log_entries("evicted", gone, ", used longest ago")
         return value
 
-    def _end_build(self, key: Hashable, mine: _Building) -> bool:
+    def _end_build(self, key: Hashable, mine: _PendingBuild) -> bool:
         """Remove a finished build from the builds in progress.
 
         Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.

@@ -327,7 +327,7 @@ class Candidates:
         cheapest = {branch: options[0] for branch, options in found.items()}
         return cls(tuple(found.values()), _cheapest_first(list(_joint_options(cheapest, bound, *under))))
 
-    def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
+    def with_chosen_first(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """Options for each branch, with the chosen one first; None if the choice is for other branches or options.
 
         If the choice is for all branches together, there is a single tuple of options.

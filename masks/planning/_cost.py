@@ -97,7 +97,7 @@ def _cost_of_pairs(
     pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
     """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
-    moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
+    moved = sum(_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * unit_s + (moved / machine.bytes_per_s + launches * machine.launch_s)
     return Cost(pairs, moved, launches, seconds)
@@ -153,7 +153,7 @@ def _launches(term: Term, calls_a_list: int) -> int:
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
 
 
-def _moved_rows(term: Term, given: Layout, groups: int) -> int:
+def _moved_vectors(term: Term, given: Layout, groups: int) -> int:
     """Number of token vectors read and written to gather q, k, v and to merge outputs.
 
     given: order of the tokens in q, k and v; nothing is gathered if the term uses this order.
@@ -166,10 +166,10 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
     else:
         queries, keys = (2 * side.num_slots if side.is_copied else 0 for side in (term.q, term.k))
     of_queries = (queries * 2 + 3 * term.q.num_slots) * len(term.heads)
-    return (of_queries + keys * 2 * _gathered_heads(term, groups)) * term.folds
+    return (of_queries + keys * 2 * _num_gathered_heads(term, groups)) * term.folds
 
 
-def _gathered_heads(term: Term, groups: int) -> int:
+def _num_gathered_heads(term: Term, groups: int) -> int:
     """Number of heads for which keys are copied: key-value heads if all heads gather equal tokens, else query heads.
 
     Evenly spaced folds of a `Compact` order are always copied by query head.

@@ -141,7 +141,7 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 
 
 def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for each group of equal segments that have active pairs."""
+    """Yield (folds, first query index, first key index) for equal segments with active queries and keys."""
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset

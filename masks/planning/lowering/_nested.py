@@ -59,7 +59,7 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     chain = _Chain.of(branches, bound)
     assert chain is not None
     causal = isinstance(chain.rest, Causal)
-    terms = list(_strips(chain)) if causal else []
+    terms = list(_strip_terms(chain)) if causal else []
     for index in range(causal, len(chain.bases)):
         weights = [
             [chain.weights(index, level, offsets) for offsets in chain.offsets]
@@ -188,7 +188,7 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         yield whole * length, 1, tail
 
 
-def _strips(chain: _Chain) -> Iterator[Term]:
+def _strip_terms(chain: _Chain) -> Iterator[Term]:
     """Yield terms for the causal pairs within each shortest segment.
 
     A term is a strip: consecutive queries with all keys up to the last of them.

@@ -258,7 +258,7 @@ class IntervalTerm(SharedListTerm):
         Axis T has the rows of `q.positions` and `k.positions`, each for one or more heads.
         """
         queries, keys = self.q.positions, self.k.positions
-        first, past = _interval(self.rule.factors(), queries)
+        first, past = _key_interval(self.rule.factors(), queries)
         known = torch.where(keys < 0, torch.iinfo(torch.int64).max, keys)
         low, high = (torch.searchsorted(known, each.contiguous()) for each in (first, past))
         return low, torch.where(queries < 0, low, high.maximum(low))
@@ -357,7 +357,7 @@ def _is_interval(factor: Pattern) -> bool:
     return isinstance(factor, Dilated | Every) or (isinstance(factor, Band) and factor.step == 1)
 
 
-def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
+def _key_interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
     """Return (first, past): by all factors together, a query position may attend to key positions first to past - 1."""
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:

@@ -289,9 +289,9 @@ class Term:
     def tables(self) -> tuple[int, ...]:
         """Index of the block table of each head; heads with equal rules over slots share a table."""
         seen: dict[object, int] = {}
-        return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
+        return tuple(seen.setdefault(self._rule_key(index), len(seen)) for index in range(len(self.heads)))
 
-    def _identity(self, index: int) -> object:
+    def _rule_key(self, index: int) -> object:
         """Hashable key of the head at this index: heads with equal keys have equal rules over slots."""
         starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
@@ -307,11 +307,11 @@ class Term:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q = self.q.in_pieces(self.rule, self.q_offset)
         _, k = self.k.in_pieces(self.rule, self.k_offset)
-        rule = Rule(pattern, self.num_heads_global, heads, _with_tables(q, distinct), _with_tables(k, distinct))
+        rule = Rule(pattern, self.num_heads_global, heads, _select_rows(q, distinct), _select_rows(k, distinct))
         if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
             return rule
         q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
-        return replace(rule, rows=replace(rule, q=_with_tables(q, distinct), k=_with_tables(k, distinct)))
+        return replace(rule, rows=replace(rule, q=_select_rows(q, distinct), k=_select_rows(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """Return one term whose folds are n copies of this term's folds, each copy over other tokens.
@@ -361,7 +361,7 @@ class Term:
         settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
             If False, a listed block may have no allowed pair, and a full one may be listed as partial.
         """
-        square = self._one_period(q_block, k_block)
+        square = self._term_of_one_period(q_block, k_block)
         if square is not None:
             return repeat_blocks(
                 square.blocks(q_block, k_block, settle=settle),
@@ -371,7 +371,7 @@ class Term:
         built = build_blocks(self.table_rule(), q_block=q_block, k_block=k_block, settle=settle)
         return built.with_heads(self.tables())
 
-    def _one_period(self, q_block: int, k_block: int) -> Term | None:
+    def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
         """The term over one period of its rule, if its block list surely repeats along the diagonal; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
@@ -402,7 +402,7 @@ class Term:
         return _mask_mod_on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
-def _with_tables(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
+def _select_rows(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     """Return the pieces with only the rows tables[0], tables[1], ... of `firsts`; a single row is repeated for all."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
