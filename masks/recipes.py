@@ -85,9 +85,10 @@ def bigbird(
 
 @advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
-    """Causal pattern: each query sees itself, the `stride` keys before it, and earlier keys at multiples of `stride`.
+    """Causal pattern: each query sees itself, the `stride` keys before it, and keys 2, 3, ... strides before it.
 
-    The multiples are distances from the query. stride: the paper's l, near the square root of the sequence length.
+    stride: the paper's l, in tokens, near the square root of the sequence length.
+
     Every head has the union of both patterns ("factors") of section 4.3, as in the merged head of section 5.1.
     Raises ValueError for a stride below 1.
     Source: Sparse Transformer, arXiv 1904.10509.
@@ -140,7 +141,7 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
     Raises ValueError for a block_size below 1 and for a local_window_size below 0.
     Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` of that package.
     """
-    radius = _radius(local_window_size, block_size)
+    radius = _radius_in_blocks(local_window_size, block_size)
     return blockwise(local_window(left=radius, right=radius), block_size)
 
 
@@ -170,13 +171,13 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
     It is `global_local` of dilated-attention-pytorch (the DarcStar fork).
 
     global_tokens: number of first tokens that every query sees, rounded down to whole blocks: none with the defaults,
-        which are the source's. As queries these tokens do not see all keys.
+        which are the source's. These tokens, as queries, do not see all keys.
     local_window_size, block_size: as in `darcstar_local_window`.
 
     Raises ValueError for a block_size below 1, and for the other arguments below 0.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
-    radius = _radius(local_window_size, block_size)
+    radius = _radius_in_blocks(local_window_size, block_size)
     window, first = local_window(left=radius, right=radius), require_int("global_tokens", global_tokens, minimum=0)
     return blockwise(window | first_tokens(first // block_size) if first >= block_size else window, block_size)
 
@@ -203,15 +204,17 @@ def darcstar_hierarchical(
         raise TypeError(f"levels must be a sequence of pairs (stride, window size); got {levels=}")
     if not levels:
         raise ValueError(f"levels must have at least one pair (stride, window size); got {levels=}")
-    return blockwise(reduce(or_, [_level(place, level, block_size) for place, level in enumerate(levels)]), block_size)
+    return blockwise(
+        reduce(or_, [_level_pattern(place, level, block_size) for place, level in enumerate(levels)]), block_size
+    )
 
 
-def _radius(window_size: int, block_size: int) -> int:
+def _radius_in_blocks(window_size: int, block_size: int) -> int:
     require_int("block_size", block_size, minimum=1)
     return require_int("local_window_size", window_size, minimum=0) // block_size // 2
 
 
-def _level(place: int, level: Sequence[int], block: int) -> Pattern:
+def _level_pattern(place: int, level: Sequence[int], block: int) -> Pattern:
     """Return the pattern of one level of `darcstar_hierarchical`, whose positions are block numbers.
 
     level: (stride, window size) in tokens.

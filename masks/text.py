@@ -110,7 +110,7 @@ def _from_data(data: Any, *, depth: int) -> Pattern | Mixture:
         raise ValueError(
             f"a pattern of kind {kind!r} must have the fields {list(made.stored)}; got {sorted(data)!r:.200}"
         )
-    values = {name: _value(data[name], name, depth) for name in made.stored if name in data}
+    values = {name: _field_value(data[name], name, depth) for name in made.stored if name in data}
     try:
         return made.from_data(values)
     except (TypeError, ValueError) as error:
@@ -118,7 +118,7 @@ def _from_data(data: Any, *, depth: int) -> Pattern | Mixture:
         raise ValueError(f"a pattern of kind {kind!r} has wrong values: {says}") from error
 
 
-def _value(value: Any, field: str, depth: int) -> Any:
+def _field_value(value: Any, field: str, depth: int) -> Any:
     if field == "parts":
         if not isinstance(value, list):
             raise ValueError(f"parts must be a list of patterns; got {value!r:.80}")
@@ -137,12 +137,14 @@ def read_json(text: str | bytes) -> Any:
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+        return json.loads(
+            text, object_pairs_hook=_require_unique_names, parse_float=_finite_number, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise ValueError("it nests too deep") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -151,14 +153,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(text: str) -> float:
+def _finite_number(text: str) -> float:
     number = float(text)
     if number - number:  # nan if the number is infinite
         raise ValueError(f"a number must be finite; got {text:.80}")
     return number
 
 
-def _no_constant(text: str) -> NoReturn:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"a number must be finite; got {text}")
 
 
@@ -192,7 +194,7 @@ def parse(text: str) -> Pattern | Mixture:
         raise TypeError(f"an expression must be a string; got {type(text).__name__}")
     if len(text) > LONGEST:
         raise ValueError(f"an expression must have at most {LONGEST} characters; got {len(text)}")
-    value = _Text(text).value()
+    value = _Parser(text).value()
     if not isinstance(value, Pattern | Mixture):
         raise ValueError(
             f"an expression must give a pattern; {text[:80]!r} gives a value of type {type(value).__name__}"
@@ -200,7 +202,7 @@ def parse(text: str) -> Pattern | Mixture:
     return value
 
 
-class _Text:
+class _Parser:
     """Parser of the text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
 
     def __init__(self, text: str) -> None:
@@ -211,7 +213,7 @@ class _Text:
     def value(self) -> object:
         self._require_readable()
         try:
-            return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
+            return self._evaluate(ast.parse(self._line[self._margin :], mode="eval").body)
         except SyntaxError as error:
             if not error.offset:
                 raise self._error(
@@ -225,7 +227,7 @@ class _Text:
         match = _READABLE.match(self._text)
         assert match is not None, "it matches nothing at least"
         if match.end() < len(self._text):
-            raise self._error(match.end(), _unreadable(self._text[match.end()]))
+            raise self._error(match.end(), _why_unreadable(self._text[match.end()]))
         depth = 0
         for word in _WORDS.finditer(self._text):
             number, opening, closing = word.groups(default="")
@@ -238,10 +240,10 @@ class _Text:
                 says = f"a number must be at most 2**63 - 1; got one of {len(number)} characters"
                 raise self._error(word.start(), says)
 
-    def _of(self, node: ast.expr) -> object:
+    def _evaluate(self, node: ast.expr) -> object:
         match node:
             case ast.Constant(str() as value):
-                if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
+                if self._text[self._character_index(node.col_offset) + 1 : self._end_index(node) - 1] != value:
                     raise self._error_at(node, "a string needs two quotes on one line, without prefix")
                 return value
             case ast.Constant(int() | None as value):
@@ -251,25 +253,25 @@ class _Text:
             case ast.UnaryOp(ast.Invert()):
                 at, times = 0, 0
                 while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-                    node, at, times = node.operand, self._index(node.col_offset), times + 1
-                return self._join(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
+                    node, at, times = node.operand, self._character_index(node.col_offset), times + 1
+                return self._combine(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
             case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
-                parts = [*_chain(node)]
+                parts = [*_chain_operands(node)]
                 mark, join = _OPERATORS[type(node.op)]
-                at = self._text.index(mark, self._end(parts[0]))
-                return self._join(at, mark, join, parts)
+                at = self._text.index(mark, self._end_index(parts[0]))
+                return self._combine(at, mark, join, parts)
             case ast.List() | ast.Tuple():
-                values = [self._of(each) for each in node.elts]
+                values = [self._evaluate(each) for each in node.elts]
                 return tuple(values) if isinstance(node, ast.Tuple) else values
             case ast.Call():
-                return self._called(node)
+                return self._call(node)
             case ast.Name() | ast.Attribute():
                 name, function = self._function(node)
-                raise self._error(self._end(node), f"{name} must be called: {name}{_parameters(function)}")
+                raise self._error(self._end_index(node), f"{name} must be called: {name}{_parameters_text(function)}")
         raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
 
-    def _join(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
-        parts = [self._of(node) for node in nodes]
+    def _combine(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
+        parts = [self._evaluate(node) for node in nodes]
         for part in parts:
             if not isinstance(part, Expression):
                 raise self._error(at, f"{mark} takes patterns; got {part!r:.80}")
@@ -278,20 +280,22 @@ class _Text:
         except TypeError as error:
             raise self._error(at, str(error)) from error
 
-    def _called(self, node: ast.Call) -> object:
+    def _call(self, node: ast.Call) -> object:
         """Call the function that a call node names, and return its result; its errors point at the function's name."""
         name, function = self._function(node.func)
         given = [*node.args, *(each.value for each in node.keywords)]
         names = [str(each.arg) for each in node.keywords]
         for index, each in enumerate(node.keywords):
             if names[index] in names[:index]:
-                raise self._error(self._index(each.col_offset), f"an argument is given once; got {each.arg!r} again")
-        values = [self._of(each) for each in given]
+                raise self._error(
+                    self._character_index(each.col_offset), f"an argument is given once; got {each.arg!r} again"
+                )
+        values = [self._evaluate(each) for each in given]
         by_name = dict(zip(names, values[len(node.args) :], strict=True))
         try:
             inspect.signature(function).bind(*values[: len(node.args)], **by_name)
         except TypeError as error:
-            raise self._error_at(node.func, f"{name}{_parameters(function)}: {error}") from error
+            raise self._error_at(node.func, f"{name}{_parameters_text(function)}: {error}") from error
         try:
             return function(*values[: len(node.args)], **by_name)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -303,28 +307,28 @@ class _Text:
         if name:
             function = registered(CONSTRUCTORS, name)
             if function is None:
-                raise self._error_at(node, _unknown(name))
+                raise self._error_at(node, _unknown_name_text(name))
             return name, function
         if not isinstance(node, ast.Attribute):
             raise self._error_at(node, "only a constructor or a pattern's method can be called")
-        value = self._of(node.value)
+        value = self._evaluate(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
             says = f"a dot must follow a pattern, and be followed by one of its methods {', '.join(_METHODS)}"
-            raise self._error(self._end(node) - len(node.attr), says)
+            raise self._error(self._end_index(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 
-    def _index(self, place: int) -> int:
+    def _character_index(self, place: int) -> int:
         """Return the character index in the text for `place`, a UTF-8 byte offset in the text without leading blanks.
 
         Nodes of a syntax tree have such offsets.
         """
         return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
 
-    def _end(self, node: ast.expr) -> int:
-        return self._index(node.end_col_offset or 0)
+    def _end_index(self, node: ast.expr) -> int:
+        return self._character_index(node.end_col_offset or 0)
 
     def _error_at(self, node: ast.expr, says: str) -> ValueError:
-        return self._error(self._index(node.col_offset), says)
+        return self._error(self._character_index(node.col_offset), says)
 
     def _error(self, at: int, says: str) -> ValueError:
         """Return a ValueError with the message `says`, the text around character index `at`, and a caret below it."""
@@ -335,7 +339,7 @@ class _Text:
         return ValueError(f"{shortened(says, QUOTED)}; at column {at + 1}:\n  {before}{shown}{after}\n  {caret}")
 
 
-def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
+def _chain_operands(node: ast.BinOp) -> Iterator[ast.expr]:
     """Yield the operands of a chain of one operator, from left to right."""
     right: list[ast.expr] = []
     left: ast.expr = node
@@ -367,7 +371,7 @@ _OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Expression]]] = {
 }
 
 
-def _unreadable(character: str) -> str:
+def _why_unreadable(character: str) -> str:
     if character in "'\"":
         return "a string needs its closing quote on the same line, and no backslash or surrogate in it"
     if character == CUT:
@@ -375,13 +379,13 @@ def _unreadable(character: str) -> str:
     return f"an expression must not contain {character!r}"
 
 
-def _parameters(build: Callable[..., object]) -> str:
+def _parameters_text(build: Callable[..., object]) -> str:
     signature = inspect.signature(build)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return str(inspect.Signature(bare))
 
 
-def _unknown(name: str) -> str:
+def _unknown_name_text(name: str) -> str:
     known = [*CONSTRUCTORS]
     near = [full for full in known if full.endswith(f".{name}")] or get_close_matches(name[:64], known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""

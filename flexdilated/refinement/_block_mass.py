@@ -17,7 +17,7 @@ from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
 from ..masks.core import Expression, advises, outside_torch_modes, require_expression
-from ..masks.patterns import alike
+from ..masks.patterns import rules_of_entries
 from ..masks.planning import block_sides, bound_blocks, shared_terms, term_blocks
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows and C columns of blocks
@@ -204,7 +204,7 @@ class _Operands:
 
 @outside_torch_modes
 def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, Expression]]:
-    return alike(call.rules(tensors), batch)
+    return rules_of_entries(call.rules(tensors), batch)
 
 
 def _in_whole_blocks(bound: Bound, rows: _BlockAxis, columns: _BlockAxis) -> Bound:

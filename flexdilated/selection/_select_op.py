@@ -13,7 +13,7 @@ from torch import Tensor
 from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refuse, sum_dtype
 from ..masks import Pattern
 from ..masks.core import Extent, outside_torch_modes
-from ..masks.patterns import alike
+from ..masks.patterns import rules_of_entries
 from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, SelectionCall, SelectionRule, boxes_of
 from ._choose import choose, masked_lse
 from ._scores import LOGS, at_lists, for_heads, pools_for, scores_of
@@ -60,7 +60,7 @@ def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k:
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
     sizes = {"num_heads": heads, "num_queries": q.shape[2], "num_keys": k.shape[2], "q_offset": call.q_offset}
     found: list[HeadPart] = []
-    for entries, both in alike(call.both(bindings, extent), batch):
+    for entries, both in rules_of_entries(call.both(bindings, extent), batch):
         rules = [each.bind(**sizes).union for each in both.branches()]
         of_head: dict[tuple[Pattern, ...], SelectionRule] = {}
         made = []

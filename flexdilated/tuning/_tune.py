@@ -34,7 +34,7 @@ from ..masks.planning import (
     OperandSizes,
     Option,
     Plan,
-    in_other_blocks,
+    in_each_block_size,
     machine_of,
     way_of,
 )
@@ -199,7 +199,7 @@ def measure(
     fastest: list[Option] = []
     for branch, options in enumerate(candidates.branches):
         if engine == "aten" and not block_size:
-            options = tuple(each for option in options for each in in_other_blocks(option))
+            options = tuple(each for option in options for each in in_each_block_size(option))
         limit = _WORTH_MEASURING * min(each.cost.seconds for each in options)
         fastest.append(fastest_of([each for each in options if each.cost.seconds <= limit], branch))
     if candidates.together:

@@ -8,7 +8,7 @@ from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._mask import mask
 from ._neighborhood import Neighborhood, neighborhood
-from ._per_sample import alike, per_sample, without_start
+from ._per_sample import per_sample, rules_of_entries, without_start
 from ._random_blocks import random_blocks
 from ._renumbered import After, Blockwise, PerDocument, blockwise, keys_in_blocks
 from ._run_time import (

@@ -89,7 +89,7 @@ class MaskTable(Table):
         return lambda b, h, q, k: held.rows[b * entry, h * head, q * query, k * key]
 
     @cached_property
-    def _cells(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
+    def _cell_sums(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
         """(sums, sides): sums[t, i, j] is the number of allowed pairs in the first i by j cells of head t.
 
         A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell of size 1. All batch
@@ -106,10 +106,10 @@ class MaskTable(Table):
         return pad(cells.cumsum(1).cumsum(2), (1, 0, 1, 0)), (sides[0], sides[1])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        sums, sides = self._cells
+        sums, sides = self._cell_sums
         table = box.head if len(sums) > 1 else torch.zeros_like(box.head)
-        q = _CellRange.of(box.q, sides[0], self.rows.shape[2])
-        k = _CellRange.of(box.k, sides[1], self.rows.shape[3])
+        q = _CellRanges.of(box.q, sides[0], self.rows.shape[2])
+        k = _CellRanges.of(box.k, sides[1], self.rows.shape[3])
         times = q.times * k.times
         outer = times * _pairs_in_cells(sums, table, q.outer, k.outer)
         inner = times * _pairs_in_cells(sums, table, q.inner, k.inner)
@@ -128,7 +128,7 @@ class MaskTable(Table):
         return ranges_of(torch.arange(keys.start, keys.stop)[seen[keys.start : keys.stop]])
 
 
-class _CellRange(NamedTuple):
+class _CellRanges(NamedTuple):
     """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
 
     positions: number of positions in the outer cells.
@@ -143,7 +143,7 @@ class _CellRange(NamedTuple):
     times: Counts
 
     @classmethod
-    def of(cls, progression: Progression, side: int, size: int) -> _CellRange:
+    def of(cls, progression: Progression, side: int, size: int) -> _CellRanges:
         """Return the cell ranges of n progressions of positions.
 
         side: positions of a cell.
@@ -162,7 +162,12 @@ class _CellRange(NamedTuple):
 
 
 def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
-    """Return the number of allowed pairs in cells q[0] to q[1] - 1 by k[0] to k[1] - 1 of each box; 0 if empty."""
+    """Return the number of allowed pairs in some cells for each of n boxes; 0 for a box without cells.
+
+    sums: as in `MaskTable._cell_sums`.
+    table: first index into `sums` for each box.
+    q, k: (first, stop) of the cells of queries and of keys for each box.
+    """
     (q_first, q_stop), (k_first, k_stop) = ((first, torch.maximum(first, stop)) for first, stop in (q, k))
     by_stop, by_first = (sums[table, q_edge, k_stop] - sums[table, q_edge, k_first] for q_edge in (q_stop, q_first))
     return by_stop - by_first

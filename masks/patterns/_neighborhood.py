@@ -55,7 +55,8 @@ class Neighborhood(Pattern):
     Tokens are in row-major order. Each field is a tuple with one entry for each axis, the outermost first. Fields are
     normalized, so that equal rules are equal patterns: `radius` is set if all windows have 2 * radius + 1 tokens and no
     axis is causal, else `kernel_size` is; the other one is None. `stride` is None if it is 1 along all axes, `causal`
-    is None if no axis is causal, `wrap` is None if no axis wraps. An axis that is covered by one window has wrap False.
+    is None if no axis is causal, `wrap` is None if no axis wraps. `wrap` is False for an axis whose windows hold their
+    whole residue classes.
     """
 
     grid: tuple[int, ...]
@@ -69,7 +70,9 @@ class Neighborhood(Pattern):
     def check(self) -> None:
         given = {name: getattr(self, name) for name in _LEAST}
         needed = ("grid", "rate")
-        values = {name: _per_axis(name, each) for name, each in given.items() if each is not None or name in needed}
+        values = {
+            name: _require_per_axis(name, each) for name, each in given.items() if each is not None or name in needed
+        }
         grid, radius, size = values["grid"], values.get("radius"), values.get("kernel_size")
         if not 1 <= len(grid) <= 3:
             raise ValueError(f"a grid has 1, 2 or 3 axes; got {grid=}")
@@ -169,7 +172,7 @@ class Neighborhood(Pattern):
 
     @property
     def _pitches(self) -> list[int]:
-        """Number of tokens between neighbouring places along each axis."""
+        """Distance in tokens of neighbouring places along each axis."""
         return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
 
     def check_tokens(self, queries: range, keys: range) -> None:
@@ -183,20 +186,22 @@ class Neighborhood(Pattern):
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        packed = self.packed(device) if device_kind(device).flex_trains else None
+        packed = self.packed_mask_mod(device) if device_kind(device).flex_trains else None
         if packed is not None:
             return packed
         axes = zip(self._pitches, self.axes, strict=True)
-        return reduce(both, (_in_window(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
+        return reduce(both, (_window_mask_mod(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
 
-    def packed(self, device: torch.device) -> MaskMod | None:
+    def packed_mask_mod(self, device: torch.device) -> MaskMod | None:
         """Return the rule as a closure (b, h, q, k) -> bool for GPU kernels; None if a number in it exceeds 31 bits.
 
-        A token's places on all axes are bit fields of one integer, with a guard bit above each field. For each pair the
-        window's first place is subtracted from the key's, and the key's from the last: the key is in the window on
-        every axis iff no field borrows from its guard bit. A comparison for each axis would take more registers; an
-        axis that wraps has one. Along an axis, places are numbered from 1, residue class by residue class. Keys beyond
-        the grid have place 0, and the windows of queries beyond it begin after all keys.
+        A token's places on all axes are bit fields of one integer, with a guard bit above each field. Two differences
+        test a pair: the key's place minus the first place of the window, and the last place of the window minus the
+        key's place. The key is in the window on every axis iff no field borrows from its guard bit. Comparisons for
+        each axis would take more registers, so only axes that wrap have some.
+
+        Along an axis, places are numbered from 1, residue class by residue class. Keys beyond the grid have place 0,
+        and the windows of queries beyond the grid begin after all keys.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):
@@ -252,10 +257,10 @@ class Neighborhood(Pattern):
             pairs = torch.zeros_like(box.area)
             look_at_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
             return Bounds(pairs, pairs)
-        counted = [self._count(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
+        counted = [self._count_at_once(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
         return Bounds(*(torch.cat([getattr(each, side) for each in counted]) for side in ("low", "high")))
 
-    def _count(self, box: Box) -> Bounds:
+    def _count_at_once(self, box: Box) -> Bounds:
         even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
         sides = [side if even else hull(side) for side in (box.q, box.k)]
         q, k = (rectangles_of(side, self.grid) for side in sides)
@@ -352,8 +357,9 @@ def neighborhood(
     arXiv 2504.16922; the rule follows NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
 
     In row-major order a block of tokens covers one row or a few rows, so small windows leave most of a block
-    unused. Where this is faster, `attend` therefore sorts the tokens of a whole grid into tiles of one block each;
-    `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the order stays row-major.
+    unused. `attend` therefore sorts the tokens of a whole grid into tiles of one block each, where it predicts that
+    tiles are faster; `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the
+    order stays row-major.
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds an axis that does not wrap, a stride above
     its kernel size, both or neither of radius and kernel_size, a radius with a causal axis, an axis that is causal and
@@ -377,7 +383,7 @@ def neighborhood(
     return Neighborhood(tuple(grid), **along)
 
 
-def _per_axis(name: str, values: Any) -> tuple:
+def _require_per_axis(name: str, values: Any) -> tuple:
     if not isinstance(values, _SEQUENCES):
         raise TypeError(f"{name} must have one entry for each axis; got {name}={values!r}")
     if name in _BOOLEAN:
@@ -421,11 +427,11 @@ def _window_text(window: Ranges) -> str:
     return text if step == 1 else f"{text} in steps of {step}"
 
 
-def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
+def _window_mask_mod(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
     """Return the closure (b, h, q, k) -> bool of one axis: True if the key is in the query's window along it.
 
     num_tokens: number of tokens of the grid.
-    pitch_of_axis: number of tokens between neighbouring places of the axis.
+    pitch_of_axis: distance in tokens of neighbouring places along the axis.
 
     False for queries and keys beyond the grid.
     """

@@ -166,7 +166,10 @@ class QueriesFrom(_FromStart):
 
     @staticmethod
     def of(pattern: Expression, starts: Any, name: str = "starts") -> Any:
-        """Return `pattern` with query 0 at `starts`; its factors `visible_keys` read no query and are kept outside."""
+        """Return `pattern` with query i at position starts[b] + i in batch entry b.
+
+        Its factors `visible_keys` depend on no query, and stay outside `QueriesFrom`.
+        """
         numbers = starts if isinstance(starts, Pattern) else of_tensor(EntryNumber, starts, name)
 
         def moved(branch: Pattern) -> Pattern:
@@ -236,14 +239,16 @@ class QueriesFrom(_FromStart):
         return Reason(self, inner.allowed, f"{pair.the_query} is at position {pair.query + self.start}", (inner,))
 
 
-def settled(rule: Expression) -> Any:
+def _without_per_sample(rule: Expression) -> Any:
     """Return the rule of one batch entry, with each `per_sample` replaced by the part that the entry follows."""
     if isinstance(rule, PerSample):
-        return settled(rule.chosen)
-    return rule.map_parts(settled) if any(isinstance(leaf, EntryNumbers) for leaf in rule.leaves()) else rule
+        return _without_per_sample(rule.chosen)
+    return (
+        rule.map_parts(_without_per_sample) if any(isinstance(leaf, EntryNumbers) for leaf in rule.leaves()) else rule
+    )
 
 
-def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
+def rules_of_entries(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
 
     Run-time tensors must have their values: see `Expression.resolve`. batch: number of batch entries. Raises ValueError
@@ -251,10 +256,10 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """
     pattern.require_entries(batch)
     if pattern.num_entries() == 1:
-        return [(slice(None), settled(pattern))]
+        return [(slice(None), _without_per_sample(pattern))]
     groups: list[tuple[slice, Expression]] = []
     for index in range(batch):
-        rule = settled(pattern.entry(index))
+        rule = _without_per_sample(pattern.entry(index))
         if groups and groups[-1][1].text == rule.text:
             groups[-1] = (slice(groups[-1][0].start, index + 1), rule)
         else:
@@ -266,8 +271,8 @@ def without_start(rule: Expression) -> tuple[Any, int]:
     """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
 
     If all factors of the branches are masks of keys (`KeySet`) or `queries_from` with one common start, and there is at
-    least one `queries_from`, the result is the rule without it, and the start. Otherwise it is the unchanged rule, and
-    0.
+    least one `queries_from`, the result is the rule without `queries_from`, and the start. Otherwise the result is the
+    unchanged rule, and 0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}

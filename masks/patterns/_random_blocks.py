@@ -69,15 +69,15 @@ class RandomBlocks(TableRule):
         return self.head is None
 
     def table(self, num_heads: int) -> BlockTable:
-        return self._table(num_heads, self._rows())
+        return self._table(num_heads, self._num_rows())
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        rows = self._rows()
+        rows = self._num_rows()
         if self.positions is None and len(box.head):  # unknown number of queries: further rows stay undecided
             needed = int(box.q.first.max()) // self.block + 1
-            rows = min(rows, max(_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
+            rows = min(rows, max(_next_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
         bounds = self._table(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
-        if rows == self._rows():
+        if rows == self._num_rows():
             return bounds
         return Bounds(bounds.low, torch.where(box.q.last // self.block < rows, bounds.high, box.area))
 
@@ -87,20 +87,20 @@ class RandomBlocks(TableRule):
             return Reason(self, False, beyond)
         head = pair.head if self.head is None else self.head
         row, column = pair.query // self.block, pair.key // self.block
-        drawn = _row(self.num_blocks, self.drawn, self.seed, int(head), int(row)).tolist()
+        drawn = _draw_row(self.num_blocks, self.drawn, self.seed, int(head), int(row)).tolist()
         text = f"{pair.the_query} is in block {row}, which drew key blocks {listing(drawn)} for head {head}"
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
-    def _rows(self) -> int:
+    def _num_rows(self) -> int:
         """Return the number of query blocks that draw key blocks: those below `num_tokens` and below `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
-        self._require_few(len(heads), rows)
-        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
+        self._require_few_draws(len(heads), rows)
+        return _draw_table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
 
-    def _require_few(self, heads: int, rows: int) -> None:
+    def _require_few_draws(self, heads: int, rows: int) -> None:
         if heads * rows * self.drawn > _MOST_DRAWN:
             raise ValueError(
                 f"random_blocks draws count blocks for each head and each block of queries, {_MOST_DRAWN} in all at "
@@ -111,8 +111,8 @@ class RandomBlocks(TableRule):
         if query >= self.num_tokens:
             return ()
         assert self.head is not None, "a rule for one head has its head resolved"
-        self._require_few(1, 1)
-        drawn = _row(self.num_blocks, self.drawn, self.seed, self.head, query // self.block)
+        self._require_few_draws(1, 1)
+        drawn = _draw_row(self.num_blocks, self.drawn, self.seed, self.head, query // self.block)
         return keys_of_blocks(drawn.tolist(), self.block, within(keys, 0, self.num_tokens))
 
 
@@ -123,8 +123,8 @@ def random_blocks(
     """Pattern in which each block of `block` queries of each head sees `count` distinct key blocks, drawn at random.
 
     num_tokens: tokens that the blocks cover; positions beyond them see no key and are seen by no query.
-    block: tokens of a block. Kernels compute whole blocks, of 128 tokens by default: a multiple of it has no
-        overcompute.
+    block: tokens of a block. Kernels compute whole blocks of their own size, 128 tokens by default; a multiple of that
+        size has no overcompute.
     count: number of key blocks of each query block.
     seed: in [0, 2**63).
     head: the head, counted over all devices, whose draw all heads use; None: each head has its own draw.
@@ -146,25 +146,35 @@ def random_blocks(
 
 
 @lru_cache(maxsize=_TABLES_KEPT)
-def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
-    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, block, num_tokens)
+def _draw_table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
+    return BlockTable(
+        padded(_draw_blocks(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, block, num_tokens
+    )
 
 
 @lru_cache(maxsize=_ROWS_KEPT)
-def _row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
-    return _draw(num_blocks, drawn, seed, range(head, head + 1), range(row, row + 1)).flatten()
+def _draw_row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
+    return _draw_blocks(num_blocks, drawn, seed, range(head, head + 1), range(row, row + 1)).flatten()
 
 
-def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
-    """Draw `drawn` distinct key blocks for each head and query block: int64 (heads, rows, drawn), ascending in rows."""
+def _draw_blocks(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
+    """Return key blocks drawn for each head and query block: int64, (heads, query blocks, drawn), last dim ascending.
+
+    num_blocks: number of key blocks.
+    drawn: number of distinct key blocks for each query block.
+    seed: seed of the draw.
+    heads, rows: numbers of the heads and of the query blocks.
+    """
     head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
     state = _splitmix64(_splitmix64(_splitmix64(torch.tensor(seed)) + head) + row)
-    parts = [_sampled(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))]
+    parts = [
+        _distinct_blocks(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))
+    ]
     return torch.cat(parts).view(*state.shape, drawn)
 
 
-def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
-    """Sample `drawn` distinct blocks below num_blocks for each hash state; int64 (rows, drawn), ascending in rows.
+def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
+    """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
     Floyd's method: for each of the last `drawn` blocks draw a block up to it; if the draw is already taken, take the
     last block itself. A draw is taken if it equals an earlier draw, or if it is one of the last blocks and that block
@@ -188,7 +198,7 @@ def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     return torch.where(taken, last, block).int().sort(-1).values.long()
 
 
-def _power_of_two(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 

@@ -51,12 +51,12 @@ class _FromStart(OnePart):
         raise NotImplementedError
 
     def phrase(self) -> Phrase:
-        return self._called_on(self.part.phrase())
+        return self._call_phrase(self.part.phrase())
 
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
-        return None if grouped else self._called_on(sum_phrase([each.part for each in branches]))
+        return None if grouped else self._call_phrase(sum_phrase([each.part for each in branches]))
 
-    def _called_on(self, inner: Phrase) -> Phrase:
+    def _call_phrase(self, inner: Phrase) -> Phrase:
         return Phrase(f"{inner.inside(CALL)}.{self.method()}")
 
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
@@ -72,7 +72,9 @@ class _FromStart(OnePart):
     def _count_from(self, start: Counts | int, head: Counts, q: Progression, k: Progression, num_heads: int) -> Bounds:
         """Return bounds on the pairs that `part` allows in each box, with positions counted from `start`.
 
-        Boxes may be empty, and have positions of at least `start` otherwise.
+        start: one number for all boxes, or one for each.
+        head, q, k: the boxes, as in `Box`. An empty box gives 0; positions in other boxes are at least `start`.
+        num_heads: number of global heads.
         """
         held = (q.count > 0) & (k.count > 0)
         # `count` needs boxes that are not empty.
@@ -148,7 +150,7 @@ class After(_FromStart):
 
 @pattern_kind("per_document")
 class PerDocument(_FromStart):
-    """Pattern that allows a pair iff both positions are in one document, and `part` allows them counted from its start.
+    """Pattern that allows a pair iff both positions are in one document and `part` allows their places in the document.
 
     `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
     """
@@ -185,13 +187,13 @@ class PerDocument(_FromStart):
         return PerDocument(change(self.part), change(self.spans))
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        spans = self._resolved()
+        spans = self._require_spans()
         if spans.known:
             self.part.check_tokens(range(spans.longest), range(spans.longest))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        spans = self._resolved()
+        spans = self._require_spans()
         held, step = spans.on(device), spans.batch_step(device)
         (length,) = parameters(device, spans.rows.shape[1])
 
@@ -205,7 +207,7 @@ class PerDocument(_FromStart):
         return from_start
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        runs = self._resolved().runs
+        runs = self._require_spans().runs
         first, number = common_runs(runs, runs, box)
         low, high = torch.zeros_like(number), torch.where(number > EXACT_RUNS, box.area, 0)
         for step in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
@@ -218,7 +220,7 @@ class PerDocument(_FromStart):
         return Bounds(low, high)
 
     def reason(self, pair: Pair) -> Reason:
-        spans = self._resolved()
+        spans = self._require_spans()
         together = pair.reason_of(spans)
         if not together.allowed:
             return Reason(self, False, "forbidden across documents", (together,))
@@ -226,7 +228,7 @@ class PerDocument(_FromStart):
         allowed, text, inner = self._reason_from(start, pair, ", where their document begins")
         return Reason(self, allowed, text, (together, inner))
 
-    def _resolved(self) -> Spans:
+    def _require_spans(self) -> Spans:
         if not isinstance(self.spans, Spans):
             # Raises the usual error of a run-time pattern without values.
             self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
@@ -275,7 +277,7 @@ class Blockwise(OnePart):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
-        runs = [_terms_by_block(side, self.block) for side in (box.q, box.k)]
+        runs = [_positions_by_block(side, self.block) for side in (box.q, box.k)]
         if not all(runs):
             return self._count_coarsely(box, num_heads)
         for q, each_q in runs[0]:
@@ -298,7 +300,7 @@ class Blockwise(OnePart):
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
         """Return bounds on the allowed pairs of each box, without enumerating its blocks.
 
-        All blocks between the ends of the box are assumed to hold as many of its positions as a block can.
+        Each block between the ends of a side is assumed to hold as many positions of that side as a block can.
         """
         sides = [_blocks_spanned(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
@@ -325,21 +327,23 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
     return Blockwise(pattern, block)
 
 
-def _terms_by_block(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
-    """Group the terms of n progressions of positions by block; return [(block numbers, terms in each block), ...].
+def _positions_by_block(positions: Progression, block: int) -> list[tuple[Progression, Counts]]:
+    """Group the positions of n progressions by block; return [(blocks, number of positions in each block), ...].
 
-    Block numbers are n progressions; the number of terms in each of these blocks has shape (n,). Each block that holds
-    terms is in one of the items. Where the number of terms is 0, ignore the block numbers. Returns [] unless the step
-    divides the block or is a multiple of it: otherwise consecutive blocks would hold different numbers of terms.
+    blocks: n progressions of block numbers.
+    number: shape (n,); each block of progression i holds number[i] positions. If number[i] is 0, ignore the blocks.
+
+    Each block that holds positions is in one item. Returns [] unless the step divides `block` or is a multiple of it:
+    otherwise consecutive blocks would hold different numbers of positions.
     """
-    if terms.step % block == 0:
-        blocks = Progression(terms.first // block, terms.step // block, terms.count)
-        return [(blocks, torch.ones_like(terms.count))]
-    if block % terms.step:
+    if positions.step % block == 0:
+        blocks = Progression(positions.first // block, positions.step // block, positions.count)
+        return [(blocks, torch.ones_like(positions.count))]
+    if block % positions.step:
         return []
-    span, full = _blocks_spanned(terms, block), torch.full_like(terms.count, block // terms.step)
-    in_first = terms.count.minimum((block - 1 - terms.first % block) // terms.step + 1)
-    in_last = torch.where(span.count > 1, terms.last % block // terms.step + 1, in_first)
+    span, full = _blocks_spanned(positions, block), torch.full_like(positions.count, block // positions.step)
+    in_first = positions.count.minimum((block - 1 - positions.first % block) // positions.step + 1)
+    in_last = torch.where(span.count > 1, positions.last % block // positions.step + 1, in_first)
     # Most boxes begin and end at block boundaries and are one run. Partial first and last blocks are separate runs.
     cut_first, cut_last = in_first < full, (in_last < full) & (span.count > 1)
     number = span.count - cut_first.long() - cut_last.long()
@@ -352,10 +356,10 @@ def _terms_by_block(terms: Progression, block: int) -> list[tuple[Progression, C
     ]
 
 
-def _blocks_spanned(terms: Progression, block: int) -> Progression:
-    """Return the numbers of all blocks from that of the first term to that of the last term."""
-    first = terms.first // block
-    return Progression(first, 1, terms.last // block - first + 1)
+def _blocks_spanned(positions: Progression, block: int) -> Progression:
+    """Return the numbers of all blocks from that of the first position to that of the last position."""
+    first = positions.first // block
+    return Progression(first, 1, positions.last // block - first + 1)
 
 
 def keys_in_blocks(runs: Iterable[range], block: int, keys: range) -> Ranges:

@@ -161,8 +161,9 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
         are copied into one here, so the pattern does not follow their later changes.
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
 
-    For self-attention write `documents(ids)`. Raises TypeError for ids without `k_ids`, ValueError if the shapes do not
-    fit together, and when the ids are used, if they decrease or their number differs from that of the positions.
+    For self-attention write `documents(ids)`. Raises TypeError for ids without `k_ids` and for a name with `k_ids`,
+    ValueError if the shapes of both do not fit together. When the ids are used, raises ValueError if they decrease or
+    if their number is not that of the positions.
 
     >>> masks.describe(masks.same_document([0, 0, 1], [0, 1, 1]), 3).useful_pairs  # 2 x 1 and 1 x 2
     4

@@ -152,7 +152,10 @@ class Spans(Table):
         return Reason(self, of_query == of_key, where)
 
     def start_of(self, pair: Pair, position: int) -> int:
-        """Return the first position of the span that holds one of the pair's positions, which must not be padding."""
+        """Return the first position of the span that holds `position`.
+
+        position: position of the pair's query or key, which must not be padding.
+        """
         return pair.entry(self.runs.starts, pair.entry(self._span_numbers, position))
 
     def windows(self, num_positions: int) -> Windows:
@@ -196,9 +199,10 @@ class Documents(RunTime):
 
 @pattern_kind("lengths")
 class Lengths(RunTime):
-    """Pattern that allows a pair iff query and key are both real tokens; a run-time tensor has the number of these.
+    """Pattern that allows a pair iff query and key are both real tokens.
 
-    Real tokens are the first positions of a batch entry, or the last ones with padding="left".
+    The run-time tensor `name` has the number of real tokens of each batch entry. They are its first positions, or with
+    padding="left" its last.
     """
 
     num_dims = 0

@@ -130,7 +130,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class _Building:
+class _PendingBuild:
     """A value that one thread is building; other threads wait for `done`."""
 
     pattern: str
@@ -148,8 +148,8 @@ class Cache:
         self._entries: dict[Hashable, Entry] = {}
         self._copies: OrderedDict[Entry, None] = OrderedDict()
         self._masters: OrderedDict[Entry, None] = OrderedDict()
-        self._building: dict[Hashable, _Building] = {}
-        self._start_counts()
+        self._building: dict[Hashable, _PendingBuild] = {}
+        self._reset_counts()
 
     @property
     def budget_bytes(self) -> int:
@@ -158,7 +158,7 @@ class Cache:
 
     @budget_bytes.setter
     def budget_bytes(self, value: int) -> None:
-        self._limit(Limits(value, self.budget_entries))
+        self._set_limits(Limits(value, self.budget_entries))
 
     @property
     def budget_entries(self) -> int:
@@ -167,7 +167,7 @@ class Cache:
 
     @budget_entries.setter
     def budget_entries(self, value: int) -> None:
-        self._limit(Limits(self.budget_bytes, value))
+        self._set_limits(Limits(self.budget_bytes, value))
 
     def get(
         self,
@@ -203,7 +203,7 @@ class Cache:
             is_mine = building is None
             if building is None:
                 outer, text = getattr(self._inside, "patterns", None) or "", _json_of(pattern)
-                building = _Building(outer if text in outer else f"{outer} {text}", device)
+                building = _PendingBuild(outer if text in outer else f"{outer} {text}", device)
                 self._building[key] = building
             self._misses += is_mine
             self._hits += not is_mine
@@ -225,7 +225,7 @@ class Cache:
         branches = require_expression(pattern).unpadded.branches()
         texts = [_json_of(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
-        def concerns(built: Entry | _Building) -> bool:
+        def concerns(built: Entry | _PendingBuild) -> bool:
             return all(text in built.pattern for text in texts)
 
         with self._lock:
@@ -242,7 +242,7 @@ class Cache:
             dropped, self._bytes = len(self._entries), 0
             for kept in (self._entries, self._copies, self._masters, self._building):
                 kept.clear()
-            self._start_counts()
+            self._reset_counts()
         log.debug("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
@@ -264,11 +264,11 @@ class Cache:
         held = f"{len(self._entries):,} of {self.budget_entries:,} entries"
         return f"Cache({held}, {bytes_text(self._bytes)} of {bytes_text(self.budget_bytes)})"
 
-    def _start_counts(self) -> None:
+    def _reset_counts(self) -> None:
         self._hits = self._misses = self._evictions = 0
         self._build_seconds = 0.0
 
-    def _build(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int], mine: _Building) -> T:
+    def _build(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int], mine: _PendingBuild) -> T:
         begin, outer = time.perf_counter(), getattr(self._inside, "patterns", None)
         self._inside.patterns = mine.pattern
         try:
@@ -301,14 +301,14 @@ class Cache:
         _log_entries("evicted", gone, ", used longest ago")
         return value
 
-    def _end_build(self, key: Hashable, mine: _Building) -> bool:
+    def _end_build(self, key: Hashable, mine: _PendingBuild) -> bool:
         """Remove a finished build from the builds in progress.
 
         Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.
         """
         return self._building.get(key) is mine and self._building.pop(key) is mine
 
-    def _limit(self, limits: Limits) -> None:
+    def _set_limits(self, limits: Limits) -> None:
         with self._lock:
             self._limits = limits
             gone = self._evict(0, 0)
@@ -350,10 +350,9 @@ def debug_wanted() -> bool:
 
 
 def pattern_text(text: str) -> str:
-    """Return the first of several concatenated JSON texts of patterns, as a Python expression.
+    """Return the first pattern of a text as a Python expression, shortened as by `in_line`; "any pattern" for "".
 
-    It is shortened as by `in_line`; so is the JSON itself, which is returned if it cannot be read. "any pattern" for an
-    empty text.
+    text: JSON texts of patterns, one after another. If the first cannot be read, the result is `text`, shortened.
     """
     text = text.strip()
     if not text:

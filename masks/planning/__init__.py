@@ -9,7 +9,7 @@ from ._block_mask import (
     snapped,
     term_blocks,
 )
-from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, in_other_blocks, takes_mask, way_of
+from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, in_each_block_size, takes_mask, way_of
 from ._cost import SLOTS_AT_ONCE, OperandSizes, computed_pairs, cost_of
 from ._machine import (
     ACCELERATOR,
@@ -37,7 +37,7 @@ from .lowering import (
     Term,
     compact_terms,
     lists_keys,
-    one_after_another,
+    rule_of_joined_entries,
     shared_terms,
     without_scattered_keys,
 )

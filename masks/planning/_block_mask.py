@@ -159,9 +159,9 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
 
 
 class Snapped(NamedTuple):
-    """Pattern with sizes rounded up to whole blocks; `changes`: a line of text for each part that changed.
+    """Pattern with sizes rounded up to whole blocks.
 
-    `changes` also has a line for each part that cannot be rounded, and so is unchanged.
+    changes: a line of text for each part that changed, and for each part that cannot be rounded.
     """
 
     pattern: Any
@@ -172,18 +172,20 @@ class Snapped(NamedTuple):
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
     """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
 
-    * `local_window`: left and right are rounded up to a multiple of the side minus 1, as the window includes the
-      query's own key; a multiple of the side is unchanged. All pairs stay allowed; the computed blocks do not change.
+    * `local_window`: left and right, unless multiples of the side, become the next multiple minus 1, as the query's own
+      key comes on top. All pairs stay allowed; the computed blocks do not change.
     * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
       tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged.
-    * `blockwise`: blocks are rounded up to a multiple of the side. Longer segments and blocks begin at other tokens:
-      there are more pairs in total, but single pairs may be lost. All computed pairs of whole blocks are allowed.
-    * `selected_blocks`: sides are rounded up to one that divides the kernel's side or is a multiple of it; its table
-      must be made for that side. Unchanged if it carries its table.
+    * `blockwise`: blocks are rounded up to a multiple of the side. All pairs of the computed blocks are then allowed.
+    * `selected_blocks`: each side is rounded up to a divisor or a multiple of the kernel's side; make the table for the
+      rounded sides. A pattern that carries its table is unchanged.
     * `block_list`: unchanged. Raises ValueError unless its side divides the kernel's side or is a multiple of it.
 
+    Longer segments and longer blocks of `blockwise` begin at other tokens: there are more pairs in total, but single
+    pairs may be lost.
+
     In `&`, `|`, `+`, choices by head, `after` and `per_document` each part is rounded. `causal` and `every` have no
-    sizes. All other patterns are unchanged and have a line in `changes`; also patterns under `~`, where rounding up
+    sizes. All other patterns are unchanged and have a line in `changes`; so do patterns under `~`, where rounding up
     would allow fewer pairs.
 
     block: the side of the kernel's blocks, or (queries, keys); windows then use their greatest common divisor, other

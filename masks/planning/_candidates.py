@@ -9,13 +9,13 @@ from functools import cached_property
 
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
-from ._cost import Cost, OperandSizes, cost_of, least_seconds, least_seconds_in_larger
+from ._cost import Cost, OperandSizes, cost_of, least_seconds, least_seconds_in_larger_blocks
 from ._machine import Machine
 from .lowering._layouts import masked_term, split_causal, terms_by_layout
 from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
-from .lowering._windows import cut_of, over_all, window_terms
+from .lowering._windows import cut_of, rule_over_all_tokens, window_terms
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
@@ -85,13 +85,15 @@ class Option:
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> tuple[Option, ...]:
-    """Return the ways to compute a branch, which counts `times` times, the cheapest first.
+    """Return the ways to compute a branch, the cheapest first.
 
+    times: how often the branch counts.
     bound: the pattern's sizes.
+    machine: constants of the device, for the costs.
     allowed: kinds of terms that the engine can run.
+    operands: sizes of q, k and v, for the costs.
 
-    Options that a lower bound on cost rules out as the cheapest come last, in no order. Costs depend on machine, the
-    constants of the device, and operands, the sizes of q, k and v.
+    Options that a lower bound on cost rules out as the cheapest come last, in no order.
     """
     given = Layout(bound.num_queries)
 
@@ -100,16 +102,16 @@ def options_of(
 
     cut = cut_of(branch, bound) if allowed.windows else None
     if cut is not None:
-        rest = over_all(*cut, bound)
+        rest = rule_over_all_tokens(*cut, bound)
         if rest is not None:
             found = options_of(rest, times, bound, machine, allowed, operands)
             return tuple(replace(each, branch=branch) for each in found)
         inside = replace(allowed, masks=False)  # terms of one window are repeated for equal windows
 
-        def weighed(rest: Pattern, part: Bound) -> tuple[Term, ...]:
+        def cheapest_terms(rest: Pattern, part: Bound) -> tuple[Term, ...]:
             return options_of(rest, times, part, machine, inside, operands)[0].terms
 
-        terms = window_terms(*cut, times, bound, weighed, any_number=allowed.any_windows)
+        terms = window_terms(*cut, times, bound, cheapest_terms, any_number=allowed.any_windows)
         if terms is not None:
             return _cheapest_first(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
@@ -135,7 +137,7 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
 
     It is added if `takes_mask` permits it and each option has block lists or several terms.
     """
-    plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
+    plainly = any(len(each.terms) == 1 and not _has_block_lists(each) for each in options)
     if plainly or not takes_mask(len(bound.masked_heads), bound.num_queries, bound.num_keys, allowed):
         return options
     first = options[0]
@@ -143,7 +145,7 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
     return [*options, replace(first, name="masked", terms=terms, shares_rows=False)]
 
 
-def _together(
+def _joint_options(
     apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> Iterator[Option]:
     """Yield options that compute all branches together; `apart`: the cheapest option of each branch alone.
@@ -188,12 +190,16 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
     Other sizes are tried only for options that cost at most twice the minimum. Options that cannot be the cheapest come
     last; their cost is not computed.
     """
-    ruled_out = _ruled_out(options)
+    ruled_out = _ruled_out_options(options)
     weighed = [option for option in options if option not in ruled_out]
     least = min(map(_adjusted_seconds, weighed))
     for index, option in enumerate(weighed):
         # "disjoint" chose the side of each part. `least` may be adjusted by 5 %, which a limit of twice it can bear.
-        if _is_listed(option) and option.name != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
+        if (
+            _has_block_lists(option)
+            and option.name != "disjoint"
+            and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least
+        ):
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
@@ -205,12 +211,12 @@ def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _adjusted_seconds(option: Option) -> float:
-    """Predicted seconds of a forward pass, increased by 5 % for options with block lists, as these must be built."""
-    return option.cost.seconds / _CLEARLY if _is_listed(option) else option.cost.seconds
+    """Predicted seconds of a forward pass; divided by 0.95 for options with block lists, whose lists must be built."""
+    return option.cost.seconds / _CLEARLY if _has_block_lists(option) else option.cost.seconds
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
-    """Block sides to try instead of 128: smaller ones, and larger ones that may cost clearly less than `least` s."""
+    """Block sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side
@@ -218,21 +224,22 @@ def _other_sides(option: Option, least: float) -> list[int]:
         if side < own
         or (
             side > own
-            and least_seconds_in_larger(side, option.cost, option.terms, machine, option.operands) < _CLEARLY * least
+            and least_seconds_in_larger_blocks(side, option.cost, option.terms, machine, option.operands)
+            < _CLEARLY * least
         )
     ]
 
 
-def _is_listed(option: Option) -> bool:
+def _has_block_lists(option: Option) -> bool:
     return any(term.shape == "blocks" for term in option.terms)
 
 
-def _ruled_out(options: list[Option]) -> list[Option]:
+def _ruled_out_options(options: list[Option]) -> list[Option]:
     """Options with block lists whose lower bound on cost exceeds 95 % of the cost of the cheapest without lists.
 
     [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """
-    plain = [option for option in options if not _is_listed(option)]
+    plain = [option for option in options if not _has_block_lists(option)]
     if not plain:
         return []
     wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
@@ -240,7 +247,7 @@ def _ruled_out(options: list[Option]) -> list[Option]:
     return [
         option
         for option in options
-        if _is_listed(option)
+        if _has_block_lists(option)
         and least_seconds(
             option.terms,
             wanted / _largest_allowed_share(option, plain[0]),
@@ -269,9 +276,10 @@ def _largest_allowed_share(option: Option, plain: Option) -> float:
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
     """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless the union has 2 to 6 parts.
 
-    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. A part is
-    dropped if all factors of an earlier part are among its own: the earlier one then contains it. Other containment is
-    not noticed, and such a part is empty. An exclusion omits factors that a part shares with the earlier one.
+    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. An earlier
+    part is excluded by the negation of those of its factors that the later part lacks. A later part that has all
+    factors of an earlier part lies within it, and is dropped. A part that lies within an earlier one for other reasons
+    is kept, without pairs.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     found = []
@@ -287,8 +295,8 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 class Choice:
     """Choice among the planner's ways to compute a pattern.
 
-    ways: for each distinct branch, the `layout` name of the chosen option, such as "natural", and the block size of
-        each of its block lists.
+    ways: for each distinct branch, the `name` of the chosen option, such as "natural", and the block size of each of
+        its block lists.
     together: True if `ways` has a single item, for all branches together.
 
     If an item is not among a pattern's options, the planner chooses by predicted cost.
@@ -317,9 +325,9 @@ class Candidates:
             for branch, times in Counter(bound.pattern.branches()).items()
         }
         cheapest = {branch: options[0] for branch, options in found.items()}
-        return cls(tuple(found.values()), _cheapest_first(list(_together(cheapest, bound, *under))))
+        return cls(tuple(found.values()), _cheapest_first(list(_joint_options(cheapest, bound, *under))))
 
-    def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
+    def with_chosen_first(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """Options for each branch, with the chosen one first; None if the choice is for other branches or options.
 
         If the choice is for all branches together, there is a single tuple of options.
@@ -329,7 +337,7 @@ class Candidates:
             groups = (self.together,) if self.together else ()
         if len(groups) != len(choice.ways):
             return None
-        found = tuple(_in_front(options, way) for options, way in zip(groups, choice.ways, strict=True))
+        found = tuple(_chosen_first(options, way) for options, way in zip(groups, choice.ways, strict=True))
         return found if all(found) else None
 
 
@@ -338,7 +346,7 @@ def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
     return option.name, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
-def in_other_blocks(option: Option) -> tuple[Option, ...]:
+def in_each_block_size(option: Option) -> tuple[Option, ...]:
     """Return the option (a way to compute a branch), then copies of it in other block sizes.
 
     Each copy has all block lists in one of the sizes for which the option's machine has rates.
@@ -347,11 +355,11 @@ def in_other_blocks(option: Option) -> tuple[Option, ...]:
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 
 
-def _in_front(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
+def _chosen_first(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
     """The options, with the one of this name and these block sizes first; () if there is none."""
     for option in options:
         if option.name == way[0]:
-            for each in in_other_blocks(option):
+            for each in in_each_block_size(option):
                 if way_of(each) == way:
                     return (each, *(other for other in options if other is not option))
     return ()

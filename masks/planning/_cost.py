@@ -74,9 +74,9 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
     The machine's rates were measured at one head dim and dtype, and are used for all.
     """
-    work = [_work(term, machine) for term in terms]
+    work = [_pairs_and_unit_seconds(term, machine) for term in terms]
     unit_s = sum((unit_s for _, unit_s in work), 0.0)
-    return _cost(sum(pairs for pairs, _ in work), unit_s, terms, machine, given, operands)
+    return _cost_of_pairs(sum(pairs for pairs, _ in work), unit_s, terms, machine, given, operands)
 
 
 def least_seconds(
@@ -90,20 +90,20 @@ def least_seconds(
     given: order of the tokens in q, k and v.
     """
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
-    return _cost(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
+    return _cost_of_pairs(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
 
 
-def _cost(
+def _cost_of_pairs(
     pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
     """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
-    moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
+    moved = sum(_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * unit_s + (moved / machine.bytes_per_s + launches * machine.launch_s)
     return Cost(pairs, moved, launches, seconds)
 
 
-def least_seconds_in_larger(
+def least_seconds_in_larger_blocks(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: OperandSizes
 ) -> float:
     """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
@@ -115,7 +115,7 @@ def least_seconds_in_larger(
     """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
-    work = [_work(term, machine) for term in terms if term.shape == "blocks"]
+    work = [_pairs_and_unit_seconds(term, machine) for term in terms if term.shape == "blocks"]
     return cost.seconds + operands.flops * sum(pairs / fastest - unit_s for pairs, unit_s in work)
 
 
@@ -127,7 +127,7 @@ def computed_pairs(term: Term) -> int:
     return round(sum(term.listed_blocks) * term.block_side**2)
 
 
-def _work(term: Term, machine: Machine) -> tuple[int, float]:
+def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
     """(number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
@@ -139,10 +139,10 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term, calls_a_list: int) -> int:
-    """Number of kernel calls of a term: `calls_a_list` for each of its block lists.
+    """Number of kernel calls of a term.
 
-    Without block lists it is one, or, if the queries are copied in a `Compact` order, one for each chunk of
-    `SLOTS_AT_ONCE` of them. A `TableTerm` counts its own.
+    A term with block lists has `calls_a_list` calls for each list, and a `TableTerm` gives its own number. Any other
+    term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots.
     """
     if isinstance(term, TableTerm):
         return term.work.calls
@@ -153,7 +153,7 @@ def _launches(term: Term, calls_a_list: int) -> int:
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
 
 
-def _moved_rows(term: Term, given: Layout, groups: int) -> int:
+def _moved_vectors(term: Term, given: Layout, groups: int) -> int:
     """Number of token vectors read and written to gather q, k, v and to merge outputs.
 
     given: order of the tokens in q, k and v; nothing is gathered if the term uses this order.
@@ -166,10 +166,10 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
     else:
         queries, keys = (2 * side.num_slots if side.is_copied else 0 for side in (term.q, term.k))
     of_queries = (queries * 2 + 3 * term.q.num_slots) * len(term.heads)
-    return (of_queries + keys * 2 * _gathered_heads(term, groups)) * term.folds
+    return (of_queries + keys * 2 * _num_gathered_heads(term, groups)) * term.folds
 
 
-def _gathered_heads(term: Term, groups: int) -> int:
+def _num_gathered_heads(term: Term, groups: int) -> int:
     """Number of heads for which keys are copied: key-value heads if all heads gather equal tokens, else query heads.
 
     Evenly spaced folds of a `Compact` order are always copied by query head.

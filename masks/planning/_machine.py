@@ -87,7 +87,7 @@ class Machine:
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this size, or of the nearest size that has rates, the smaller if two are."""
+        """Rates of blocks of this size, or of the nearest size that has rates: the smaller of two equally near."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
@@ -171,9 +171,9 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
 
 
 def sources_in_use() -> dict[str, str]:
-    """Map each kind of device whose cost constants were set or used in this process to their origin.
+    """Return the origin of the cost constants that were set or used in this process, by kind of device.
 
-    For example {"cpu": "builtin"}; the origin is `Machine.source`, the path of a file for constants read from it.
+    For example {"cpu": "builtin"}. An origin is `Machine.source`: the path of a file for constants read from it.
     """
     return {kind: each.source for kind, each in _in_use.copy().items()}
 

@@ -258,7 +258,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     The cheapest plan computes either each distinct branch by its cheapest option, or all branches together.
     """
     layout, together = Layout(bound.num_queries), candidates.together
-    chosen = None if choice is None else candidates.chosen(choice)
+    chosen = None if choice is None else candidates.with_chosen_first(choice)
     found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
     if chosen is not None or not together:
         return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression, device_kind
 from ...masks.orders import Placement
-from ...masks.patterns import alike, tables, without_start
+from ...masks.patterns import rules_of_entries, tables, without_start
 from ...masks.planning import (
     ANYTHING,
     SLOTS_AT_ONCE,
@@ -21,8 +21,8 @@ from ...masks.planning import (
     Option,
     Plan,
     machine_of,
-    one_after_another,
     plan,
+    rule_of_joined_entries,
     takes_mask,
     without_scattered_keys,
 )
@@ -262,7 +262,7 @@ def _programs_for(
     if not bindings:
         return [(EntryRange(slice(None)), program_of_rows(call, None, q.device))], None
     found = []
-    for rows, of_rows in alike(call.rules(bindings), q.shape[0]):
+    for rows, of_rows in rules_of_entries(call.rules(bindings), q.shape[0]):
         rule, start = without_start(of_rows)
         found.append((EntryRange(rows), program_of_rows(call._replace(q_offset=call.q_offset + start), rule, q.device)))
     return found, None
@@ -296,7 +296,7 @@ def _term_programs(
             rule = apart[0]
             rows = apart[1].rows[:, call.k_offset : call.k_offset + call.num_keys]
             visible = Layout(call.num_keys, call.rate).apply(rows, dim=1)
-        groups = [(EntryRange(rows), of_rows) for rows, of_rows in alike(rule, batch)]
+        groups = [(EntryRange(rows), of_rows) for rows, of_rows in rules_of_entries(rule, batch)]
     found = []
     for entries, rule in groups:
         each, start = (rule, 0) if call.placement else without_start(rule)
@@ -322,7 +322,7 @@ def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, lis
         return None
     if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
         return None
-    joined = one_after_another(rule, tokens, batch)
+    joined = rule_of_joined_entries(rule, tokens, batch)
     call = call._replace(num_queries=batch * tokens, num_keys=batch * tokens)
     return None if joined is None else (call, [(Packed(), joined)])
 

@@ -5,4 +5,4 @@ from ._layouts import compact_terms, shared_terms
 from ._shared_lists import IntervalTerm, PaddedTerm, SharedListTerm, interval_terms, padded_terms
 from ._table import GATHERED_BYTES, TableProblems, TableTerm, lists_keys
 from ._term import CountedPairs, Term
-from ._windows import one_after_another, without_scattered_keys
+from ._windows import rule_of_joined_entries, without_scattered_keys

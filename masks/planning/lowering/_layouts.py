@@ -64,11 +64,13 @@ def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Terms over only the tokens that the dilated rule of each head selects; None if a head's rule has no such form.
+    """Terms over only the tokens that each head's rule selects; None if a head's rule has neither of two forms.
 
-    Equal segments or residue classes are folds, computed as a batch. A head's rule must be an intersection with a
-    dilated factor whose segment is a multiple of the other factors' period, or depend only on the distance of query and
-    key and allow only multiples of a spacing above 1, at most the number of queries and of keys.
+    * An intersection with a dilated factor, whose segment is a multiple of the period of the other factors.
+    * A rule of the distance of query and key alone, which allows only multiples of a spacing above 1. The spacing must
+      not exceed the number of queries or that of keys.
+
+    Equal segments or residue classes are folds, computed as a batch.
     """
     groups: dict[tuple[Pattern, _Folds], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
@@ -139,7 +141,7 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 
 
 def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for each group of equal segments that have active pairs."""
+    """Yield (folds, first query index, first key index) for equal segments with active queries and keys."""
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
@@ -173,9 +175,10 @@ def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, 
 
 
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
-    """Replace causal terms that have block lists by terms without: keys before all queries, and a causal triangle.
+    """Replace causal terms that have block lists by terms without lists.
 
-    Returns all terms, with each such term replaced by one or two; None if no term can be replaced.
+    Each becomes a dense term over the keys before all queries and, unless there are no other keys, a causal triangle.
+    Returns the new and all other terms; None if no term can be replaced.
     """
     parts = [_split_causal_term(term) for term in terms]
     if all(found is None for found in parts):
@@ -237,10 +240,10 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 def _reached_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
     """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
-    return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
+    return prod(_reached_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 
-def _reached_along(axis: Axis, side: int) -> int:
+def _reached_pairs_along(axis: Axis, side: int) -> int:
     first = torch.arange(0, axis.length, side)
     last = (first + side).clamp(max=axis.length) - 1
     before, window = axis.lead * axis.rate, axis.size * axis.rate

@@ -26,14 +26,18 @@ _STRIP_ROWS = 256
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
     """Partition branches greedily into few groups whose dilated segments nest.
 
-    Branches and groups map each branch to its multiplicity. Segments nest if each segment length is 1, 2, 3 or 4 times
-    the one before, and each rate likewise; if the last rate divides the shortest segment and is at most 64 times the
-    first; and if a token that is active in a branch is active in all earlier ones. The branches of a group are all
-    combined with causal order, or none is. A branch that nests with no other is a group by itself; none nests unless
-    queries and keys are the same positions from 0 on.
+    Branches and groups map each branch to its multiplicity. The segments of some branches nest if
+
+    * each segment length is 1, 2, 3 or 4 times the one before, and so is each rate;
+    * the last rate divides the shortest segment, and is at most 64 times the first rate;
+    * a token that is active in a branch is active in all earlier branches;
+    * all branches are combined with causal order, or none is;
+    * queries and keys are the same positions, from 0 on.
+
+    A branch that nests with no other is a group by itself.
     """
     groups: list[dict[Pattern, int]] = []
-    for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
+    for branch, times in sorted(branches.items(), key=lambda item: _segment_and_rate(item[0])):
         for group in groups:
             if _Chain.of({**group, branch: times}, bound) is not None:
                 group[branch] = times
@@ -55,18 +59,18 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     chain = _Chain.of(branches, bound)
     assert chain is not None
     causal = isinstance(chain.rest, Causal)
-    terms = list(_strips(chain)) if causal else []
+    terms = list(_strip_terms(chain)) if causal else []
     for index in range(causal, len(chain.bases)):
         weights = [
             [chain.weights(index, level, offsets) for offsets in chain.offsets]
             for level in range(index, len(chain.bases))
         ]
         for rectangle in _rectangles(chain, index):
-            terms += _terms(chain, index, rectangle, weights)
+            terms += _terms_of_rectangle(chain, index, rectangle, weights)
     return terms
 
 
-def _size(branch: Pattern) -> tuple[int, int]:
+def _segment_and_rate(branch: Pattern) -> tuple[int, int]:
     base, _ = _dilated_and_rest(branch)
     return (0, 0) if base is None else (base.segment, base.rate)
 
@@ -184,7 +188,7 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         yield whole * length, 1, tail
 
 
-def _strips(chain: _Chain) -> Iterator[Term]:
+def _strip_terms(chain: _Chain) -> Iterator[Term]:
     """Yield terms for the causal pairs within each shortest segment.
 
     A term is a strip: consecutive queries with all keys up to the last of them.
@@ -194,7 +198,7 @@ def _strips(chain: _Chain) -> Iterator[Term]:
     for start, folds, length in _segments(base.segment, bound.num_keys):
         groups: dict[tuple[PairWeights, int], list[int]] = {}
         for head, table in enumerate(tables):
-            _, slots = _active(range(length), chain.offsets[head][0], base.rate)
+            _, slots = _active_tokens(range(length), chain.offsets[head][0], base.rate)
             groups.setdefault((table, slots), []).append(head)
         for (weights, slots), heads in groups.items():
             period = len(weights.table)
@@ -211,7 +215,7 @@ def _strips(chain: _Chain) -> Iterator[Term]:
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch.
 
-    In causal order, those with the keys before the queries only.
+    In causal order, only the rectangles with the keys before the queries.
     """
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole
@@ -228,12 +232,13 @@ def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
                 yield _Rectangle(queries, behind, folds, whole)
 
 
-def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
+def _terms_of_rectangle(
+    chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]
+) -> Iterator[Term]:
     """Yield the terms of a rectangle of pairs; branch `index` is the first with query and key in one segment.
 
-    The level of a query is the last branch in which it is active. There is one term for each level, for each residue
-    class of its queries (a phase of `_Chain.tokens_of_level`), and for each group of heads with equal numbers of active
-    tokens.
+    The level of a query is the last branch in which it is active. Each combination of a level, a residue class of its
+    queries (a phase of `_Chain.tokens_of_level`) and a group of heads with equal numbers of active tokens has one term.
     weights[level - index][head]: as from `_Chain.weights`, the weight of each active key, for one period of keys.
     """
     queries, keys, folds, stride = rectangle
@@ -243,8 +248,8 @@ def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[
         for phase in phases:
             alike: dict[tuple[int, int], list[tuple[int, int, int, tuple[int, ...]]]] = {}
             for head, (offsets, of_keys) in enumerate(zip(chain.offsets, of_heads, strict=True)):
-                q_first, num_queries = _active(queries, offsets[upper] + phase, steps[0])
-                k_first, num_keys = _active(keys, offsets[index], steps[1])
+                q_first, num_queries = _active_tokens(queries, offsets[upper] + phase, steps[0])
+                k_first, num_keys = _active_tokens(keys, offsets[index], steps[1])
                 if num_queries and num_keys:
                     alike.setdefault((num_queries, num_keys), []).append((k_first, head, q_first, of_keys))
             for sizes, members in alike.items():
@@ -258,7 +263,7 @@ def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[
                 yield Term.of(chain.bound, Every(), "dense", times, q, k, heads=heads, weights=own)
 
 
-def _active(tokens: range, offset: int, rate: int) -> tuple[int, int]:
+def _active_tokens(tokens: range, offset: int, rate: int) -> tuple[int, int]:
     """(first, number) of the tokens in the range that are congruent to `offset` modulo `rate`."""
     first = tokens.start + (offset - tokens.start) % rate
     return first, max(0, -(-(tokens.stop - first) // rate))

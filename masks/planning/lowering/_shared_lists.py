@@ -76,8 +76,8 @@ class SharedListTerm(Term):
 class PaddedTerm(SharedListTerm):
     """Pairs of active tokens of the same dilated segment: all pairs, or causal ones; segments are padded to blocks.
 
-    All heads share one block list: a block is listed if any head has a pair in it. It is full if, for all heads, each
-    key slot of the block has a token, and all queries of the block attend to these tokens.
+    All heads share one block list: a block is listed if any head has a pair in it. A listed block is full if, for all
+    heads, each of its key slots has a token, and all its queries attend to these tokens.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -157,10 +157,12 @@ class PaddedTerm(SharedListTerm):
         limits = (first[:, 0], each, last * width + past[:, last])
         # On accelerators a constant of the kernel, which is compiled for these segments anyway.
         size = width if device_kind(device).flex_trains else torch.tensor(width)
-        return _of_segments(size, *(limit.to(device, dtype).contiguous() for limit in limits), is_causal=self.is_causal)
+        return _segment_mask_mod(
+            size, *(limit.to(device, dtype).contiguous() for limit in limits), is_causal=self.is_causal
+        )
 
 
-def _of_segments(
+def _segment_mask_mod(
     width: Tensor | int,
     begins: Int64[Tensor, " H"],
     counts: Int64[Tensor, " H"],
@@ -192,8 +194,8 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
     """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
 
     Groups without an active query or key have no term. A head's rule must be dilated segments of rate above 1, with all
-    pairs or causal order inside. If a segment has w slots, its active tokens padded to whole blocks of `side` slots,
-    2 * w**2 must be at most segment**2.
+    pairs or causal order inside. Let w be the number of active tokens of a segment, rounded up to whole blocks of
+    `side` slots: 2 * w**2 must be at most segment**2.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):
@@ -256,7 +258,7 @@ class IntervalTerm(SharedListTerm):
         Axis T has the rows of `q.positions` and `k.positions`, each for one or more heads.
         """
         queries, keys = self.q.positions, self.k.positions
-        first, past = _interval(self.rule.factors(), queries)
+        first, past = _key_interval(self.rule.factors(), queries)
         known = torch.where(keys < 0, torch.iinfo(torch.int64).max, keys)
         low, high = (torch.searchsorted(known, each.contiguous()) for each in (first, past))
         return low, torch.where(queries < 0, low, high.maximum(low))
@@ -355,7 +357,7 @@ def _is_interval(factor: Pattern) -> bool:
     return isinstance(factor, Dilated | Every) or (isinstance(factor, Band) and factor.step == 1)
 
 
-def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
+def _key_interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
     """Return (first, past): by all factors together, a query position may attend to key positions first to past - 1."""
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:

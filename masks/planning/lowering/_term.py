@@ -38,11 +38,11 @@ class KeyWeights:
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """Sum of the weights over all pairs of all heads."""
-        return num_queries * int(_repeated(torch.tensor(self.periods), num_keys).sum())
+        return num_queries * int(_repeat_periods(torch.tensor(self.periods), num_keys).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
         """Log of the weights, to be added to attention scores."""
-        return _repeated(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
+        return _repeat_periods(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class PairWeights:
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
         """Log of the weights, to be added to attention scores, -inf for keys after the query; a view: do not modify."""
         period, lead = len(self.table), num_keys - num_queries
-        table, shift = self._least_shifted
-        rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
+        table, shift = self._least_cyclic_shift
+        rows, before = _next_power_of_two(num_queries), _next_power_of_two(lead) if lead else 0
         strip = cache().get(
             ("pair weights", table, rows, before, dtype),
             lambda: _bias_of_strip(torch.tensor(table), rows + period, before, rows + period, dtype),
@@ -77,7 +77,7 @@ class PairWeights:
         return strip[None, shift : shift + num_queries, first : first + num_keys]
 
     @cached_property
-    def _least_shifted(self) -> tuple[_Table, int]:
+    def _least_cyclic_shift(self) -> tuple[_Table, int]:
         """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and that shift."""
         # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
@@ -85,7 +85,7 @@ class PairWeights:
 
 @dataclass(frozen=True)
 class CountedPairs:
-    """Weight of a pair: the number of branches of a bound pattern that allow it, as a dense tensor, for few tokens."""
+    """Weights as a dense tensor, for few tokens: a pair's weight is the number of branches of `bound` that allow it."""
 
     bound: Bound
 
@@ -99,13 +99,15 @@ class CountedPairs:
 
         A view of a cached tensor: do not modify it.
         """
-        return self._cached_or_cut("pair counts", self._count_pairs)
+        return self._cached_tensor("pair counts", self._count_pairs)
 
-    def _cached_or_cut(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
-        """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
+    def _cached_tensor(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
+        """Return the tensor that `build` makes, or an equal part of one that is cached for more tokens.
 
-        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones with an equal
-        difference of num_keys and num_queries.
+        A pair's positions determine its entry. The tensor of the longest call therefore serves all shorter calls with
+        equal first positions and an equal difference of num_keys and num_queries.
+
+        name, more: further parts of the key in the cache.
         """
         bound = self.bound
         first = replace(bound, num_queries=1, num_keys=1).key()
@@ -141,13 +143,13 @@ class CountedPairs:
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
-        return self._cached_or_cut("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
+        return self._cached_tensor("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
 
 Weights = KeyWeights | PairWeights | CountedPairs
 
 
-def _repeated(periods: Tensor, slots: int) -> Tensor:
+def _repeat_periods(periods: Tensor, slots: int) -> Tensor:
     return periods.repeat(1, -(-slots // periods.shape[1]))[:, :slots]
 
 
@@ -168,16 +170,17 @@ def _shifted_table(table: _Table, shift: int) -> _Table:
     return tuple(row[-shift:] + row[:-shift] if shift else row for row in rows)
 
 
-def _power_of_two(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     """Smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Term:
-    """Pairs of some heads, of one branch or of several together, over orders of queries and keys, for one kernel.
+    """Pairs that one kernel computes for some heads: pairs of one branch, or of several branches together.
 
-    q, k: orders, which give the tokens of the term and the slot of each. All folds repeat the rule of fold 0.
+    q, k: orders of the queries and keys: the tokens of the term, and the slot of each. All folds repeat the rule of
+        fold 0.
     rule: allowed pairs among these tokens.
     shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
         at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
@@ -286,9 +289,9 @@ class Term:
     def tables(self) -> tuple[int, ...]:
         """Index of the block table of each head; heads with equal rules over slots share a table."""
         seen: dict[object, int] = {}
-        return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
+        return tuple(seen.setdefault(self._rule_key(index), len(seen)) for index in range(len(self.heads)))
 
-    def _identity(self, index: int) -> object:
+    def _rule_key(self, index: int) -> object:
         """Hashable key of the head at this index: heads with equal keys have equal rules over slots."""
         starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
@@ -304,17 +307,18 @@ class Term:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q = self.q.in_pieces(self.rule, self.q_offset)
         _, k = self.k.in_pieces(self.rule, self.k_offset)
-        rule = Rule(pattern, self.num_heads_global, heads, _with_tables(q, distinct), _with_tables(k, distinct))
+        rule = Rule(pattern, self.num_heads_global, heads, _select_rows(q, distinct), _select_rows(k, distinct))
         if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
             return rule
         q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
-        return replace(rule, rows=replace(rule, q=_with_tables(q, distinct), k=_with_tables(k, distinct)))
+        return replace(rule, rows=replace(rule, q=_select_rows(q, distinct), k=_select_rows(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
-        """Return one term whose folds are n copies of this one; copy i has indices of tokens that many later.
+        """Return one term whose folds are n copies of this term's folds, each copy over other tokens.
 
-        Every fold is computed with the rule at the positions of this term, so the rule must allow the same pairs at the
-        positions of every copy.
+        In copy i, indices of query tokens are larger by q_tokens[i], and those of key tokens by k_tokens[i]. Every fold
+        is computed with the rule at the positions of this term, so the rule must allow the same pairs at the positions
+        of every copy.
         """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
@@ -336,17 +340,17 @@ class Term:
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
-            shift = self._shift(min(offsets))
+            shift = self._whole_periods(min(offsets))
             sides = {"q": self.q.order, "k": self.k.order}
             return replace(self, **sides, multiplicity=1, q_offset=offsets[0] - shift, k_offset=offsets[1] - shift)
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return self
         least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
-        shift = self._shift(least)
+        shift = self._whole_periods(least)
         q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
-    def _shift(self, position: int) -> int:
+    def _whole_periods(self, position: int) -> int:
         """Largest multiple of the rule's period that is at most `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period
@@ -357,7 +361,7 @@ class Term:
         settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
             If False, a listed block may have no allowed pair, and a full one may be listed as partial.
         """
-        square = self._one_period(q_block, k_block)
+        square = self._term_of_one_period(q_block, k_block)
         if square is not None:
             return repeat_blocks(
                 square.blocks(q_block, k_block, settle=settle),
@@ -367,7 +371,7 @@ class Term:
         built = build_blocks(self.table_rule(), q_block=q_block, k_block=k_block, settle=settle)
         return built.with_heads(self.tables())
 
-    def _one_period(self, q_block: int, k_block: int) -> Term | None:
+    def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
         """The term over one period of its rule, if its block list surely repeats along the diagonal; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
@@ -390,22 +394,22 @@ class Term:
             q = torch.tensor(self.q.starts, dtype=dtype, device=device) + self.q_offset
             k = torch.tensor(self.k.starts, dtype=dtype, device=device) + self.k_offset
             steps = (torch.tensor(side.step, dtype=dtype, device=device) for side in (self.q, self.k))
-            return _on_progressions(inner, heads, q, k, *steps)
+            return _mask_mod_on_progressions(inner, heads, q, k, *steps)
         if self.q.is_natural and self.k.is_natural:
             offsets = (torch.tensor(offset, dtype=dtype, device=device) for offset in (self.q_offset, self.k_offset))
-            return _shifted(inner, heads, *offsets)
+            return _shifted_mask_mod(inner, heads, *offsets)
         q_positions, k_positions = (side.tokens(device)[0, 0].to(dtype) for side in (self.q, self.k))
-        return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
+        return _mask_mod_on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
-def _with_tables(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
+def _select_rows(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     """Return the pieces with only the rows tables[0], tables[1], ... of `firsts`; a single row is repeated for all."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
     return replace(pieces, firsts=firsts)
 
 
-def _on_progressions(
+def _mask_mod_on_progressions(
     inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, q_step: Tensor, k_step: Tensor
 ) -> MaskMod:
     def mask_mod(b, h, q, k):
@@ -414,14 +418,14 @@ def _on_progressions(
     return mask_mod
 
 
-def _shifted(inner: MaskMod, heads: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
+def _shifted_mask_mod(inner: MaskMod, heads: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
         return inner(b, heads[h], q + q_offset, k + k_offset)
 
     return mask_mod
 
 
-def _on_positions(inner: MaskMod, heads: Tensor, q_positions: Tensor, k_positions: Tensor) -> MaskMod:
+def _mask_mod_on_positions(inner: MaskMod, heads: Tensor, q_positions: Tensor, k_positions: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
         return inner(b, heads[h], q_positions[q], k_positions[k])
 

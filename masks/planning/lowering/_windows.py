@@ -21,14 +21,14 @@ _ENOUGH_SLOTS = 4096  # of all heads: larger windows are read in place, as a cal
 _WORTH_WEIGHING = 1024  # tokens of a window: in smaller ones options differ by less than the cost of comparing them
 _MOST_LISTS = 32  # block lists, each planned separately: more than this cost more than one over all tokens
 
-Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part, by its cheapest option
+CheapestTerms = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part, by its cheapest option
 
 
 def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
-    """Split a branch that allows pairs only inside disjoint windows, such as documents, given by a run-time tensor.
+    """Split a branch into disjoint windows of a run-time tensor, such as documents, and the rule inside them.
 
-    Returns (rule inside a window, windows clipped to the bound's queries and keys); None if it is no such branch,
-    or if no such tensor has a list of windows.
+    Returns (rule inside a window, windows clipped to the queries and keys of `bound`). None if no factor of the branch,
+    and no common factor of its parts, is a run-time tensor with a list of windows.
     """
     for cut in _cuts(branch):
         windows = cut.table.windows(bound.num_positions)
@@ -40,11 +40,11 @@ def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
     return None
 
 
-def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
+def rule_over_all_tokens(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
     """Return the rule inside windows, `rest`, as a rule over all tokens, if there is a single window of all of them.
 
-    The result is simplified for the positions of `bound`. None if there are several windows, or if the window does not
-    contain all queries and keys or counts positions from another origin than `bound`.
+    The result is simplified for the positions of `bound`. None unless there is exactly one window, which contains all
+    queries and keys and counts positions from the origin of `bound`.
     """
     if len(windows) != 1:
         return None
@@ -57,17 +57,17 @@ def window_terms(
     windows: Windows,
     multiplicity: int,
     bound: Bound,
-    weighed: Weighed,
+    cheapest_terms: CheapestTerms,
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Terms that compute the rule `rest` inside each window; None if too many kinds of windows, or with block lists.
+    """Terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
 
     A kind is the windows of equal lengths that start at one phase of the rule's period.
 
-    weighed: function that returns the terms of a rule in a window of over 1024 tokens, chosen by cost.
-    any_number: True for no limits. Otherwise there are two: `_MOST_LISTS` kinds that need block lists; and, of all
-        kinds, `_MOST_LISTS` more than windows can have distinct lengths, as equal lengths may start at other phases.
+    cheapest_terms: function that returns the terms of a rule in a window of over 1024 tokens, chosen by cost.
+    any_number: True for no limits. Otherwise at most `_MOST_LISTS` kinds may need block lists, and the number of all
+        kinds may be at most `_MOST_LISTS` plus the largest possible number of distinct window lengths.
     """
     kinds = windows.kinds(rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
@@ -78,9 +78,9 @@ def window_terms(
         alike = windows.select(index)
         plainest, part = _first_window(rest, bound, alike)
         if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
-            lowered = weighed(plainest, part)
+            lowered = cheapest_terms(plainest, part)
         else:
-            lowered = _terms_of_small_window(plainest, multiplicity, part, weighed, any_number=any_number)
+            lowered = _terms_of_small_window(plainest, multiplicity, part, cheapest_terms, any_number=any_number)
         lists += any(term.shape == "blocks" for term in lowered)
         if lists > _MOST_LISTS and not any_number:
             return None
@@ -134,10 +134,10 @@ def _cuts(rule: Pattern) -> Iterator[_Cut]:
             counted = {cut.from_start for cut in cuts} - {None}
             if len(cuts) == len(of_parts) and len(counted) <= 1:
                 rests = tuple(cut.rest for cut in cuts)
-                yield _Cut(_composed(rule, rests), table, *(counted or {None}))
+                yield _Cut(_with_parts(rule, rests), table, *(counted or {None}))
 
 
-def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
+def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
     if not isinstance(rule, Or):
         return type(rule)(parts)
     return Every() if Every() in parts else Or.of(*parts)
@@ -149,11 +149,11 @@ def _first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Patter
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
     sizes = {"num_queries": len(q), "num_keys": len(k), "q_offset": q.start - origin, "k_offset": k.start - origin}
-    plainest = _plainest(rest, q, k)
+    plainest = _simplify_local_windows(rest, q, k)
     return plainest, replace(bound, pattern=plainest, **sizes)
 
 
-def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
+def _simplify_local_windows(rest: Pattern, q: range, k: range) -> Pattern:
     """Simplify the local windows of a rule for these positions, as windows would need block lists.
 
     Those that allow all pairs are dropped; those that forbid only keys after the query become causal order.
@@ -170,14 +170,14 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
 
 
 def _terms_of_small_window(
-    rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool
+    rest: Pattern, multiplicity: int, part: Bound, cheapest_terms: CheapestTerms, *, any_number: bool
 ) -> Sequence[Term]:
     """Terms of a small window, without comparing costs.
 
     They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
     """
     cut = cut_of(rest, part)
-    terms = None if cut is None else window_terms(*cut, multiplicity, part, weighed, any_number=any_number)
+    terms = None if cut is None else window_terms(*cut, multiplicity, part, cheapest_terms, any_number=any_number)
     if terms is None:
         terms = compact_terms(rest, multiplicity, part)
     return shared_terms(rest, multiplicity, part, 1) if terms is None else terms
@@ -200,11 +200,11 @@ def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
         yield alike
 
 
-def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
-    """Return a rule for the concatenation of all batch entries, of `num_tokens` tokens each, or None.
+def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> Any:
+    """Return one rule for all batch entries as a single sequence, in which run-time documents separate the entries.
 
-    In it, run-time documents separate the entries. None if a branch has no run-time documents, or has another factor
-    that does not repeat from entry to entry.
+    None if a branch has no run-time documents, or has another factor that does not repeat from entry to entry.
+    num_tokens: tokens of each entry.
     """
     if not all(_can_be_joined(branch, num_tokens) for branch in pattern.branches()):
         return None

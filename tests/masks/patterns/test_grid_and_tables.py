@@ -101,7 +101,7 @@ def test_windows_of_whole_tiles_leave_nothing_in_vain():
 def test_bounds_from_coarse_cells_are_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
     with pytest.MonkeyPatch.context() as patch:
-        for table in (_block_list._block_table, _random_blocks._table):
+        for table in (_block_list._block_table, _random_blocks._draw_table):
             patch.setattr(f"{table.__module__}.{table.__name__}", table.__wrapped__)  # the picture is kept with a table
         patch.setattr(_block_list, "_MOST_CELLS", 10)
         patch.setattr(_block_list, "_EXACT_ROWS", 0)
