@@ -392,7 +392,10 @@ def _entry_numbers(batch: int, largest: int) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `same_document` pattern: ids per batch entry or shared, documents of queries or keys only, padding."""
+    """Draw a `same_document` pattern of ids for each batch entry or common to all.
+
+    There may be padding, and documents that have only queries or only keys.
+    """
     sides = []
     for positions in (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys):
         rows = draw(st.sampled_from([1, sizes.batch]))

@@ -194,7 +194,10 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
 
 
 def _right_weights(subject: Subject, case: Case) -> int:
-    """Compare the softmax weight of every pair, which one-hot values show in out; return the number of pairs."""
+    """Compare the softmax weight of every pair with that of dense attention; return the number of pairs.
+
+    With one-hot vectors as values, the output has the weights.
+    """
     parts, module, D = [], subject.module(), subject.head_dim
     for first in range(0, case.length, D):
         v = torch.zeros_like(case.v)
@@ -318,9 +321,9 @@ def _same_bits_twice(subject: Subject, case: Case) -> int:
 
 
 def _loads_its_state(subject: Subject, case: Case) -> int:
-    """Raise Failure unless a new module gives the same output after it loads a used module's state_dict.
+    """Raise Failure unless two modules give identical outputs after the second loads the state_dict of the first.
 
-    A call must not change the names in state_dict, whose number is returned.
+    Both are called before. A call must not change the names in the state_dict. Returns the number of names.
     """
     first, second = subject.module(), subject.module()
     if not isinstance(first, nn.Module):

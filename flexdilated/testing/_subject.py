@@ -83,9 +83,12 @@ class Calls:
 def identity_projections(module: nn.Module) -> nn.Module:
     """Set the projections of a module like `nn.MultiheadAttention` to the identity, without bias, in place; return it.
 
-    The module then returns plain attention over its arguments query, key and value. It must have the parameters
-    in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight; in_proj_bias, if any; out_proj, an nn.Linear.
-    Raises TypeError for a module without them, and ValueError unless query, key and value have equal widths.
+    The module then returns plain attention over its arguments query, key and value. It must have out_proj, an
+    nn.Linear, and the parameter in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight. It may have the
+    parameter in_proj_bias.
+
+    Raises TypeError for a module without the required ones, and ValueError unless query, key and value have equal
+    widths.
 
     >>> layer = testing.identity_projections(torch.nn.MultiheadAttention(64, 4))
     """

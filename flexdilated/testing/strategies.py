@@ -104,7 +104,8 @@ def longnets(
     are drawn.
 
     heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads.
-    padding: with padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
+    padding: pass padding="zeros" to `masks.longnet`, which needs heads="all" and calls over whole sequences. `patterns`
+        draws no patterns with padding.
     """
     return _Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 

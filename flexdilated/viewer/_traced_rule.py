@@ -195,7 +195,7 @@ class _OperationTracer(TorchDispatchMode):
         return program.operation(name, *nodes)
 
     def _truth(self, node: int, value: Any) -> int:
-        """Index of a node that is `node` as a truth value: itself if `value` is boolean, else node != 0."""
+        """Index of the truth value of `node`, which traces `value`: `node` if `value` is boolean, else node != 0."""
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 

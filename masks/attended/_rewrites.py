@@ -59,11 +59,11 @@ class KeyQuery:
     def rule(self) -> Pattern:
         return And.of(*self.factors)
 
-    def of(self, factors: Iterable[Pattern]) -> KeyQuery:
+    def with_factors(self, factors: Iterable[Pattern]) -> KeyQuery:
         return KeyQuery(tuple(dict.fromkeys(factors)), self.queries, self.keys, self.head, self.num_heads)
 
-    def also(self, *factors: Pattern) -> KeyQuery:
-        return self.of((*self.factors, *factors))
+    def adding(self, *factors: Pattern) -> KeyQuery:
+        return self.with_factors((*self.factors, *factors))
 
     def within(self, queries: range = _ALL, keys: range = _ALL) -> KeyQuery:
         both = intersect(self.queries, queries), intersect(self.keys, keys)
@@ -88,14 +88,16 @@ def moved(positions: range, distance: int) -> range:
 def rewritten(wanted: KeyQuery) -> Parts | None:
     """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
 
-    A map turns the ranges that its search finds into ranges of keys of `wanted`; the union over all pairs is all of
-    them.
+    A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all pairs has
+    all keys that `wanted` searches for.
     """
-    rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
+    rests = [
+        (factor, wanted.with_factors(other for other in wanted.factors if other != factor)) for factor in wanted.factors
+    ]
     # Every rewrite is exact, so the order matters for speed only; but _segments must come after _each_segment, which
     # takes all dilated factors with few segments.
     for rewrite in (
-        _plainer,
+        _trivial_factor,
         _one_sided,
         _one_residue,
         _in_reach,
@@ -118,7 +120,7 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
     return [(part, list) for part in parts]
 
 
-def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
     Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
@@ -127,11 +129,11 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
         case Every():
             return _with_same_keys([rest])
         case And():
-            return _with_same_keys([rest.also(*factor.parts)])
+            return _with_same_keys([rest.adding(*factor.parts)])
         case Not(part=Every()):
             return []
         case Not(part=Or(parts=parts)):
-            return _with_same_keys([rest.also(*(~part for part in parts))])
+            return _with_same_keys([rest.adding(*(~part for part in parts))])
         case Not(part=GlobalTokens() as part):
             later = range(part.tokens, _ALL.stop)
             return _with_same_keys([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
@@ -139,10 +141,10 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a `KeySet`, or by `rest` and marked tokens of one side.
+    """Return searches for the keys allowed by `rest` and `factor`, which depends on the query or on the key alone.
 
-    These are `MarkedTokens` that depend on the query alone or on the key alone. None for other factors, and for more
-    than 2**12 runs of marked tokens.
+    None unless the factor is a `KeySet`, or `MarkedTokens` that mark only queries or only keys. None also for more than
+    2**12 runs of marked tokens.
     """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
@@ -156,7 +158,7 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
 
 
 def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and `factor`, in which pairs with a marked token are allowed.
+    """Return searches for the keys allowed by `rest` and by `factor`, which allows the pairs with a marked token.
 
     There is one search for each run of marked queries, and one for each run of marked keys. None if there are more than
     2**12 runs of either.
@@ -183,7 +185,7 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return _with_same_keys([near])
     assert factor.least is not None, "no kind of dilated band has one limit"
     assert factor.most is not None
-    return _with_same_keys([near.also(local_window(left=-factor.least, right=factor.most))])
+    return _with_same_keys([near.adding(local_window(left=-factor.least, right=factor.most))])
 
 
 def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -200,7 +202,7 @@ def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)
             kept = [each for each in rest.factors if each != other]
-            return None if joint is None else _with_same_keys([rest.of([*kept, joint])])
+            return None if joint is None else _with_same_keys([rest.with_factors([*kept, joint])])
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -212,7 +214,7 @@ def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
     gapless = not rest.factors and near.queries.step <= left + right + 1
     if furthest <= 0 or gapless:
         return _with_same_keys([near])
-    return None if near == rest else _with_same_keys([near.also(factor)])
+    return None if near == rest else _with_same_keys([near.adding(factor)])
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
@@ -226,9 +228,9 @@ def _joint_window(one: Band, other: Band) -> Pattern | None:
 
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(factor, Or):
-        return _with_same_keys(rest.also(part) for part in factor.parts)
+        return _with_same_keys(rest.adding(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
-        return _with_same_keys(rest.also(~part) for part in factor.part.parts)
+        return _with_same_keys(rest.adding(~part) for part in factor.part.parts)
     return _marked(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
@@ -241,7 +243,7 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return _with_same_keys(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
-        inner = rest.also(factor.part)
+        inner = rest.adding(factor.part)
         return [_from_start(inner, span) for span in _common_spans(factor.spans, rest)]
     return None
 

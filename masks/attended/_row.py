@@ -60,11 +60,11 @@ class RowSource:
         for query in queries:
             row = self.rule.row(query, keys)
             if row is None:
-                return self._searched(queries, keys)
+                return self._seen_by_search(queries, keys)
             listed.append(row)
-        return self._among(queries, listed)
+        return self._seen_by_ranges(queries, listed)
 
-    def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
+    def _seen_by_ranges(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
         """Return the keys that some query sees and the allowed pairs; None if no query sees a key.
 
         listed[i]: ranges of the keys that the i-th query sees.
@@ -80,7 +80,7 @@ class RowSource:
             return Seen(rows, every, _pairs(some, every))
         return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
-    def _searched(self, queries: range, keys: range) -> Seen | None:
+    def _seen_by_search(self, queries: range, keys: range) -> Seen | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
         None if no query sees a key. Up to 2**20 pairs are evaluated; of more, the keys are searched by bounds first.

@@ -41,11 +41,13 @@ _CUTS = 8  # parts into which an undecided interval of lags is cut
 def attended_keys(
     pattern: Expression, *, queries: Ranges, keys: Ranges, heads: Iterable[int], num_heads_global: int
 ) -> Ranges:
-    """Return the positions in `keys` that at least one position of `queries` may attend to, in any of these heads.
+    """Return the positions in `keys` to which at least one position of `queries` attends, in at least one of the heads.
 
-    The heads are global. Exact: the union over the branches of a mixture and, with run-time tensors, whose values must
-    be in place, over batch entries. The ranges do not overlap and ascend by their first positions; equal arguments give
-    equal ranges.
+    The result is exact: the union over heads, over the branches of a mixture, and over batch entries. The ranges do not
+    overlap and ascend by their first positions; equal arguments give equal ranges.
+
+    pattern: its run-time tensors must have values.
+    heads: global heads.
     """
     rules = rules_of_heads(pattern, heads, num_heads_global)
     return keys_of_any(
@@ -127,7 +129,7 @@ def _roots(wanted: KeyQuery) -> Box:
         held = (q.count > 0) & (k.count > 0)
         q, k = q.select(held), k.select(held)
     else:
-        q, k = _classes(sides, residue_rate(wanted.rule, _MOST_PIECES))
+        q, k = _residue_classes(sides, residue_rate(wanted.rule, _MOST_PIECES))
         of_q, of_k = torch.cartesian_prod(torch.arange(len(q.first)), torch.arange(len(k.first))).unbind(1)
         q, k = q.select(of_q), k.select(of_k)
     return Box(torch.full_like(q.first, wanted.head), q, k)
@@ -137,7 +139,7 @@ def _progression(positions: range) -> Progression:
     return Progression(torch.tensor([positions.start]), positions.step, torch.tensor([len(positions)]))
 
 
-def _classes(sides: list[Progression], rate: int) -> list[Progression]:
+def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
     """Split the progression of each side, queries and keys, by residue modulo `rate`.
 
     Returns `sides` unsplit if there would be more than 2**16 pairs of classes.
@@ -172,14 +174,14 @@ def _key_runs(boxes: Box) -> tuple[int, Tensor]:
 
 
 def _halve_long_sides(boxes: Box) -> Box:
-    """Halve the sides of boxes longer than 16 positions; boxes with a common run of keys have common halves of it."""
+    """Halve each side of more than 16 positions; boxes that share a run of keys then share its halves."""
     box, q = _halved(boxes.q)
     part, k = _halved(boxes.k.select(box))
     return Box(boxes.head[box][part], q.select(part), k)
 
 
 def _halved(side: Progression) -> tuple[Tensor, Progression]:
-    """Return (index of the original, part): progressions of over 16 positions cut in halves, shorter ones whole."""
+    """Return (index of each part's progression, parts): halves of progressions of over 16 positions, others whole."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])

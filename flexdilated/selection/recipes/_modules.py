@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
-    """Holds `pattern`, over query positions and window indices: queries from position i * stride + reach see window i.
+    """Holds `pattern`, of query positions and window indices: query t sees window i iff t >= i * stride + reach.
 
     The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
     does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
@@ -125,18 +125,19 @@ class CoarseToFineAttention(nn.Module):
         by_key = selected_blocks("pooled", block=(1, 1), most=self.top)
         twice = attend(q, keys, values, by_key, bindings={"pooled": chosen}, **options)
         shift = log(self.block)
-        return _joined(fine, (pooled[0], pooled[1] + shift), (twice[0], twice[1] + shift)).to(q.dtype)
+        return _joint_softmax(fine, (pooled[0], pooled[1] + shift), (twice[0], twice[1] + shift)).to(q.dtype)
 
     def extra_repr(self) -> str:
         return f"block={self.block}, top={self.top}, causal={self.causal}"
 
 
-def _joined(
+def _joint_softmax(
     fine: tuple[Tensor, Tensor], pooled: tuple[Tensor, Tensor], twice: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "B H N D"]:
-    """Output of one softmax over the terms of `fine` and of `pooled` without those of `twice`, a part of `pooled`.
+    """Output of one softmax over the terms of `fine` and of `pooled`, except the terms of `twice`.
 
-    Each argument is (output, log-sum-exp) of attention to its terms.
+    The terms of `twice` are some of those of `pooled`. Each argument is (output, log-sum-exp) of attention to its
+    terms.
     """
     outs, lses = zip(fine, pooled, twice, strict=True)
     # A row without keys has lse -inf in all three parts and keeps output 0.
@@ -247,14 +248,14 @@ class NativeSparseAttention(nn.Module):
         keys, values = self.compress_keys(k[0]), self.compress_values(v[0])
         compressed, lse = attend(q, keys, values, self._ended.pattern, return_lse=True, **options)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            blocks = self._chosen(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
+            blocks = self._chosen_blocks(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
         table = selected_blocks("chosen", block=(1, self.block), most=self.top) & causal_pattern()
         selected = attend(q, k[1], v[1], table, bindings={"chosen": blocks}, **options)
         near = attend(q, k[2], v[2], local_window(left=self.window - 1, right=0), **options)
         gates = self.gates(x).sigmoid().unflatten(-1, (3, self.num_heads)).permute(2, 0, 3, 1).unsqueeze(-1)
         return (gates * torch.stack([compressed, selected, near])).sum(0)
 
-    def _chosen(
+    def _chosen_blocks(
         self,
         q: Float[Tensor, "B H N D"],
         keys: Float[Tensor, "B G W D"],
@@ -299,7 +300,7 @@ class NativeSparseAttention(nn.Module):
     ) -> Float[Tensor, "B G n C"]:
         """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
 
-        It is the sum, over the windows that overlap the block and the query heads of the key/value head, of the
+        The score is a sum over the query heads of the key/value head and over the windows that overlap the block: the
         window's attention weight times the number of its strides inside the block.
 
         keys, lse: compressed keys, and the log-sum-exp of attention to them.
