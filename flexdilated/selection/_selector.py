@@ -73,10 +73,10 @@ class BlockSelector(nn.Module):
     within: a set pattern, the mask of the attention; a query block's scores ignore the keys that it hides.
     always: a set pattern of pairs that are attended to without being chosen, such as masks.chunked(block) |
         masks.first_tokens(block).
-    share: "head", one table per query head (T = H); "group", one per key/value head (T = G), by the sum of its query
-        heads' scores (NSA, arXiv 2502.11089), or for TopP, Threshold and scores that are logarithms, by the mean of
-        their shares; "all", one table for all heads (T = 1). Scores (B, G, R, C) of a module count once per key/value
-        head.
+    share: "head", one table per query head (T = H); "group", one per key/value head (T = G); "all", one table for all
+        heads (T = 1). A table for several query heads chooses by the sum of their scores (NSA, arXiv 2502.11089); with
+        TopP, Threshold or scores that are logarithms, by the mean of their shares. Scores (B, G, R, C) of a module
+        count once per key/value head.
     coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
         its choice are scored and chosen from. It gets this selector's q and k.
     query_summary: the query that represents a query block of several queries. "mean": the mean of its queries that see

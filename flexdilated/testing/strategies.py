@@ -58,10 +58,10 @@ def patterns(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for patterns that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often: windows, dilated
-    and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods, LongNets, and
-    compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
-    range, which is an error (`attention_sizes(pattern)` avoids it).
+    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often. Drawn are
+    windows, dilated and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods,
+    LongNets, and compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block
+    may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
 
     max_number: largest segment, stride, count and so on.
     depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.

@@ -195,7 +195,7 @@ def measure(
         times = map(median, time_in_rounds(runs, seconds=seconds, device=device))
         predicted = (predicted_seconds(option, x, backward=backward) for option in options)
         found.extend(measured := [TimedOption(branch, *each) for each in zip(options, predicted, times, strict=True)])
-        return _fastest(measured).option
+        return _fastest_option(measured).option
 
     fastest: list[Option] = []
     for branch, options in enumerate(candidates.branches):
@@ -220,7 +220,7 @@ def _require_equal(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance:
             )
 
 
-def _fastest(measured: Sequence[TimedOption]) -> TimedOption:
+def _fastest_option(measured: Sequence[TimedOption]) -> TimedOption:
     return min(measured, key=lambda each: each.median_s)
 
 

@@ -72,7 +72,7 @@ def page(
     require_below("head", head, num_heads, "heads")
     if not isinstance(title, str | None):
         raise TypeError(f"title must be a string or None; got {title!r:.80}")
-    data = {"head": head, **_data(pattern, bound), "tiles": _tiles(bound, head)}
+    data = {"head": head, **_page_data(pattern, bound), "tiles": _tiles(bound, head)}
     text = _page_html(data, "Who attends to whom" if title is None else title)
     size = len(text.encode())
     if size > LARGEST_PAGE:
@@ -83,7 +83,7 @@ def page(
     return text
 
 
-def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
+def _page_data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
     program = TracedProgram((bound.num_heads, bound.num_queries, bound.num_keys))

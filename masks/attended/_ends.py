@@ -50,9 +50,14 @@ class Ends:
     def by_form(self, rule: Pattern) -> bool:
         """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
 
-        Recognized are causal order and windows without keys after the query, over tokens or over blocks whose size
-        divides the chunk; rules without pairs across segments whose length divides the chunk; intersections with at
-        least one such rule, and unions of such rules only. Blocks and segments are recognized only if `first` is 0.
+        Recognized are
+
+        * causal order and windows without keys after the query, over tokens, or over blocks whose size divides the
+          chunk;
+        * rules without pairs across segments whose length divides the chunk;
+        * intersections of which some part is recognized, and unions of which every part is.
+
+        Blocks and segments are recognized only if `first` is 0.
         """
         if isinstance(rule, And):
             return any(map(self.by_form, rule.parts))

@@ -85,7 +85,7 @@ def moved(positions: range, distance: int) -> range:
     return range(positions.start + distance, positions.stop + distance, positions.step)
 
 
-def rewritten(wanted: KeyQuery) -> Parts | None:
+def simpler_searches(wanted: KeyQuery) -> Parts | None:
     """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
 
     A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all pairs has
@@ -148,7 +148,7 @@ def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
-    return _marked(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
+    return _marked_tokens(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
 
 
 def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
@@ -157,7 +157,7 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
         yield from ranges_of(positions[keys.only_row[positions]])
 
 
-def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
+def _marked_tokens(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and by `factor`, which allows the pairs with a marked token.
 
     There is one search for each run of marked queries, and one for each run of marked keys. None if there are more than
@@ -231,7 +231,7 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return _with_same_keys(rest.adding(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
         return _with_same_keys(rest.adding(~part) for part in factor.part.parts)
-    return _marked(factor, rest) if isinstance(factor, MarkedTokens) else None
+    return _marked_tokens(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -266,8 +266,8 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 def _each_segment(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
-    None for other factors, or if more than `most` segments overlap both the span of the queries and that of the keys;
-    some of these may hold no query or no key.
+    Every segment that overlaps the span of the queries and the span of the keys counts, even without a query or a key.
+    None for more than `most` segments, and for other factors.
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
@@ -291,7 +291,7 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     assert len(common) > _FEW_SEGMENTS, (
         "_each_segment comes first: here the first, second and last segment are distinct"
     )
-    repeated = partial(_repeated, len(common) - 2, factor.segment)
+    repeated = partial(_repeated_ranges, len(common) - 2, factor.segment)
     edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
 
@@ -308,7 +308,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
     return wanted.within(active, active)
 
 
-def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
+def _repeated_ranges(times: int, stride: int, keys: list[range]) -> list[range]:
     """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, ..., in few ranges."""
     ranges: list[range] = []
     for each in keys:
@@ -378,7 +378,7 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
-        yield from _combined([_windows(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides)
+        yield from _tokens_of_axes([_windows(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides)
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
@@ -408,7 +408,7 @@ def _windows(places: range, axis: Axis) -> Ranges:
     return union_of(part for first, last in classes for part in axis.seen(first, last))
 
 
-def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
+def _tokens_of_axes(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
     """Return the tokens whose index along each axis is in that axis's ranges, as ranges of row-major token numbers.
 
     along: ranges of indices for each axis.

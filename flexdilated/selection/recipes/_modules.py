@@ -242,7 +242,7 @@ class NativeSparseAttention(nn.Module):
 
         Raises ValueError or TypeError for inputs that do not fit.
         """
-        self._check(x, q, k, v)
+        self._check_inputs(x, q, k, v)
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": scale, "enable_gqa": True, "q_offset": q_offset}
         keys, values = self.compress_keys(k[0]), self.compress_values(v[0])
@@ -318,7 +318,7 @@ class NativeSparseAttention(nn.Module):
         lined = pad(total.flatten(0, 2).unsqueeze(1), (reach - 1, count * per - keys.shape[2]))
         return conv1d(lined, weights, stride=per).view(*total.shape[:3], count)
 
-    def _check(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check_inputs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         for name, each in (("k", k), ("v", v)):
             if each.dim() != 5 or each.shape[0] != 3:
                 raise ValueError(
