@@ -91,8 +91,7 @@ def query_block_chunks(
     """Yield (range of query block indices, lists, boxes for each rule) for chunks of query blocks.
 
     coarse: blocks chosen by the coarse selector; None without one.
-    lists: for each query block, this selector's blocks within that choice, padded with -1; None without a coarse
-        selector.
+    lists: for each query block, the blocks inside its coarse blocks, padded with -1; None without `coarse`.
     bindings: run-time tensors of the patterns, sorted by name.
     """
     rows, parts, lists = call.rows(q, k), head_parts_of(call, bindings, q, k), None

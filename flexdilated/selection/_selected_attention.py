@@ -230,11 +230,11 @@ class SelectedAttention(nn.Module):
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
 
-        It keeps all keys, as later queries may choose any of them, and the pools of their blocks; a step recomputes
-        only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a
-        query block, and then uses the choice of the block's first query. `crop` accepts any position except one inside
-        a query block that is not the last. A module that scores must score each block and query block independently,
-        from the pools alone.
+        The cache keeps all keys, as later queries may choose any of them. It also keeps the pools of all key blocks; a
+        step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of any size. A chunk
+        may begin within a query block, and then uses the choice of the block's first query. `crop` accepts any position
+        except one inside a query block that is not the last. A module that scores must score each block and query block
+        independently, from the pools alone.
 
         num_heads: query heads.
         capacity: as in `KVCache`.
@@ -348,7 +348,7 @@ class QueryRuns(NamedTuple):
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
-        """Sum of `number` over the ranks; `number` itself without ranks."""
+        """Sum of `number` over the ranks; `number` itself without a mesh."""
         if self.over is None:
             return number
         from ..distributed import unshard

@@ -58,8 +58,8 @@ class TableAttention(NamedTuple):
         own: the selector.
         beyond: complement of the selector's `always`; None without `always`.
         rule: pairs that the call allows.
-        bindings: run-time tensors of the call by name, of which those that only a coarse selector needs are dropped;
-            None for none.
+        bindings: run-time tensors of the call by name, None for none; those that only a coarse selector needs are
+            dropped.
         options: scale, q_offset and engine of `attend`.
         """
         table = "chosen"
@@ -342,7 +342,7 @@ def _check_decodable(selector: BlockSelector, num_heads: int) -> None:
 
 
 def _always_covers_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` allows every pair of `within` whose key is in the query's own block of keys, at or before it.
+    """True if `always` allows every pair of `within` whose key is in the query's own block, not after the query.
 
     Only positions below 2,048 are tested.
     """

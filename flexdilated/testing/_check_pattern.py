@@ -33,12 +33,16 @@ def check_pattern(
 ) -> None:
     """Compare a pattern's methods with its `mask_mod`, evaluated for all pairs of positions below `max_tokens`.
 
-    Checked are: the bounds that `count` (in custom patterns, `classify`) gives on the number of allowed pairs in boxes,
-    which are products of two arithmetic progressions of positions (single pairs, whole blocks, and random boxes); block
-    lists for odd sizes, unequal block sizes and several layouts (orders of tokens); `for_head`, the rule of one head;
-    `period` and `confined`, also at larger positions; and the round trip through JSON, except for custom functions and
-    tables of run-time tensors, which have no JSON. For each of eight combinations of query step and key step,
-    `examples` random boxes are drawn from `seed`.
+    Checked are
+
+    * `count` (in custom patterns, `classify`): its bounds on the number of allowed pairs in boxes, which are products
+      of two arithmetic progressions of positions: single pairs, whole blocks and random boxes;
+    * block lists, for odd sizes, unequal block sizes and several layouts (orders of tokens);
+    * `for_head`, the rule of one head;
+    * `period` and `confined`, also at larger positions;
+    * the round trip through JSON, except for custom functions and tables of run-time tensors, which have no JSON.
+
+    For each of eight combinations of query step and key step, `examples` random boxes are drawn from `seed`.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.

@@ -58,8 +58,8 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
     """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
 
     The candidates are 1 to 5 and 7; max_tokens and one less; each block size of kernels and one more; and 1, 2 and 3
-    times each of the pattern's `edges_of`, and one less or more. If more than `examples` are accepted, the result has
-    evenly spaced ones. If none is accepted, it has the largest length that is.
+    times each of the pattern's `edges_of`, and one less or more. If the pattern accepts more than `examples` of these,
+    evenly spaced ones are chosen. If it accepts none of these, the largest length that it accepts is chosen.
 
     Raises ValueError if the pattern accepts no length up to max_tokens.
     """

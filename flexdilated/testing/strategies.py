@@ -100,8 +100,8 @@ def longnets(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for `masks.longnet` of 1 to max_branches branches, with any segment lengths and rates.
 
-    Segment lengths and rates are at most max_number and 7; a rate need not divide its segment length. Both offset rules
-    are drawn.
+    Segment lengths are at most max_number, rates at most 7 and at most max_number; a rate need not divide its segment
+    length. Both offset rules are drawn.
 
     heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads.
     padding: pass padding="zeros" to `masks.longnet`, which needs heads="all" and calls over whole sequences. `patterns`

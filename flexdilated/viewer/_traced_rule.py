@@ -237,7 +237,7 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
 class _TracedRule:
     """A rule to be traced, with the traced parts that its reason names.
 
-    written, bound: the rule with names and with values of run-time tensors.
+    written, bound: the rule with the names of run-time tensors, and with their values.
     nodes: indices of the nodes of head, query and key.
     asked: a pair with the rule's number of heads and unit of positions.
     node: index of the node that is true if the rule allows the pair.

@@ -249,7 +249,7 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Restrict a search to a span, with positions counted from its start; return it with the map of its keys back."""
+    """Restrict a search to a span, with positions counted from its start; return it with the map back to positions."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
