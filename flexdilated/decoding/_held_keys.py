@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..engines import refuse_transforms
-from ..masks.attended import FOREVER, RowSource, visible
+from ..masks.attended import FOREVER, RowSource, maybe_visible
 from ..masks.core import outside_torch_modes, within
 
 # B batch, G key/value heads, N tokens, D head dim of keys, E of values, S slots, C selected batch entries
@@ -236,7 +236,7 @@ class HeldKeys:
         """
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
-        return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
+        return maybe_visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
 
 
 def _traits(k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ..masks import Pattern, cache
-from ..masks.attended import Keys, RowSource, Seen, positions
+from ..masks.attended import Keys, RowSource, SeenKeys, positions
 from ..masks.core import Expression, device_kind, outside_torch_modes
 from ..masks.text import read_text
 from ._call import Call
@@ -61,7 +61,7 @@ class RowPart:
     group: HeadGroup
     rows: slice
     slots: Index
-    seen: Seen
+    seen: SeenKeys
     keys: slice
     pairs: Bool[Tensor, "rows n"] | None
     blind: Bool[Tensor, " rows"] | None
@@ -425,7 +425,7 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
     return RowProgram(tuple(parts))
 
 
-def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
+def _parts(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
     """Split the attention of a head group into parts that each read one view of the keys.
 
     seen: queries, the keys they see and the mask.

@@ -35,11 +35,12 @@ class HeadPart(NamedTuple):
     def of_keys(self, x: Tensor) -> Tensor:
         return x[self.entries, self.key_heads]
 
-    def shared(self, x: Tensor, heads: int) -> Tensor:
-        """Return a view of what x holds for this part's batch entries and heads.
+    def of_tables(self, x: Tensor, heads: int) -> Tensor:
+        """View of x with only this part's batch entries and, in dim 1, only the tables that serve its heads.
 
-        x has in dim 1 one entry for each group of equally many consecutive query heads; the result has all of them if
-        the part has all heads, else the one of its head's group. heads: total number of query heads.
+        Dim 1 of x has the tables, each of which serves equally many consecutive query heads.
+
+        heads: total number of query heads.
         """
         own = x[self.entries]
         if self.heads == slice(None):
@@ -84,14 +85,13 @@ Scored = tuple[Float[Tensor, "B T n L"], Bool[Tensor, "B T n L"]]  # scores and 
 HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 
 
-def walk(
+def query_block_chunks(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
     """Yield (range of query block indices, lists, boxes for each rule) for chunks of query blocks.
 
     coarse: blocks chosen by the coarse selector; None without one.
-    lists: for each query block, this selector's blocks within that choice, padded with -1; None without a coarse
-        selector.
+    lists: for each query block, the blocks inside its coarse blocks, padded with -1; None without `coarse`.
     bindings: run-time tensors of the patterns, sorted by name.
     """
     rows, parts, lists = call.rows(q, k), head_parts_of(call, bindings, q, k), None
@@ -109,7 +109,7 @@ def walk(
         yield some, lists, [(part, boxes_of(part.rule, rows, some, q.device)) for part in parts]
 
 
-def _scored(
+def _scores_and_candidates(
     call: SelectionCall,
     some: range,
     within: Tensor | None,
@@ -121,12 +121,12 @@ def _scored(
 ) -> Scored:
     """(scores, mask of candidates) of the query blocks `some` for each table.
 
-    within, boxes: lists of blocks, and boxes, from `walk`.
+    within, boxes: lists of blocks, and boxes, from `query_block_chunks`.
     given: a module's scores of all query blocks; None computes scores from q, k and pools.
     """
     rows, found = call.rows(q, k), []
     for part, own in boxes:
-        lists = None if within is None else part.shared(within, q.shape[1])
+        lists = None if within is None else part.of_tables(within, q.shape[1])
         if given is None:
             operands = part.of_queries(q), part.of_keys(k), tuple(map(part.of_keys, pools))
             scores = scores_of(call, *operands, part.rule, own, rows, some, lists)
@@ -153,12 +153,14 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
 
 
 def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
-    """Return (scores, candidates) of `tables` tables, each the combination of H / tables query heads.
+    """Return (scores, candidates) of `tables` tables, each of which combines H / tables query heads.
 
-    A block is a candidate of a table if it is one for any of its heads; other heads add nothing to its score. The score
-    is the log of the mean over heads of exp(score), for top_p and threshold after normalizing each head over its
-    candidates. For top_k without log scores it is a sum, in which heads that share scores count once. With a table for
-    each head, `scored` is returned unchanged.
+    A block is a candidate of a table if it is a candidate for at least one of the table's heads. Only these heads add
+    to its score. With one table per head, `scored` is returned unchanged. Else the score of a block is
+
+    * for top_k with scores that are not logarithms: the sum of the heads' scores; heads that share scores count once;
+    * for all others: the log of the mean over the table's heads of exp(score). top_p and threshold first normalize
+      exp(score) over the candidates of each head.
 
     own: number of heads with scores of their own: H, or G if the query heads of a key/value head share them.
     """
@@ -208,8 +210,8 @@ def choose_blocks(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if pools is None:
             pools = pools_for(call.scorer, k, call.block)
-        for some, lists, boxes in walk(call, bindings, q, k, coarse):
-            scores, candidates = _scored(call, some, lists, boxes, q, k, pools, given)
+        for some, lists, boxes in query_block_chunks(call, bindings, q, k, coarse):
+            scores, candidates = _scores_and_candidates(call, some, lists, boxes, q, k, pools, given)
             ids = torch.arange(rows.blocks, device=q.device) if lists is None else for_heads(lists, tables)
             ids, here = ids.expand(scores.shape), slice(some.start, some.stop)
             how = {"kind": call.kind, "amount": call.amount, "most": call.most}
@@ -218,7 +220,7 @@ def choose_blocks(
             blocks[:, :, here] = ids.gather(-1, at).masked_fill(none, -1)
             found[:, :, here] = scores.gather(-1, at).to(found.dtype).masked_fill(none, -torch.inf)
             for part, own in boxes:
-                read = part.shared(blocks[:, :, here], q.shape[1])
+                read = part.of_tables(blocks[:, :, here], q.shape[1])
                 heads = part.of_queries(q).shape[:2].numel()
                 added = added + own.gains(rows, some, read).sum() * (heads // read.shape[:2].numel())
                 pairs, left = pairs + own.pairs * heads, left + own.open * heads
@@ -276,12 +278,12 @@ def select_blocks_backward(
     call = SelectionCall.of(constants, q_offset)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
     totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
-    for some, lists, boxes in walk(call, bindings, q, k, coarse):
+    for some, lists, boxes in query_block_chunks(call, bindings, q, k, coarse):
         at, wanted = (x[:, :, some.start : some.stop] for x in (places, grad))
         with autograd_on(), torch.autocast(q.device.type, enabled=False):
-            shown, own = (_cleared(call, some, boxes, *leaves), None) if given is None else ((q, k), leaves[0])
+            shown, own = (_zero_where_blind(call, some, boxes, *leaves), None) if given is None else ((q, k), leaves[0])
             pools = pools_for(call.scorer, shown[1], call.block)
-            scores, _ = _scored(call, some, lists, boxes, *shown, pools, own)
+            scores, _ = _scores_and_candidates(call, some, lists, boxes, *shown, pools, own)
             chosen = scores.gather(-1, at.clamp(min=0)).masked_fill(at < 0, 0.0)
             wanted = wanted.masked_fill(at < 0, 0.0)
             for total, x in zip(totals, torch.autograd.grad(chosen, leaves, wanted.to(chosen)), strict=True):
@@ -294,7 +296,9 @@ def _(grad, q, k, given, *others):
     return [torch.empty_like(x) for x in ((q, k) if given is None else (given,))]
 
 
-def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _zero_where_blind(
+    call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
     """(q, k) with zeros at queries that see no key and at keys that no query block in `some` sees.
 
     NaN at these places would otherwise reach gradients.
@@ -313,7 +317,11 @@ def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: T
 def _visibility(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
-    """(mask of queries that see a key, mask of keys that some query sees), for the blocks `some`; None if all True."""
+    """(mask of queries that see a key, mask of keys that some query block sees), for the query blocks `some`.
+
+    Each mask is None if it would be all True. Where query blocks are scored by their first query, the first mask has
+    this query's value at all queries of its query block.
+    """
     sees = seen = None
     if any(own.sees is not None for _, own in boxes):
         sees = torch.ones(*q.shape[:2], len(some), call.query_block, dtype=torch.bool, device=q.device)
@@ -353,6 +361,9 @@ def selection_sides(
 ) -> tuple[Tensor, Tensor]:
     """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some query block sees).
 
+    Where query blocks are scored by their first query, the first mask has this query's value at all queries of its
+    query block.
+
     bindings: run-time tensors of the patterns, sorted by name.
     constants, q_offset: `SelectionCall.arguments`.
     """
@@ -363,7 +374,7 @@ def selection_sides(
     inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
     sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
-    for some, _, boxes in walk(call, bindings, q, k):
+    for some, _, boxes in query_block_chunks(call, bindings, q, k):
         here = _visibility(call, some, boxes, q, k)
         if here[0] is not None:
             sees[:, :, some.start : some.stop] &= here[0]
@@ -388,7 +399,7 @@ def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)
     call = SelectionCall.of(constants, q_offset)
-    every = (each for *_, boxes in walk(call, bindings, q, k) for each in boxes)
+    every = (each for *_, boxes in query_block_chunks(call, bindings, q, k) for each in boxes)
     number = sum(own.pairs * part.of_queries(q).shape[:2].numel() for part, own in every)
     return torch.tensor(number, device=q.device)
 

@@ -43,15 +43,15 @@ class SelectedAttention(nn.Module):
     the output is exact, and so are the gradients of q, k and v. A query without keys has output 0.
 
     selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
-    gradient: how the choice is trained. "none": it is not trained. "bias": by its scores, which are added to the
-        logits. Let s(r, b) be the selector's score of block b for the query block r of query i, in the table of the
-        head. The weight of key j is exp(scale * q_i · k_j + bias_ij) / sum over j' of exp(scale * q_i · k_j' +
-        bias_ij'), over the pairs of (chosen | always) & within; bias_ij = s(r, b) if j is in a chosen block b and
-        `always` does not allow (i, j), else 0. Gradients reach q and k through the scores, too; a module that scores
-        passes them to its parameters, q and k. Each column of the table is one call of `attend`, to whose lse the score
-        is added, and the calls are merged by lse: time and memory of `most` calls with one block per query block. The
-        bias changes the output, in inference as well. "distill": by `distill_loss`, which the caller adds to its loss;
-        the selector's scorer must be a module. The output is that of "none".
+    gradient: how the choice is trained. "none": not at all. "distill": by `distill_loss`, which the caller adds to the
+        loss of the model. The output is that of "none", and the selector's scorer must be a module. "bias": through the
+        selector's scores, which are added to the logits, in inference as well. Let s(r, b) be the score of block b for
+        the query block r of query i, in the table of the head. The weight of key j is exp(scale * q_i · k_j + bias_ij)
+        / sum over j' of exp(scale * q_i · k_j' + bias_ij'), over the pairs of (chosen | always) & within; bias_ij =
+        s(r, b) if j is in a chosen block b and `always` does not allow (i, j), else 0. Gradients reach q and k through
+        the scores, too, and with a module as scorer also its parameters. The cost is that of `most` calls of `attend`
+        with one block per query block: each column of the table is one call, to whose lse the score is added, and the
+        calls are merged by lse.
     engine: as in `attend`.
     mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
         rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order). The
@@ -129,7 +129,7 @@ class SelectedAttention(nn.Module):
         q, k, v = autocast(q, k, v)
         runs = self._runs(q, k, v, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
         check_sinks(sinks, q)
-        k, v = runs.whole(k, v)
+        k, v = runs.gather(k, v)
         outs, found = [], []
         for start, own in runs.parts(q):
             selection = self.selector(own, k, scale=scale, q_offset=start, bindings=bindings, within=within)
@@ -140,7 +140,7 @@ class SelectedAttention(nn.Module):
             outs.append(self._attend(own, k, v, call, selection, sinks).to(q.dtype))
             found.append((selection, call, own))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-        return (out, joined(found, k)) if return_selection else out
+        return (out, joined_selection(found, k)) if return_selection else out
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: TableAttention, found: Selection, sinks: Tensor | None
@@ -150,11 +150,11 @@ class SelectedAttention(nn.Module):
             if self.gradient == "bias":  # DDP would wait for a parameter without a gradient
                 out = sum((x.sum() * 0.0 for x in self.selector.parameters()), out)
         elif self.gradient == "bias":
-            out, lse = call.chosen(q, k, v, found.blocks, found.scores)
+            out, lse = call.attend_to_chosen(q, k, v, found.blocks, found.scores)
             if self.selector.always is not None:
                 out, lse = merge([(out, lse), call.attend(q, k, v, call.always)])
         else:
-            out, lse = call.attend(q, k, v, call.read, found.blocks)
+            out, lse = call.attend(q, k, v, call.attended, found.blocks)
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
     def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> QueryRuns:
@@ -163,7 +163,7 @@ class SelectedAttention(nn.Module):
         call: the keyword arguments enable_gqa, scale, q_offset and within of `forward`.
         """
         if self.over_ranks is not None:
-            return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
+            return runs_of_rank(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
         check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
         return QueryRuns([call["q_offset"]], [q.shape[2]])
 
@@ -179,10 +179,11 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """Mean, over query blocks with candidate blocks, of KL(p ‖ softmax(s)) over these blocks, in nats.
+        """Mean over query blocks of KL(p ‖ softmax(s)), in nats; p and the softmax are over the candidate blocks.
 
-        With a mesh it is this rank's term of the mean over the query blocks of all ranks: the sum over ranks of the
-        losses, and of their gradients, equals the result of a single rank.
+        Query blocks without candidates, or whose p underflows, are left out of the mean. With a mesh the result is this
+        rank's term of the mean over the query blocks of all ranks: the sum over ranks of the losses, and of their
+        gradients, equals the result of a single rank.
 
         s: the scores of the selector's module.
         p: the exact share of the query block's attention in each block (as scorer="mass", computed in chunks),
@@ -190,8 +191,8 @@ class SelectedAttention(nn.Module):
             selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
             weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
             scorer="mass". Heads that share a table use the mean of their shares, in p and in the softmax.
-        teacher: q and k of the attention, in equal shapes, if they differ from the q and k that the module gets: a gate
-            with a separate rotary embedding gets them before the model's.
+        teacher: (q, k) of the attention, in the shapes of q and k; None: the same as q and k. A gate that applies its
+            own rotary embedding gets q and k without the model's, and the teacher has the model's.
 
         Other arguments are as in `forward`.
 
@@ -217,8 +218,8 @@ class SelectedAttention(nn.Module):
             raise ValueError(f"the teacher's q and k must have the shapes of the module's q and k; got {came}")
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
-        q, (k,) = q.detach(), runs.whole(k.detach())
-        exact_q, exact_k = (q, k) if teacher is None else (teacher[0].detach(), *runs.whole(teacher[1].detach()))
+        q, (k,) = q.detach(), runs.gather(k.detach())
+        exact_q, exact_k = (q, k) if teacher is None else (teacher[0].detach(), *runs.gather(teacher[1].detach()))
         lacks, taught = [], []
         for (start, own), (_, exact) in zip(runs.parts(q), runs.parts(exact_q), strict=True):
             each = distill_loss(self.selector, own, k, (exact, exact_k), q_offset=start, **options)
@@ -229,19 +230,19 @@ class SelectedAttention(nn.Module):
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
 
-        It keeps all keys, as later queries may choose any of them, and the pools of their blocks; a step recomputes
-        only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a
-        query block, and then uses the choice of the block's first query. `crop` accepts any position except one inside
-        a query block that is not the last. A module that scores must score each block and query block independently,
-        from the pools alone.
+        The cache keeps all keys, as later queries may choose any of them. It also keeps the pools of all key blocks; a
+        step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of any size. A chunk
+        may begin within a query block, and then uses the choice of the block's first query. `crop` accepts any position
+        except one inside a query block that is not the last. A module that scores must score each block and query block
+        independently, from the pools alone.
 
         num_heads: query heads.
         capacity: as in `KVCache`.
         scale: factor on the scores, a number; None: 1 / sqrt(D).
 
-        Raises ValueError for a selector with future_in_choice=True, with a `within` that is not causal or with run-time
-        tensors, with a mesh, and for a module that scores unless `always` covers each query's own block, since a module
-        scores whole blocks and that block is still incomplete.
+        Raises ValueError with a mesh, for a selector with future_in_choice=True, with run-time tensors or with a
+        `within` that is not causal, and for a selector with a scorer module unless `always` covers each query's own
+        block: a module scores whole blocks, and that block is still incomplete.
 
         >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
         >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
@@ -280,11 +281,13 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """(sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of these query blocks).
+    """(sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of query blocks in the sum).
 
-    p is the exact share of a query block's attention in each key block, normalised over the query block's candidate
-    blocks, as is the softmax. exact: q and k of the attention, which may differ from the module's q and k; none of
-    these requires gradients. Query blocks without candidates, or whose p underflows, are left out.
+    p is the exact share of a query block's attention in each key block. Both p and the softmax are normalised over the
+    query block's candidate blocks. Query blocks without candidates, or whose p underflows, are left out of the sum.
+
+    q, k: input of the module, without gradients.
+    exact: (q, k) of the attention, which may differ from the module's, without gradients.
     """
     if 0 in q.shape or 0 in k.shape:
         zero = q.new_zeros((), dtype=sum_dtype(q))
@@ -333,8 +336,8 @@ class QueryRuns(NamedTuple):
         """(first position, queries) of each run."""
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
-    def whole(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """Keys (or keys and values) of all ranks, unchanged if this rank has all.
+    def gather(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
+        """Gather keys (or keys and values) from all ranks; without a mesh they are returned unchanged.
 
         One all-gather serves all tensors, so that the backward has one collective, too.
         """
@@ -345,7 +348,7 @@ class QueryRuns(NamedTuple):
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
-        """Sum of `number` over the ranks; `number` itself without ranks."""
+        """Sum of `number` over the ranks; `number` itself without a mesh."""
         if self.over is None:
             return number
         from ..distributed import unshard
@@ -353,7 +356,7 @@ class QueryRuns(NamedTuple):
         return unshard(number.reshape(1), self.over.mesh, dim=0).sum()
 
 
-def runs_over(
+def runs_of_rank(
     over: OverRanks,
     selector: BlockSelector,
     q: Float[Tensor, "B H L D"],
@@ -421,20 +424,22 @@ def _own_ranges(
     return tuple(run.start for run in runs), tuple(map(len, runs))
 
 
-def joined(found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
-    """Concatenate the selections of consecutive ranges of queries into one.
+def joined_selection(
+    found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]
+) -> Selection:
+    """Concatenate the selections of several ranges of queries into one.
 
-    Its density is the mean of their densities weighted by pairs, its cut the mean of their cuts weighted by query
-    blocks.
+    The result's density is the mean of the ranges' densities, weighted by the number of pairs that `within` allows. The
+    result's cut is the mean of the ranges' cuts, weighted by the number of query blocks.
 
     found: (selection, attention, queries) of each range.
-    k: the keys of all ranges.
+    k: all keys, which the ranges share.
     """
     if len(found) == 1:
         return found[0][0]
     chosen = [each for each, _, _ in found]
     blocks, scores = (torch.cat(each, 2) for each in list(zip(*chosen, strict=True))[:2])
-    pairs = torch.stack([call.pairs(q, k) for _, call, q in found])
+    pairs = torch.stack([call.num_pairs(q, k) for _, call, q in found])
     read = (torch.stack([each.density for each in chosen]) * pairs).sum()
     cut = torch.stack([each.cut * each.blocks.shape[2] for each in chosen]).sum()
     return Selection(blocks, scores, read / pairs.sum().clamp(min=1), cut / blocks.shape[2])

@@ -27,7 +27,7 @@ from ._selector import BlockSelector, is_causal
 
 
 class TableAttention(NamedTuple):
-    """Attention of one call to the blocks in a table: builds patterns that read the table, and calls `attend`.
+    """Attention to the blocks in a table, for one call: builds patterns that read the table, and calls `attend`.
 
     rule: pairs that the call allows.
     own: the selector that made the table.
@@ -58,8 +58,8 @@ class TableAttention(NamedTuple):
         own: the selector.
         beyond: complement of the selector's `always`; None without `always`.
         rule: pairs that the call allows.
-        bindings: run-time tensors of the call by name, of which those that only a coarse selector needs are dropped;
-            None for none.
+        bindings: run-time tensors of the call by name, None for none; those that only a coarse selector needs are
+            dropped.
         options: scale, q_offset and engine of `attend`.
         """
         table = "chosen"
@@ -73,12 +73,12 @@ class TableAttention(NamedTuple):
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Use it only if the selector has `always`: without it there are no such pairs, but the result is `rule`.
+        Only for a selector with `always`. Without `always` there are no such pairs, and the result, `rule`, is wrong.
         """
         return self.rule if self.own.always is None else self.own.always & self.rule
 
     @property
-    def read(self) -> Pattern:
+    def attended(self) -> Pattern:
         """Pattern of all attended pairs, (chosen | always) & rule; chosen are the pairs in the blocks of the table."""
         chosen = self._leaf(self.own.choose.most)
         return (chosen if self.own.always is None else chosen | self.own.always) & self.rule
@@ -94,7 +94,7 @@ class TableAttention(NamedTuple):
     def _leaf(self, most: int) -> Pattern:
         return selected_blocks(self.table, block=(self.own.query_block, self.own.block), most=most)
 
-    def pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
+    def num_pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
         """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
         call = self.own.call(self.rule, self.options["q_offset"], 1.0)
         both = self.own.with_always(self.rule)
@@ -113,7 +113,7 @@ class TableAttention(NamedTuple):
         out, lse = attend(q, k, v, pattern, bindings=bindings or None, return_lse=True, **self.options)
         return out.to(lse.dtype), lse
 
-    def chosen(
+    def attend_to_chosen(
         self,
         q: Tensor,
         k: Tensor,
@@ -128,24 +128,24 @@ class TableAttention(NamedTuple):
         """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
-        biases = self._for_queries(scores.masked_fill(blocks < 0, 0.0), q)
+        biases = self._scores_of_queries(scores.masked_fill(blocks < 0, 0.0), q)
         one, found = self.added(1), []
         for place in range(blocks.shape[-1]):
             out, lse = self.attend(q, k, v, one, blocks[..., place : place + 1])
             found.append((out, lse + biases[..., place].to(lse.dtype)))
         return merge(found)
 
-    def _for_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
+    def _scores_of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
         """Scores of the query block that contains each query, repeated for the heads that share a table."""
         side, first = self.own.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
 
 
-class Running(NamedTuple):
+class SelectorState(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs.
+    pools: pooled keys of each block, as the scorer needs: mean, minimum and maximum, all three, or none.
     row: index of the last query block with a choice.
     blocks, scores: chosen blocks of the last query block and their scores.
     coarse: state of the coarse selector; None without one.
@@ -156,19 +156,19 @@ class Running(NamedTuple):
     row: int
     blocks: Int64[Tensor, "B T 1 most"]
     scores: Float[Tensor, "B T 1 most"]
-    coarse: Running | None
+    coarse: SelectorState | None
 
     @property
     def nbytes(self) -> int:
         own = sum(x.nbytes for x in (*self.pools, self.blocks, self.scores))
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
-    def cut(self, tokens: int) -> Running:
+    def cut(self, tokens: int) -> SelectorState:
         """State with only the first `tokens` keys; the choice of the last query block is kept."""
         coarse = None if self.coarse is None else self.coarse.cut(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
-    def select(self, entries: Int64[Tensor, " C"]) -> Running:
+    def select(self, entries: Int64[Tensor, " C"]) -> SelectorState:
         """State with only these batch entries (indices), in this order."""
         at = entries.to(self.blocks.device)
         pools = tuple(pool.index_select(0, at) for pool in self.pools)
@@ -177,7 +177,7 @@ class Running(NamedTuple):
         return self._replace(pools=pools, blocks=blocks, scores=scores, coarse=coarse)
 
 
-def knows_row(selector: BlockSelector, known: Running | None, position: int) -> bool:
+def knows_row(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
     """True if decoding can continue at the position: it begins a query block, or is within one whose choice is known.
 
     Tests the query blocks of all coarse selectors, too. known: state of the selector; None before the first token.
@@ -191,11 +191,11 @@ def knows_row(selector: BlockSelector, known: Running | None, position: int) -> 
 
 def advance(
     selector: BlockSelector,
-    known: Running | None,
+    known: SelectorState | None,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     scale: float,
-) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], Running]:
+) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
     """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
 
     known: state before these queries; None for the first.
@@ -217,7 +217,7 @@ def advance(
         found.append(_choice(selector, q[:, :, late:], k, coarse, pools, first + late, scale))
     blocks, scores = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
     row = (k.shape[2] - 1) // side
-    return blocks, scores, Running(k.shape[2], pools, row, blocks[:, :, -1:], scores[:, :, -1:], inner)
+    return blocks, scores, SelectorState(k.shape[2], pools, row, blocks[:, :, -1:], scores[:, :, -1:], inner)
 
 
 def _choice(
@@ -237,7 +237,7 @@ def _choice(
 
 
 def _pools(
-    selector: BlockSelector, known: Running | None, k: Float[Tensor, "B G M D"]
+    selector: BlockSelector, known: SelectorState | None, k: Float[Tensor, "B G M D"]
 ) -> tuple[Float[Tensor, "B G C D"], ...]:
     """Pooled keys of all blocks of k: those of complete blocks are taken from `known`, all others are computed."""
     done = 0 if known is None else known.tokens // selector.block
@@ -265,7 +265,7 @@ class SelectedCache(KVCache):
         self, selector: BlockSelector, beyond: Pattern | None, *, biased: bool, num_heads: int, **options: Any
     ) -> None:
         require_int("num_heads", num_heads, minimum=1)
-        _check(selector, num_heads)
+        _check_decodable(selector, num_heads)
         always = selector.always
         super().__init__(
             selector.within if always is None else always & selector.within, num_heads=num_heads, **options
@@ -282,7 +282,7 @@ class SelectedCache(KVCache):
         return super()._arguments() | {"selector": self.selector, "gradient": self._biased}
 
     def _require_row(self, cohort: Cohort, position: int, instead: str) -> None:
-        if not knows_row(self.selector, _running(cohort), position):
+        if not knows_row(self.selector, _selector_state(cohort), position):
             raise ValueError(
                 "queries of a query block use the selection of its first query, which a cache keeps for the last block "
                 f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
@@ -296,26 +296,26 @@ class SelectedCache(KVCache):
         k, v = cohort.held.keys[:, :, tokens], cohort.held.values[:, :, tokens]
         scale = resolve_scale(self._reader.scale, q.shape[-1])
         with torch.no_grad():
-            blocks, scores, cohort.state = advance(self.selector, _running(cohort), q, k, scale)
+            blocks, scores, cohort.state = advance(self.selector, _selector_state(cohort), q, k, scale)
             options = {"scale": scale, "q_offset": cohort.seen, "engine": self.engine}
             reading = TableAttention.of(self.selector, self._beyond, self.selector.within, None, **options)
-            out, lse = reading.chosen(q, k, v, blocks, scores if self._biased else None)
+            out, lse = reading.attend_to_chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
                 kept, kept_lse = super()._compute(q, cohort, None)
                 out, lse = merge([(out, lse), (kept.to(lse.dtype), kept_lse)])
         return out, lse
 
 
-def _running(cohort: Cohort) -> Running | None:
+def _selector_state(cohort: Cohort) -> SelectorState | None:
     """State of the selector after the cohort's tokens; None before the first call of `attend`."""
-    assert cohort.state is None or isinstance(cohort.state, Running)
+    assert cohort.state is None or isinstance(cohort.state, SelectorState)
     return cohort.state
 
 
-def _check(selector: BlockSelector, num_heads: int) -> None:
-    """Raise ValueError for a selector that cannot choose in decoding.
+def _check_decodable(selector: BlockSelector, num_heads: int) -> None:
+    """Raise ValueError for a selector that cannot choose in decoding, or whose coarse selector cannot.
 
-    Its choice depends on later tokens or on run-time tensors, or its module would score blocks that are not complete.
+    It cannot if it sees later tokens, needs run-time tensors, or has a module that would score incomplete blocks.
     """
     if selector.future_in_choice:
         raise ValueError(
@@ -338,11 +338,11 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
             f"no score: write always=masks.chunked({selector.block}); got always={selector.always!r}"
         )
     if selector.coarse is not None:
-        _check(selector.coarse, num_heads)
+        _check_decodable(selector.coarse, num_heads)
 
 
 def _always_covers_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` allows every pair of `within` whose key is in the query's own block of keys, at or before it.
+    """True if `always` allows every pair of `within` whose key is in the query's own block, not after the query.
 
     Only positions below 2,048 are tested.
     """

@@ -73,10 +73,10 @@ class BlockSelector(nn.Module):
     within: a set pattern, the mask of the attention; a query block's scores ignore the keys that it hides.
     always: a set pattern of pairs that are attended to without being chosen, such as masks.chunked(block) |
         masks.first_tokens(block).
-    share: "head", one table per query head (T = H); "group", one per key/value head (T = G), by the sum of its query
-        heads' scores (NSA, arXiv 2502.11089), or for TopP, Threshold and scores that are logarithms, by the mean of
-        their shares; "all", one table for all heads (T = 1). Scores (B, G, R, C) of a module count once per key/value
-        head.
+    share: "head", one table per query head (T = H); "group", one per key/value head (T = G); "all", one table for all
+        heads (T = 1). A table for several query heads chooses by the sum of their scores (NSA, arXiv 2502.11089); with
+        TopP, Threshold or scores that are logarithms, by the mean of their shares. Scores (B, G, R, C) of a module
+        count once per key/value head.
     coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
         its choice are scored and chosen from. It gets this selector's q and k.
     query_summary: the query that represents a query block of several queries. "mean": the mean of its queries that see
@@ -87,7 +87,7 @@ class BlockSelector(nn.Module):
         depends on later tokens of its query block, and decoding would choose other blocks.
     stride: size of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
 
-    Keys with equal minima or maxima share the gradient of a pool equally.
+    Keys that tie for a minimum or maximum of a pool share its gradient equally.
 
     Raises ValueError or TypeError for other values.
 
@@ -119,10 +119,10 @@ class BlockSelector(nn.Module):
         if not isinstance(choose, TopK | TopP | Threshold):
             raise TypeError(f"choose must be fd.TopK(k), fd.TopP(p, most=) or fd.Threshold(t, most=); got {choose!r}")
         self.choose, self.share = choose, require_choice("share", share, _SHARES)
-        self.within, self.always = _set_pattern("within", within), None
+        self.within, self.always = _require_set_pattern("within", within), None
         if always is not None:
-            self.always = _set_pattern("always", always)
-        self.scorer = scorer if isinstance(scorer, nn.Module) else _scorer_name(scorer)
+            self.always = _require_set_pattern("always", always)
+        self.scorer = scorer if isinstance(scorer, nn.Module) else _require_scorer_name(scorer)
         self.coarse = coarse
         if coarse is not None:
             self._check_coarse(coarse)
@@ -168,7 +168,7 @@ class BlockSelector(nn.Module):
         require_int("q_offset", q_offset, minimum=0)
         factor = resolve_scale(scale, q.shape[-1])
         rule = self.rule(within)
-        ahead = self._sees_ahead or (within is not None and self._whole and is_causal(rule))
+        ahead = self._sees_ahead or (within is not None and self._scores_all_queries and is_causal(rule))
         if ahead and not self.future_in_choice:
             raise ValueError(_later_tokens_text(self.query_block, rule))
         if ahead and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
@@ -178,12 +178,12 @@ class BlockSelector(nn.Module):
             )
         coarse, own, call = self.prepared(q, k, scale=factor, q_offset=q_offset, bindings=bindings, within=within)
         if 0 in q.shape or 0 in k.shape:
-            return self._nothing(call, q, k)
+            return self._empty_selection(call, q, k)
         return self.selected(q, k, coarse, own, call)
 
     def rule(self, within: Pattern | None) -> Pattern:
         """Intersection of the selector's `within` and this `within`; None adds no restriction."""
-        return self.within if within is None else self.within & _set_pattern("within", within)
+        return self.within if within is None else self.within & _require_set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
         """`rule` | `always`: the pattern whose run-time tensors `bindings` may name."""
@@ -275,7 +275,7 @@ class BlockSelector(nn.Module):
             "" if self.always is None else self.always.text,
             self.block,
             self.query_block,
-            self._whole,
+            self._scores_all_queries,
             self.scorer if isinstance(self.scorer, str) else "module",
             self.stride,
             self.choose.kind,
@@ -288,7 +288,7 @@ class BlockSelector(nn.Module):
             q_offset,
         )
 
-    def _nothing(self, call: SelectionCall, q: Tensor, k: Tensor) -> Selection:
+    def _empty_selection(self, call: SelectionCall, q: Tensor, k: Tensor) -> Selection:
         rows = call.rows(q, k)
         shape = (q.shape[0], call.tables(q, k), rows.number if q.shape[2] else 0, call.most)
         scores = q.new_full(shape, -torch.inf, dtype=sum_dtype(q))
@@ -301,16 +301,16 @@ class BlockSelector(nn.Module):
         return self.query_block if self.coarse is None else self.coarse.largest_row
 
     @property
-    def _whole(self) -> bool:
+    def _scores_all_queries(self) -> bool:
         return self.query_block > 1 and self.query_summary == "mean"
 
     def _check_view(self) -> None:
-        if self.future_in_choice and not self._whole:
+        if self.future_in_choice and not self._scores_all_queries:
             raise ValueError(
                 "future_in_choice=True has an effect only with query_block above 1 and query_summary='mean': leave it "
                 f"out; got query_block={self.query_block} and query_summary={self.query_summary!r}"
             )
-        self._sees_ahead = self._whole and is_causal(self.within)
+        self._sees_ahead = self._scores_all_queries and is_causal(self.within)
         if self._sees_ahead and not self.future_in_choice:
             raise ValueError(_later_tokens_text(self.query_block, self.within))
 
@@ -337,7 +337,7 @@ class BlockSelector(nn.Module):
                     f"stride is for scorer='antidiagonal' only: leave it out; got {stride=} with another scorer"
                 )
             return 1
-        if not self._whole:
+        if not self._scores_all_queries:
             raise ValueError(
                 "scorer='antidiagonal' scores all queries of a query block, so it needs query_block above 1 and "
                 f"query_summary='mean'; got query_block={self.query_block}, query_summary={self.query_summary!r}"
@@ -393,7 +393,7 @@ def _fits(pattern: Pattern, heads: int) -> bool:
     return True
 
 
-def _set_pattern(name: str, value: object) -> Pattern:
+def _require_set_pattern(name: str, value: object) -> Pattern:
     if not isinstance(value, Pattern):
         raise TypeError(
             f"{name} must be a pattern such as masks.causal(), and not a mixture such as longnet or p + q; got "
@@ -402,7 +402,7 @@ def _set_pattern(name: str, value: object) -> Pattern:
     return value.unpadded
 
 
-def _scorer_name(value: object) -> str:
+def _require_scorer_name(value: object) -> str:
     if type(value) is not str or value not in _SCORERS:
         listed = ", ".join(map(repr, _SCORERS))
         raise ValueError(f"scorer must be one of {listed}, or an nn.Module; got scorer={value!r:.80}")

@@ -16,7 +16,7 @@ from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
 from ._inputs import KINDS, LONG_LENGTHS, length_text, lengths_for, takes
 from ._module_checks import MODULE_CHECKS, Check
-from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, cut
+from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, first_lines
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns
@@ -47,8 +47,8 @@ class CheckResult:
 class ModuleReport:
     """Results of all checks of one attention module, in the order of execution.
 
-    `report[name]` is the result of one check, `str(report)` a table. The other fields are texts: the class of the
-    module, the repr of the pattern, sizes and dtype of the test tensors, and the tested lengths.
+    `report[name]` is the result of one check, `str(report)` a table. module, pattern, sizes and lengths are texts: the
+    class of the module, the repr of the pattern, sizes and dtype of the test tensors, and the tested lengths.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -93,7 +93,7 @@ class ModuleReport:
         parts = [head, tabulate(table, headers=("check", "verdict", "detail"), maxcolwidths=[None, None, _WIDTH])]
         long = [result for result in self.failures if "\n" in result.detail]
         shown = zip(long, _DETAIL_LINES, strict=False)
-        parts += [f"{result.name}: {cut(result.detail, most)}" for result, most in shown]
+        parts += [f"{result.name}: {first_lines(result.detail, most)}" for result, most in shown]
         return "\n\n".join(parts)
 
 

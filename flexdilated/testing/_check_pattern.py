@@ -33,12 +33,16 @@ def check_pattern(
 ) -> None:
     """Compare a pattern's methods with its `mask_mod`, evaluated for all pairs of positions below `max_tokens`.
 
-    Checked are: the bounds that `count` (in custom patterns, `classify`) gives on the number of allowed pairs in boxes,
-    which are products of two arithmetic progressions of positions (single pairs, whole blocks, and random boxes); block
-    lists for odd sizes, unequal block sizes and several layouts (orders of tokens); `for_head`, the rule of one head;
-    `period` and `confined`, also at larger positions; and the round trip through JSON, except for custom functions and
-    tables of run-time tensors, which have no JSON. For each of eight combinations of query step and key step,
-    `examples` random boxes are drawn from `seed`.
+    Checked are
+
+    * `count` (in custom patterns, `classify`): its bounds on the number of allowed pairs in boxes, which are products
+      of two arithmetic progressions of positions: single pairs, whole blocks and random boxes;
+    * block lists, for odd sizes, unequal block sizes and several layouts (orders of tokens);
+    * `for_head`, the rule of one head;
+    * `period` and `confined`, also at larger positions;
+    * the round trip through JSON, except for custom functions and tables of run-time tensors, which have no JSON.
+
+    For each of eight combinations of query step and key step, `examples` random boxes are drawn from `seed`.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.
@@ -216,7 +220,7 @@ class BoxRanges:
         q, k = (slice(side.start, side.stop, side.step) for side in (self.q, self.k))
         return int(dense.table[self.head, q, k].sum())
 
-    def smaller(self) -> Iterator[BoxRanges]:
+    def simpler_boxes(self) -> Iterator[BoxRanges]:
         """Yield simpler boxes, each with one change: a shorter range, step 1, a start nearer to 0, or head 0."""
         for name, side in (("q", self.q), ("k", self.k)):
             number, first, step = len(side), side.start, side.step
@@ -244,8 +248,8 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
     """
     failing = []  # the first of each kind
     for box, truth in _boxes(dense, examples, generator):
-        if wrong := _wrongly_bounded(dense, box, truth):
-            failing.append(_shrunk(dense, BoxRanges.of(box, wrong[0])))
+        if wrong := _wrongly_bounded_boxes(dense, box, truth):
+            failing.append(_shrunk_box(dense, BoxRanges.of(box, wrong[0])))
     if failing:
         place = min(failing, key=lambda each: (each.q.step + each.k.step, len(each.q) * len(each.k)))
         box = place.box()
@@ -258,20 +262,20 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
         )
 
 
-def _wrongly_bounded(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
+def _wrongly_bounded_boxes(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
     bounds = dense.pattern.count(box, num_heads=dense.num_heads)
     wrong = (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > box.area)
     return wrong.nonzero().flatten().tolist()
 
 
-def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
+def _shrunk_box(dense: DenseRule, place: BoxRanges) -> BoxRanges:
     """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last failing box that was found."""
-    tries, ahead = _SHRINK_TRIES, place.smaller()
+    tries, ahead = _SHRINK_TRIES, place.simpler_boxes()
     while tries and (other := next(ahead, None)):
         tries -= 1
         is_inside = max(other.q[-1], other.k[-1]) < dense.num_tokens
-        if is_inside and _wrongly_bounded(dense, other.box(), torch.tensor([other.pairs(dense)])):
-            place, ahead = other, other.smaller()
+        if is_inside and _wrongly_bounded_boxes(dense, other.box(), torch.tensor([other.pairs(dense)])):
+            place, ahead = other, other.simpler_boxes()
     return place
 
 
@@ -313,7 +317,7 @@ def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) ->
     With settle=True, which evaluates undecided blocks, they must hold no other block, and mark all full ones. Numbers
     of pairs in the lists must be right or UNKNOWN.
     """
-    drawn = [_draw_lists(dense, generator) for _ in range(max(8, examples // 5))]
+    drawn = [_draw_list_sizes(dense, generator) for _ in range(max(8, examples // 5))]
     for bound, (q_block, k_block), rate in sorted(drawn, key=lambda each: each[0].num_queries * each[0].num_keys):
         (term,) = shared_terms(dense.pattern, 1, bound, rate)
         q, k = (Layout(size, rate).positions() for size in (bound.num_queries, bound.num_keys))
@@ -345,7 +349,7 @@ def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) ->
                     )
 
 
-def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
+def _draw_list_sizes(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
     """Draw (pattern bound to random numbers of queries and keys, (query, key) block sizes, rate of the layout).
 
     If the pattern accepts none of _SIZE_TRIES sizes, as a grid may, it is bound to all tokens.

@@ -54,8 +54,8 @@ def assert_attention_close(
     and not with score_mod or sinks). In bfloat16 and float16 sums must be in float32, while scores, weights and results
     may be rounded. A row without keys must have output exactly 0 and, without sinks, lse -inf.
 
-    gradients: also compare the gradients of q, k and v for a fixed functional of `out` (and `lse`), which must then
-        depend on q, k and v by autograd; the graph is retained.
+    gradients: also compare the gradients of q, k and v that follow by autograd from fixed pseudo-random gradients of
+        `out`, and of `lse` if given; the graph is retained.
     margin: factor on the error budgets.
 
     The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G
@@ -91,8 +91,8 @@ def require_close(
     """Raise AssertionError unless out (B, H, N, D), lse (B, H, N) and grads equal dense attention within error budgets.
 
     lse: None: not compared.
-    grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
-    through_lse: True if grads follow from that of lse, too; None: True if lse is given.
+    grads: "dq", "dk" and "dv" for the `cotangents` of out; an empty dict: not compared.
+    through_lse: True if grads are for the cotangents of out and of lse; None: True if lse is given.
     rows: (B, H, N), True for the rows of out and lse to compare; None: all.
     margin: factor on the budgets.
     """
@@ -151,7 +151,7 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
 def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
     """Describe the first wrong row: found and expected number, budget, and the keys that each branch allows in it.
 
-    For dk and dv, whose rows are keys: the queries that see the key instead.
+    A row of dk or dv is a key: the text then names the queries that see this key.
 
     missed: True for each wrong number.
     wrong: True for each row with a wrong number, (B, heads, rows).
@@ -175,11 +175,11 @@ def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, mi
     if name in ("dk", "dv"):
         group = dense.q.shape[1] // dense.k.shape[1]
         seen_by = (dense.times()[b, h * group : (h + 1) * group, :, row] > 0).any(0)
-        return "\n".join([*lines, f"  seen by   {_runs(seen_by.nonzero().flatten().tolist())} (queries)"])
+        return "\n".join([*lines, f"  seen by   {_runs_text(seen_by.nonzero().flatten().tolist())} (queries)"])
     branches = dense.bound.pattern.branches()
     for index, branch in enumerate(branches[:_BRANCHES]):
         allowed = multiplicity(replace(dense.bound, pattern=branch), dense.q.device)
-        keys = _runs(allowed.expand(dense.q.shape[0], -1, -1, -1)[b, h, row].nonzero().flatten().tolist())
+        keys = _runs_text(allowed.expand(dense.q.shape[0], -1, -1, -1)[b, h, row].nonzero().flatten().tolist())
         label = "keys" if len(branches) == 1 else f"branch {index}"
         lines.append(f"  {label:<9} {keys}: {shortened(repr(branch), _LONGEST)}")
     if len(branches) > _BRANCHES:
@@ -187,7 +187,7 @@ def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, mi
     return "\n".join(lines)
 
 
-def _runs(positions: Sequence[int]) -> str:
+def _runs_text(positions: Sequence[int]) -> str:
     """Text of ascending positions as runs, such as "0 to 3, 7", of which at most _RUNS are listed; "none" if empty."""
     if not positions:
         return "none"
@@ -210,8 +210,8 @@ def error_text(x: Tensor) -> str:
 class DenseAttention:
     """Arguments of one attention call, q (B, H, N, D), k and v (B, G, M, D), from which it is computed densely.
 
-    bound: the pattern with run-time tensors, sizes and offsets, without zero keys of padding.
-    pattern: as given by the caller, with them.
+    bound: the pattern bound to run-time tensors, sizes and offsets; it has no zero keys of padding.
+    pattern: the pattern of the call, which may have zero keys of padding.
     scale: factor of the scores.
     """
 
@@ -326,10 +326,10 @@ def expected(
         grads = torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent)
         values |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
     with torch.no_grad():
-        terms = _Terms.of(wide, values["out"], values["lse"], through_lse=through_lse)
+        inputs = _LimitInputs.of(wide, values["out"], values["lse"], through_lse=through_lse)
         is_half = dense.q.dtype.itemsize == 2
-        limits = _summation_limits(terms, torch.finfo(torch.float32) if is_half else own, gradients=gradients)
-        rounded = _rounding_limits(terms, own, values) if is_half else {}
+        limits = _summation_limits(inputs, torch.finfo(torch.float32) if is_half else own, gradients=gradients)
+        rounded = _rounding_limits(inputs, own, values) if is_half else {}
         found = {}
         for name, value in values.items():
             limit = limits[name] + rounded.get(name, 0.0)
@@ -357,11 +357,12 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 
 
 @dataclass(frozen=True, eq=False)
-class _Terms:
+class _LimitInputs:
     """Float64 tensors from which error limits are computed.
 
-    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. For all pairs, (B, H,
-    N, M): times, the number of branches that allow it; scores; and weights, by the softmax, 0 for pairs not allowed.
+    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. times, scores and
+    weights are (B, H, N, M): the number of branches that allow each pair, its score, and its softmax weight, which is 0
+    for pairs not allowed.
     """
 
     q: Tensor
@@ -378,7 +379,7 @@ class _Terms:
     num_kv_heads: int
 
     @classmethod
-    def of(cls, wide: DenseAttention, out: Tensor, lse: Tensor, *, through_lse: bool) -> _Terms:
+    def of(cls, wide: DenseAttention, out: Tensor, lse: Tensor, *, through_lse: bool) -> _LimitInputs:
         times, scores = wide.times(), wide.scores()
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
         # Exclude hidden scores, which may have any size.
@@ -389,56 +390,56 @@ class _Terms:
         return cls(q, k, v, times, scores, weights, out.abs(), finite, grad_out, grad_lse, **sizes)
 
 
-def _summation_limits(terms: _Terms, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
-    """Bound the errors of lse and out, and with `gradients` of dq, dk and dv, computed in a dtype; to first order.
+def _summation_limits(inputs: _LimitInputs, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
+    """Bound, to first order, the errors of computing lse and out, and with `gradients` dq, dk and dv, in a dtype.
 
     Weights below the normal range of the dtype may underflow to 0. Returns the bounds by name.
     """
-    sizes = torch.maximum((terms.q @ terms.k.mT) * terms.scale, terms.scores.abs())
-    loose = 1.0 + sizes.masked_fill(terms.times == 0, 0.0).amax(-1) + terms.lse.abs()
-    vanished = max(dtype.smallest_normal, _VANISHED) * (terms.times > 0).double()
-    errors = dtype.eps * loose[..., None] * terms.weights + vanished
-    sent = (terms.grad_out * (terms.weights @ terms.v)).sum(-1, keepdim=True) if gradients else None
-    return {"lse": dtype.eps * loose} | _propagated(terms, errors, sent, torch.matmul)
+    sizes = torch.maximum((inputs.q @ inputs.k.mT) * inputs.scale, inputs.scores.abs())
+    loose = 1.0 + sizes.masked_fill(inputs.times == 0, 0.0).amax(-1) + inputs.lse.abs()
+    vanished = max(dtype.smallest_normal, _VANISHED) * (inputs.times > 0).double()
+    errors = dtype.eps * loose[..., None] * inputs.weights + vanished
+    sent = (inputs.grad_out * (inputs.weights @ inputs.v)).sum(-1, keepdim=True) if gradients else None
+    return {"lse": dtype.eps * loose} | _propagated_errors(inputs, errors, sent, torch.matmul)
 
 
-def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Estimate the errors of lse, out and, if they are in `values`, dq, dk and dv, by name, in half precision.
+def _rounding_limits(inputs: _LimitInputs, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Estimate the errors of lse and out, by name, in half precision; also of dq, dk and dv if `values` has them.
 
     dtype: bfloat16 or float16, to which scores, weights and results are rounded; sums are in float32.
     values: the exact results by name.
 
-    Rounding errors are independent, so the error of a sum is the root of the sum of squared errors.
+    Rounding errors are taken to be independent, so the error of a sum is the root of the sum of squared errors.
     """
     unit, sent = dtype.eps / 2, None
-    sizes = torch.maximum(_root_sum_square(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())
-    sizes = sizes.masked_fill(terms.times == 0, 0.0)
-    errors = unit * (1.0 + sizes) * terms.weights + dtype.eps * dtype.smallest_normal * (terms.times > 0)
+    sizes = torch.maximum(_root_sum_square(inputs.q, inputs.k.mT) * inputs.scale, inputs.scores.abs())
+    sizes = sizes.masked_fill(inputs.times == 0, 0.0)
+    errors = unit * (1.0 + sizes) * inputs.weights + dtype.eps * dtype.smallest_normal * (inputs.times > 0)
     if "dq" in values:
-        sent = (terms.grad_out * (terms.out + _root_sum_square(terms.weights, terms.v))).norm(dim=-1, keepdim=True)
-    limits = _propagated(terms, errors, sent, _root_sum_square)
+        sent = (inputs.grad_out * (inputs.out + _root_sum_square(inputs.weights, inputs.v))).norm(dim=-1, keepdim=True)
+    limits = _propagated_errors(inputs, errors, sent, _root_sum_square)
     limits = {name: unit * values[name].abs() + limit for name, limit in limits.items()}
     if sent is not None:
-        limits["dq"] = limits["dq"] + unit * sent * terms.scale * (terms.weights @ terms.k)
-    lse = _EXP_ERROR + unit * (terms.lse.abs() + (terms.weights * sizes).sum(-1))
+        limits["dq"] = limits["dq"] + unit * sent * inputs.scale * (inputs.weights @ inputs.k)
+    lse = _EXP_ERROR + unit * (inputs.lse.abs() + (inputs.weights * sizes).sum(-1))
     return {"lse": lse} | limits
 
 
-def _propagated(
-    terms: _Terms, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
+def _propagated_errors(
+    inputs: _LimitInputs, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
     sent (B, H, N, 1): size of the dot product of grad_out and out; None without gradients. product: matrix product that
     adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors.
     """
-    limits = {"out": product(errors, terms.v)}
+    limits = {"out": product(errors, inputs.v)}
     if sent is not None:
-        inner = product(terms.grad_out, terms.v.mT) + sent + terms.grad_lse[..., None]
-        pulls = errors * inner * terms.scale
-        limits["dq"] = product(pulls, terms.k)
-        limits["dk"] = _summed_by_kv_head(product(pulls.mT, terms.q), terms.num_kv_heads)
-        limits["dv"] = _summed_by_kv_head(product(errors.mT, terms.grad_out), terms.num_kv_heads)
+        inner = product(inputs.grad_out, inputs.v.mT) + sent + inputs.grad_lse[..., None]
+        pulls = errors * inner * inputs.scale
+        limits["dq"] = product(pulls, inputs.k)
+        limits["dk"] = _summed_by_kv_head(product(pulls.mT, inputs.q), inputs.num_kv_heads)
+        limits["dv"] = _summed_by_kv_head(product(errors.mT, inputs.grad_out), inputs.num_kv_heads)
     return limits
 
 

@@ -92,8 +92,7 @@ def attention_sizes(
 ) -> AttentionSizes:
     """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. They shrink towards 1.
 
-    around, blocks: half of the numbers of tokens are near multiples of these lengths or of a pattern's, as in
-        `lengths`.
+    around, blocks: as in `lengths`, for the numbers of queries and of keys.
     num_heads: fixed number of heads; None: any up to max_heads.
     self_attention: False: numbers of queries and keys may differ, with offsets up to max_tokens, unless a listed block
         or a grid position of the pattern `around` would then be out of range.
@@ -215,7 +214,7 @@ def _require_kinds(values: Sequence[str]) -> None:
 
 @st.composite
 def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5) -> tuple[int, ...]:
-    """Strategy for the lengths, each at least 1, of 1 to max_documents documents that sum to `num_tokens`.
+    """Strategy for the lengths of 1 to max_documents documents: each at least 1, with the sum `num_tokens`.
 
     They shrink towards one document.
     """

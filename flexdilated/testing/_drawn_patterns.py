@@ -365,11 +365,11 @@ def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
     hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     ids = torch.where((ids < 0) | (ids == hidden), -1, draw(st.integers(1, 3)) * ids + draw(st.integers(0, 1)))
-    longest = draw(st.sampled_from([None, _longest(ids), positions]))
+    longest = draw(st.sampled_from([None, _longest_document(ids), positions]))
     return words.documents(ids[0] if rows == 1 and draw(st.booleans()) else ids, longest=longest)
 
 
-def _longest(ids: Tensor) -> int:
+def _longest_document(ids: Tensor) -> int:
     return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
 
 
@@ -392,7 +392,10 @@ def _entry_numbers(batch: int, largest: int) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `same_document` pattern: ids per batch entry or shared, documents of queries or keys only, padding."""
+    """Draw a `same_document` pattern of ids for each batch entry or common to all.
+
+    There may be padding, and documents that have only queries or only keys.
+    """
     sides = []
     for positions in (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys):
         rows = draw(st.sampled_from([1, sizes.batch]))

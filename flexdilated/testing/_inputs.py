@@ -57,9 +57,11 @@ def length_text(length: int) -> str:
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
     """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
 
-    They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sizes and one more, and
-    the two largest; if there are too many, evenly spaced ones of these. If the pattern accepts none of them, the result
-    is the largest that it accepts. Raises ValueError if it accepts none.
+    The candidates are 1 to 5 and 7; max_tokens and one less; each block size of kernels and one more; and 1, 2 and 3
+    times each of the pattern's `edges_of`, and one less or more. If the pattern accepts more than `examples` of these,
+    evenly spaced ones are chosen. If it accepts none of these, the largest length that it accepts is chosen.
+
+    Raises ValueError if the pattern accepts no length up to max_tokens.
     """
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
     around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}

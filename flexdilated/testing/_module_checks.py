@@ -76,7 +76,7 @@ def _with_gradients(subject: Subject) -> Iterator[Case]:
 
 def _in_half_precision(subject: Subject) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float16):
-        for length in subject.spread:
+        for length in subject.few_lengths:
             text = f" in {str(dtype).removeprefix('torch.')}"
             yield subject.case(length, text=text, batch=1, dtype=dtype, requires_grad=True)
 
@@ -112,7 +112,7 @@ def _token_by_token(subject: Subject) -> Iterator[Case]:
 
 
 def _some_lengths(subject: Subject, *, batch: int) -> Iterator[Case]:
-    for length in subject.spread:
+    for length in subject.few_lengths:
         yield subject.case(length, batch=batch)
 
 
@@ -194,7 +194,10 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
 
 
 def _right_weights(subject: Subject, case: Case) -> int:
-    """Compare the softmax weight of every pair, which one-hot values show in out; return the number of pairs."""
+    """Compare the softmax weight of every pair with that of dense attention; return the number of pairs.
+
+    With one-hot vectors as values, the output has the weights.
+    """
     parts, module, D = [], subject.module(), subject.head_dim
     for first in range(0, case.length, D):
         v = torch.zeros_like(case.v)
@@ -237,7 +240,7 @@ def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
         k[:, :, key], v[:, :, key] = 7.0 - 3.0 * k[:, :, key], 50.0 - 3.0 * v[:, :, key]
         after, _ = subject.run(module, replace(case, k=k, v=v))
         rows = hidden[:, :, key].expand(before.shape[0], -1, -1)
-        changed = _differing(before, after, budget) & rows
+        changed = _differing_rows(before, after, budget) & rows
         if changed.any():
             _, h, row = place = _first_index(changed)
             raise Failure(
@@ -279,7 +282,7 @@ def _like_a_new_module(subject: Subject, case: Case) -> int:
     used, new = case.modules
     right, _ = subject.run(subject.copied(new), case)
     found, _ = subject.run(used, case)
-    changed = _differing(found, right, _budget(case))
+    changed = _differing_rows(found, right, _budget(case))
     if changed.any():
         place = _first_index(changed)
         raise Failure(
@@ -296,7 +299,7 @@ def _entries_alone(subject: Subject, case: Case) -> int:
     for b in range(len(case.q)):
         q, k, v = (x[b : b + 1] for x in case.qkv)
         alone, _ = subject.run(module, replace(case, q=q, k=k, v=v))
-        changed = _differing(whole[b : b + 1], alone, _budget(case)[b : b + 1])
+        changed = _differing_rows(whole[b : b + 1], alone, _budget(case)[b : b + 1])
         if changed.any():
             _, h, row = place = _first_index(changed)
             raise Failure(
@@ -318,9 +321,9 @@ def _same_bits_twice(subject: Subject, case: Case) -> int:
 
 
 def _loads_its_state(subject: Subject, case: Case) -> int:
-    """Raise Failure unless a new module gives the same output after it loads a used module's state_dict.
+    """Raise Failure unless two modules give identical outputs after the second loads the state_dict of the first.
 
-    A call must not change the names in state_dict, whose number is returned.
+    Both are called before. A call must not change the names in the state_dict. Returns the number of names.
     """
     first, second = subject.module(), subject.module()
     if not isinstance(first, nn.Module):
@@ -401,7 +404,7 @@ def _budget(case: Case) -> Tensor:
     return expected(case.definition())["out"].budget
 
 
-def _differing(a: Tensor, b: Tensor, budget: Tensor) -> Tensor:
+def _differing_rows(a: Tensor, b: Tensor, budget: Tensor) -> Tensor:
     """(B, H, N): True for rows in which a and b differ by more than the budget, or only one of them is NaN."""
     return ~(((b - a).detach().double().abs() <= budget) | (a.isnan() & b.isnan())).all(-1)
 

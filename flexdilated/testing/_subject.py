@@ -22,7 +22,7 @@ _ERROR_LINES, LONGEST_LINE = 8, 240  # lines of an error, and characters of a li
 Result = Any  # out, or a tuple of which the first is out
 
 
-def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> Result:
+def call_module(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> Result:
     return module(q, k, v)
 
 
@@ -51,7 +51,7 @@ class Calls:
     """
 
     layout: Literal["BHND", "BNHD", "BNE"] = "BHND"
-    plain: Callable[..., Result] = plainly
+    plain: Callable[..., Result] = call_module
     padded: Callable[..., Result] | None = None
     packed: Callable[..., Result] | None = None
     documents: Literal["restart", "cut"] = "restart"
@@ -83,9 +83,12 @@ class Calls:
 def identity_projections(module: nn.Module) -> nn.Module:
     """Set the projections of a module like `nn.MultiheadAttention` to the identity, without bias, in place; return it.
 
-    The module then returns plain attention over its arguments query, key and value. It must have the parameters
-    in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight; in_proj_bias, if any; out_proj, an nn.Linear.
-    Raises TypeError for a module without them, and ValueError unless query, key and value have equal widths.
+    The module then returns plain attention over its arguments query, key and value. It must have out_proj, an
+    nn.Linear, and the parameter in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight. It may have the
+    parameter in_proj_bias.
+
+    Raises TypeError for a module without the required ones, and ValueError unless query, key and value have equal
+    widths.
 
     >>> layer = testing.identity_projections(torch.nn.MultiheadAttention(64, 4))
     """
@@ -115,10 +118,10 @@ def as_failure(error: Exception) -> Failure:
     """Return a Failure that shows the type and message of an error of the module; a Failure is returned unchanged."""
     if isinstance(error, Failure):
         return error
-    return Failure(f"raises {type(error).__name__}: {cut(str(error), _ERROR_LINES)}")
+    return Failure(f"raises {type(error).__name__}: {first_lines(str(error), _ERROR_LINES)}")
 
 
-def cut(text: str, max_lines: int) -> str:
+def first_lines(text: str, max_lines: int) -> str:
     """First `max_lines` lines of the text, each shortened, and a line with the number of further lines, if any."""
     lines = text.splitlines()
     more = [f"... and {len(lines) - max_lines} more lines"] if len(lines) > max_lines else []
@@ -209,7 +212,7 @@ class Subject:
         return Case(length_text(length) + text, q, k, v, self.pattern if pattern is None else pattern, **more)
 
     @property
-    def spread(self) -> tuple[int, ...]:
+    def few_lengths(self) -> tuple[int, ...]:
         """At most five of the lengths: up to four that are about evenly spaced, and the longest."""
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))

@@ -58,10 +58,10 @@ def patterns(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for patterns that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often: windows, dilated
-    and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods, LongNets, and
-    compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
-    range, which is an error (`attention_sizes(pattern)` avoids it).
+    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often. Drawn are
+    windows, dilated and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods,
+    LongNets, and compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block
+    may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
 
     max_number: largest segment, stride, count and so on.
     depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.
@@ -100,11 +100,12 @@ def longnets(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for `masks.longnet` of 1 to max_branches branches, with any segment lengths and rates.
 
-    Segment lengths and rates are at most max_number and 7; a rate need not divide its segment length. Both offset rules
-    are drawn.
+    Segment lengths are at most max_number, rates at most 7 and at most max_number; a rate need not divide its segment
+    length. Both offset rules are drawn.
 
     heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads.
-    padding: with padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
+    padding: pass padding="zeros" to `masks.longnet`, which needs heads="all" and calls over whole sequences. `patterns`
+        draws no patterns with padding.
     """
     return _Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 

@@ -104,7 +104,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
     return run
 
 
-def interleave(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
+def time_in_rounds(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
     """Time the runs in rounds, in each round all runs in turn; return for each run its seconds in every round.
 
     seconds: no round begins after this time, except the first 3.
@@ -131,7 +131,7 @@ def interleave(runs: Sequence[TimedRun], *, seconds: float, device: torch.device
 
 
 @dataclass(frozen=True)
-class Trialled:
+class TimedOption:
     """An option (a way to compute one or all branches of a pattern) with its predicted and its median measured time.
 
     branch: index of its branch; None: all branches together.
@@ -162,12 +162,13 @@ def measure(
     engine: str | None = None,
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
-) -> tuple[list[Trialled], Choice]:
+) -> tuple[list[TimedOption], Choice]:
     """Time the options for each branch, then those for all branches together; return (timed options, choice).
 
     Of a branch's options, those predicted to take over 4 times as long as the cheapest are left out. Options that
-    compute all branches together are all timed, and so is the fastest option of each branch, one after the other. The
-    choice is the way to compute all branches together if that is the fastest, else the fastest way of each branch.
+    compute all branches together are compared with the fastest options of the branches, run one after the other. The
+    choice is the fastest option for all branches together if it wins this comparison, else the fastest option of each
+    branch.
 
     backward: time forward and backward.
     engine: None: the default of the device.
@@ -182,7 +183,7 @@ def measure(
     how = {"engine": engine, "backward": backward, "block_size": block_size}
     allowed = Allowed(masks=not block_size) if engine == "aten" else allowed_on(device)
     candidates = Candidates.of(bound, machine_of(device.type), allowed, x.operands)
-    found: list[Trialled] = []
+    found: list[TimedOption] = []
 
     def fastest_of(options: Sequence[Option], branch: int | None) -> Option:
         runs = [trial(Plan.of(bound, order, ((option,),)), x, **how) for option in options]
@@ -191,10 +192,10 @@ def measure(
             got = run()
             wanted = got if wanted is None else wanted
             _require_equal(got, wanted, _TOLERANCE[x.q.dtype])
-        times = map(median, interleave(runs, seconds=seconds, device=device))
+        times = map(median, time_in_rounds(runs, seconds=seconds, device=device))
         predicted = (predicted_seconds(option, x, backward=backward) for option in options)
-        found.extend(measured := [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)])
-        return _fastest(measured).option
+        found.extend(measured := [TimedOption(branch, *each) for each in zip(options, predicted, times, strict=True)])
+        return _fastest_option(measured).option
 
     fastest: list[Option] = []
     for branch, options in enumerate(candidates.branches):
@@ -219,7 +220,7 @@ def _require_equal(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance:
             )
 
 
-def _fastest(measured: Sequence[Trialled]) -> Trialled:
+def _fastest_option(measured: Sequence[TimedOption]) -> TimedOption:
     return min(measured, key=lambda each: each.median_s)
 
 

@@ -28,7 +28,7 @@ from ..masks.planning import (
     computed_pairs,
     shared_terms,
 )
-from ._tune import Inputs, TimedRun, interleave, trial
+from ._tune import Inputs, TimedRun, time_in_rounds, trial
 
 KINDS = ("neighbouring", "plain", "masked")  # in the order of the rates in BlockRates
 _HEAD_DIM = 64
@@ -88,7 +88,11 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
     for problem in problems.values():
         problem.run()  # compiles, and fills caches
     timed = dict(
-        zip(problems, interleave([each.run for each in problems.values()], seconds=seconds, device=device), strict=True)
+        zip(
+            problems,
+            time_in_rounds([each.run for each in problems.values()], seconds=seconds, device=device),
+            strict=True,
+        )
     )
 
     def rate(name: str) -> float:

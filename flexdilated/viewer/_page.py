@@ -72,8 +72,8 @@ def page(
     require_below("head", head, num_heads, "heads")
     if not isinstance(title, str | None):
         raise TypeError(f"title must be a string or None; got {title!r:.80}")
-    data = {"head": head, **_data(pattern, bound), "tiles": _tiles(bound, head)}
-    text = _assembled(data, "Who attends to whom" if title is None else title)
+    data = {"head": head, **_page_data(pattern, bound), "tiles": _tiles(bound, head)}
+    text = _page_html(data, "Who attends to whom" if title is None else title)
     size = len(text.encode())
     if size > LARGEST_PAGE:
         raise ValueError(
@@ -83,7 +83,7 @@ def page(
     return text
 
 
-def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
+def _page_data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
     program = TracedProgram((bound.num_heads, bound.num_queries, bound.num_keys))
@@ -155,7 +155,7 @@ def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[floa
     return torch.tensor([float(f"{each:.4g}") for each in values.tolist()], dtype=torch.float64)[places].tolist()
 
 
-def _assembled(data: dict[str, Any], title: str) -> str:
+def _page_html(data: dict[str, Any], title: str) -> str:
     """HTML page from the files in `web/` and the data.
 
     Its content security policy permits only its own script and style, by digest.

@@ -195,7 +195,7 @@ class _OperationTracer(TorchDispatchMode):
         return program.operation(name, *nodes)
 
     def _truth(self, node: int, value: Any) -> int:
-        """Index of a node that is `node` as a truth value: itself if `value` is boolean, else node != 0."""
+        """Index of the truth value of `node`, which traces `value`: `node` if `value` is boolean, else node != 0."""
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 
@@ -237,7 +237,7 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
 class _TracedRule:
     """A rule to be traced, with the traced parts that its reason names.
 
-    written, bound: the rule with names and with values of run-time tensors.
+    written, bound: the rule with the names of run-time tensors, and with their values.
     nodes: indices of the nodes of head, query and key.
     asked: a pair with the rule's number of heads and unit of positions.
     node: index of the node that is true if the rule allows the pair.

@@ -2,5 +2,5 @@
 
 from ._ends import Ends, causal_by_form, ends_after, later_pair, regular_ends, seen_ahead
 from ._rewrites import KeyQuery, moved
-from ._row import FOREVER, Keys, RowSource, Seen, positions, visible
+from ._row import FOREVER, Keys, RowSource, SeenKeys, maybe_visible, positions
 from ._search import attended_keys, keys_of_any, rules_of_heads

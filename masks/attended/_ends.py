@@ -29,8 +29,8 @@ _BLOCKS_AT_ONCE = 1 << 10  # blocks evaluated together: bounds the memory
 class Ends:
     """The positions first, first + chunk, first + 2 * chunk, ...: ends of chunks; first is below chunk.
 
-    A rule has these ends if no query before one of them sees a key at or after it; those of a causal rule are all
-    positions, with chunk 1.
+    A rule has these ends if no query before one of them sees a key at or after it. A causal rule has every position as
+    an end, with chunk 1.
     """
 
     first: int
@@ -50,9 +50,14 @@ class Ends:
     def by_form(self, rule: Pattern) -> bool:
         """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
 
-        Recognized are causal order and windows without keys after the query, over tokens or over blocks whose size
-        divides the chunk; rules without pairs across segments whose length divides the chunk; intersections with at
-        least one such rule, and unions of such rules only. Blocks and segments are recognized only if `first` is 0.
+        Recognized are
+
+        * causal order and windows without keys after the query, over tokens, or over blocks whose size divides the
+          chunk;
+        * rules without pairs across segments whose length divides the chunk;
+        * intersections of which some part is recognized, and unions of which every part is.
+
+        Blocks and segments are recognized only if `first` is 0.
         """
         if isinstance(rule, And):
             return any(map(self.by_form, rule.parts))
@@ -101,15 +106,15 @@ def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
     """Return the common ends of all these rules, with the shortest possible chunk.
 
     If none are found, return the positions (query, key) of an allowed pair whose key is after its query. Rules that are
-    causal by their form are not searched. Other rules are searched over the first 2048 positions, or two of their
-    longest period if these are longer, up to position 32,768; chunks of half the searched positions or more are not
-    found, and later positions are assumed to repeat the chunks found.
+    causal by their form are not searched. Other rules are searched over the first 2048 positions, or over about twice
+    the longest period of any of them if that is more, but at most over 32,768. Chunks of half the searched positions or
+    more are not found, and later positions are assumed to repeat the chunks.
     """
     periods = {source: _longest_period(source.rule) for source in sources if not causal_by_form(source.rule)}
     tried = min(max(_LEAST_TRIED, 2 * max(periods.values(), default=0) + _BLOCK), _MOST_TRIED) // _BLOCK * _BLOCK
     is_end = torch.ones(tried, dtype=torch.bool)
     for source in sorted(periods, key=lambda source: -periods[source]):
-        is_end &= ~_crossed(source, tried)
+        is_end &= ~_crossed_positions(source, tried)
         if not bool(is_end[1 : tried // 2].any()):  # the first end after 0 is at most a chunk away
             break
     if bool(is_end.all()):
@@ -134,21 +139,21 @@ def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
     return ahead, build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
 
 
-def _crossed(source: RowSource, tried: int) -> Bool[Tensor, " P"]:
-    """Return, for each of the first `tried` positions, True if a query before it sees one of these at or after it."""
+def _crossed_positions(source: RowSource, tried: int) -> Bool[Tensor, " P"]:
+    """Return, for each position p below `tried`, True if a query before p sees a key in [p, tried)."""
     ahead, blocks = _blocks_ahead(source, tried)
     row, column = blocks.row.long(), blocks.column.long()
     # Any pair of a block crosses all positions from the end of its queries to the first of its keys.
-    crossed = _covered(_BLOCK * row + _BLOCK - 1, _BLOCK * column, tried)
+    crossed = _covered_positions(_BLOCK * row + _BLOCK - 1, _BLOCK * column, tried)
     is_open = ~crossed.view(-1, _BLOCK).all(1)
     for few in (is_open[row] | is_open[column]).nonzero().squeeze(1).split(_BLOCKS_AT_ONCE):
         q, k = (_BLOCK * side[few, None] + torch.arange(_BLOCK) for side in (row, column))
         shown = ahead.allowed(torch.zeros_like(q[:, :, None]), q[:, :, None], k[:, None, :])
-        crossed |= _covered(q.flatten(), torch.where(shown, k[:, None, :], -1).amax(2).flatten(), tried)
+        crossed |= _covered_positions(q.flatten(), torch.where(shown, k[:, None, :], -1).amax(2).flatten(), tried)
     return crossed
 
 
-def _covered(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) -> Bool[Tensor, " P"]:
+def _covered_positions(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) -> Bool[Tensor, " P"]:
     """Return, for each of `number` positions, True if query[i] < position <= key[i] for some i."""
     later = (query < key).long()
     # Each pair adds 1 after its query and subtracts it after its key; pairs with key <= query add nothing.

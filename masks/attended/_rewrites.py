@@ -59,11 +59,11 @@ class KeyQuery:
     def rule(self) -> Pattern:
         return And.of(*self.factors)
 
-    def of(self, factors: Iterable[Pattern]) -> KeyQuery:
+    def with_factors(self, factors: Iterable[Pattern]) -> KeyQuery:
         return KeyQuery(tuple(dict.fromkeys(factors)), self.queries, self.keys, self.head, self.num_heads)
 
-    def also(self, *factors: Pattern) -> KeyQuery:
-        return self.of((*self.factors, *factors))
+    def adding(self, *factors: Pattern) -> KeyQuery:
+        return self.with_factors((*self.factors, *factors))
 
     def within(self, queries: range = _ALL, keys: range = _ALL) -> KeyQuery:
         both = intersect(self.queries, queries), intersect(self.keys, keys)
@@ -85,17 +85,19 @@ def moved(positions: range, distance: int) -> range:
     return range(positions.start + distance, positions.stop + distance, positions.step)
 
 
-def rewritten(wanted: KeyQuery) -> Parts | None:
+def simpler_searches(wanted: KeyQuery) -> Parts | None:
     """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
 
-    A map turns the ranges that its search finds into ranges of keys of `wanted`; the union over all pairs is all of
-    them.
+    A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all pairs has
+    all keys that `wanted` searches for.
     """
-    rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
+    rests = [
+        (factor, wanted.with_factors(other for other in wanted.factors if other != factor)) for factor in wanted.factors
+    ]
     # Every rewrite is exact, so the order matters for speed only; but _segments must come after _each_segment, which
     # takes all dilated factors with few segments.
     for rewrite in (
-        _plainer,
+        _trivial_factor,
         _one_sided,
         _one_residue,
         _in_reach,
@@ -118,7 +120,7 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
     return [(part, list) for part in parts]
 
 
-def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
     Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
@@ -127,11 +129,11 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
         case Every():
             return _with_same_keys([rest])
         case And():
-            return _with_same_keys([rest.also(*factor.parts)])
+            return _with_same_keys([rest.adding(*factor.parts)])
         case Not(part=Every()):
             return []
         case Not(part=Or(parts=parts)):
-            return _with_same_keys([rest.also(*(~part for part in parts))])
+            return _with_same_keys([rest.adding(*(~part for part in parts))])
         case Not(part=GlobalTokens() as part):
             later = range(part.tokens, _ALL.stop)
             return _with_same_keys([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
@@ -139,14 +141,14 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a `KeySet`, or by `rest` and marked tokens of one side.
+    """Return searches for the keys allowed by `rest` and `factor`, which depends on the query or on the key alone.
 
-    These are `MarkedTokens` that depend on the query alone or on the key alone. None for other factors, and for more
-    than 2**12 runs of marked tokens.
+    None unless the factor is a `KeySet`, or `MarkedTokens` that mark only queries or only keys. None also for more than
+    2**12 runs of marked tokens.
     """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
-    return _marked(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
+    return _marked_tokens(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
 
 
 def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
@@ -155,8 +157,8 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
         yield from ranges_of(positions[keys.only_row[positions]])
 
 
-def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and `factor`, in which pairs with a marked token are allowed.
+def _marked_tokens(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
+    """Return searches for the keys allowed by `rest` and by `factor`, which allows the pairs with a marked token.
 
     There is one search for each run of marked queries, and one for each run of marked keys. None if there are more than
     2**12 runs of either.
@@ -183,7 +185,7 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return _with_same_keys([near])
     assert factor.least is not None, "no kind of dilated band has one limit"
     assert factor.most is not None
-    return _with_same_keys([near.also(local_window(left=-factor.least, right=factor.most))])
+    return _with_same_keys([near.adding(local_window(left=-factor.least, right=factor.most))])
 
 
 def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -200,7 +202,7 @@ def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)
             kept = [each for each in rest.factors if each != other]
-            return None if joint is None else _with_same_keys([rest.of([*kept, joint])])
+            return None if joint is None else _with_same_keys([rest.with_factors([*kept, joint])])
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -212,7 +214,7 @@ def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
     gapless = not rest.factors and near.queries.step <= left + right + 1
     if furthest <= 0 or gapless:
         return _with_same_keys([near])
-    return None if near == rest else _with_same_keys([near.also(factor)])
+    return None if near == rest else _with_same_keys([near.adding(factor)])
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
@@ -226,10 +228,10 @@ def _joint_window(one: Band, other: Band) -> Pattern | None:
 
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(factor, Or):
-        return _with_same_keys(rest.also(part) for part in factor.parts)
+        return _with_same_keys(rest.adding(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
-        return _with_same_keys(rest.also(~part) for part in factor.part.parts)
-    return _marked(factor, rest) if isinstance(factor, MarkedTokens) else None
+        return _with_same_keys(rest.adding(~part) for part in factor.part.parts)
+    return _marked_tokens(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -241,13 +243,13 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
         return _with_same_keys(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
-        inner = rest.also(factor.part)
+        inner = rest.adding(factor.part)
         return [_from_start(inner, span) for span in _common_spans(factor.spans, rest)]
     return None
 
 
 def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Restrict a search to a span, with positions counted from its start; return it with the map of its keys back."""
+    """Restrict a search to a span, with positions counted from its start; return it with the map back to positions."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
@@ -264,8 +266,8 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 def _each_segment(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
-    None for other factors, or if more than `most` segments overlap both the span of the queries and that of the keys;
-    some of these may hold no query or no key.
+    Every segment that overlaps the span of the queries and the span of the keys counts, even without a query or a key.
+    None for more than `most` segments, and for other factors.
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
@@ -289,7 +291,7 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     assert len(common) > _FEW_SEGMENTS, (
         "_each_segment comes first: here the first, second and last segment are distinct"
     )
-    repeated = partial(_repeated, len(common) - 2, factor.segment)
+    repeated = partial(_repeated_ranges, len(common) - 2, factor.segment)
     edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
 
@@ -306,7 +308,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
     return wanted.within(active, active)
 
 
-def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
+def _repeated_ranges(times: int, stride: int, keys: list[range]) -> list[range]:
     """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, ..., in few ranges."""
     ranges: list[range] = []
     for each in keys:
@@ -376,7 +378,7 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
-        yield from _combined([_windows(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides)
+        yield from _tokens_of_axes([_windows(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides)
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
@@ -406,7 +408,7 @@ def _windows(places: range, axis: Axis) -> Ranges:
     return union_of(part for first, last in classes for part in axis.seen(first, last))
 
 
-def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
+def _tokens_of_axes(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
     """Return the tokens whose index along each axis is in that axis's ranges, as ranges of row-major token numbers.
 
     along: ranges of indices for each axis.

@@ -25,7 +25,7 @@ _MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenKeys:
     """Keys that at least one of a few queries sees, each once, and the allowed pairs.
 
     rows: indices of queries; queries left out see no key.
@@ -51,7 +51,7 @@ class RowSource:
     head: int
     num_heads: int
 
-    def seen(self, queries: range, keys: range) -> Seen | None:
+    def seen(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys in `keys` that at least one of a few queries sees, and the allowed pairs.
 
         None if no query sees a key. queries, keys: consecutive positions.
@@ -60,11 +60,11 @@ class RowSource:
         for query in queries:
             row = self.rule.row(query, keys)
             if row is None:
-                return self._searched(queries, keys)
+                return self._seen_by_search(queries, keys)
             listed.append(row)
-        return self._among(queries, listed)
+        return self._seen_by_ranges(queries, listed)
 
-    def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
+    def _seen_by_ranges(self, queries: range, listed: Sequence[Ranges]) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs; None if no query sees a key.
 
         listed[i]: ranges of the keys that the i-th query sees.
@@ -74,13 +74,13 @@ class RowSource:
             return None
         some = [listed[index] for index in rows]
         if all(row == some[0] for row in some):
-            return Seen(rows, some[0], None)
+            return SeenKeys(rows, some[0], None)
         every = _union(keys for row in some for keys in row)
         if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
-            return Seen(rows, every, _pairs(some, every))
-        return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
+            return SeenKeys(rows, every, _pair_mask(some, every))
+        return SeenKeys(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
-    def _searched(self, queries: range, keys: range) -> Seen | None:
+    def _seen_by_search(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
         None if no query sees a key. Up to 2**20 pairs are evaluated; of more, the keys are searched by bounds first.
@@ -98,7 +98,7 @@ class RowSource:
             places, pairs = places[some], pairs[:, some]
         rows = _hull(pairs.any(1).nonzero().flatten().tolist())
         pairs = pairs[rows.start : rows.stop : rows.step]
-        return Seen(rows, places, None if bool(pairs.all()) else pairs) if rows else None
+        return SeenKeys(rows, places, None if bool(pairs.all()) else pairs) if rows else None
 
     def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
         wanted = KeyQuery((self.rule,), queries, range(0), self.head, self.num_heads)
@@ -136,7 +136,7 @@ def _union(ranges: Iterable[range]) -> Ranges:
     return union_of(every) if len(every) > 1 else tuple(every)
 
 
-def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
+def _pair_mask(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
     pairs = torch.zeros(len(rows), sum(map(len, every)), dtype=torch.bool)
     begin = 0
     for part in every:
@@ -149,7 +149,7 @@ def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
     return pairs
 
 
-def visible(
+def maybe_visible(
     sources: Sequence[RowSource],
     firsts: Int64[Tensor, " R"],
     lengths: Int64[Tensor, " R"],

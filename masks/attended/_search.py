@@ -27,7 +27,7 @@ from ..core import (
     union_of,
 )
 from ..orders import residue_rate
-from ._rewrites import KeyQuery, rewritten
+from ._rewrites import KeyQuery, simpler_searches
 
 _MOST_PIECES = 1 << 16  # most pairs of residue classes at the start of a search
 _FRONTIER = 1 << 17  # boxes counted together: bounds the memory
@@ -41,11 +41,13 @@ _CUTS = 8  # parts into which an undecided interval of lags is cut
 def attended_keys(
     pattern: Expression, *, queries: Ranges, keys: Ranges, heads: Iterable[int], num_heads_global: int
 ) -> Ranges:
-    """Return the positions in `keys` that at least one position of `queries` may attend to, in any of these heads.
+    """Return the positions in `keys` to which at least one position of `queries` attends, in at least one of the heads.
 
-    The heads are global. Exact: the union over the branches of a mixture and, with run-time tensors, whose values must
-    be in place, over batch entries. The ranges do not overlap and ascend by their first positions; equal arguments give
-    equal ranges.
+    The result is exact: the union over heads, over the branches of a mixture, and over batch entries. The ranges do not
+    overlap and ascend by their first positions; equal arguments give equal ranges.
+
+    pattern: its run-time tensors must have values.
+    heads: global heads.
     """
     rules = rules_of_heads(pattern, heads, num_heads_global)
     return keys_of_any(
@@ -79,7 +81,7 @@ def keys_seen(wanted: KeyQuery) -> list[range]:
         return []
     if not wanted.factors:
         return [wanted.keys]
-    parts = rewritten(wanted)
+    parts = simpler_searches(wanted)
     if parts is not None:
         return [keys for part, restored in parts for keys in restored(keys_seen(part))]
     by_distance = found_by_distance(wanted)
@@ -94,14 +96,14 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
     if len(wanted.queries) * len(wanted.keys) <= _FEW_PAIRS:
         q, k = (torch.arange(side.start, side.stop, side.step) for side in (wanted.queries, wanted.keys))
         return list(ranges_of(k[wanted.allows(q[:, None], k).any(0)]))
-    stack = [_roots(wanted)]
+    stack = [_first_boxes(wanted)]
     step, firsts, counts = stack[0].k.step, [], []
     while stack:
         boxes = stack.pop()
         if len(boxes.head) > _FRONTIER:  # sorted: boxes with equal keys mostly stay together
             stack += [boxes.select(half) for half in boxes.k.first.argsort(stable=True).tensor_split(2)]
             continue
-        seen, boxes = _decide(wanted, boxes)
+        seen, boxes = _seen_and_undecided(wanted, boxes)
         small = (boxes.q.count <= _SIDE) & (boxes.k.count <= _SIDE)
         single = _evaluated_keys(wanted, boxes.select(small))
         firsts += [seen.k.first, single]
@@ -111,7 +113,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
     return _union_of_progressions(torch.cat(firsts), torch.cat(counts), step)
 
 
-def _roots(wanted: KeyQuery) -> Box:
+def _first_boxes(wanted: KeyQuery) -> Box:
     """Return the boxes with which a search begins.
 
     These are the squares that contain all allowed pairs, if the rule lists such squares; else pairs of residue classes
@@ -127,7 +129,7 @@ def _roots(wanted: KeyQuery) -> Box:
         held = (q.count > 0) & (k.count > 0)
         q, k = q.select(held), k.select(held)
     else:
-        q, k = _classes(sides, residue_rate(wanted.rule, _MOST_PIECES))
+        q, k = _residue_classes(sides, residue_rate(wanted.rule, _MOST_PIECES))
         of_q, of_k = torch.cartesian_prod(torch.arange(len(q.first)), torch.arange(len(k.first))).unbind(1)
         q, k = q.select(of_q), k.select(of_k)
     return Box(torch.full_like(q.first, wanted.head), q, k)
@@ -137,7 +139,7 @@ def _progression(positions: range) -> Progression:
     return Progression(torch.tensor([positions.start]), positions.step, torch.tensor([len(positions)]))
 
 
-def _classes(sides: list[Progression], rate: int) -> list[Progression]:
+def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
     """Split the progression of each side, queries and keys, by residue modulo `rate`.
 
     Returns `sides` unsplit if there would be more than 2**16 pairs of classes.
@@ -153,7 +155,7 @@ def _classes(sides: list[Progression], rate: int) -> list[Progression]:
     return found
 
 
-def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
+def _seen_and_undecided(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
     """Return (boxes of which bounds show that each key is seen by some query, boxes with undecided keys)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
@@ -172,14 +174,14 @@ def _key_runs(boxes: Box) -> tuple[int, Tensor]:
 
 
 def _halve_long_sides(boxes: Box) -> Box:
-    """Halve the sides of boxes longer than 16 positions; boxes with a common run of keys have common halves of it."""
-    box, q = _halved(boxes.q)
-    part, k = _halved(boxes.k.select(box))
+    """Halve each side of more than 16 positions; boxes that share a run of keys then share its halves."""
+    box, q = _halves(boxes.q)
+    part, k = _halves(boxes.k.select(box))
     return Box(boxes.head[box][part], q.select(part), k)
 
 
-def _halved(side: Progression) -> tuple[Tensor, Progression]:
-    """Return (index of the original, part): progressions of over 16 positions cut in halves, shorter ones whole."""
+def _halves(side: Progression) -> tuple[Tensor, Progression]:
+    """Return (index of each part's progression, parts): halves of progressions of over 16 positions, others whole."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -201,7 +203,7 @@ def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
     while len(turn):
         now = (turn >= begin) & (turn < begin + rounds)
         for some in now.nonzero().squeeze(1).split(_LOOKS):
-            shown = _pairs(wanted, boxes.select(some)).any(1)
+            shown = _allowed_pairs(wanted, boxes.select(some)).any(1)
             run, key = shown.nonzero().unbind(1)
             seen[number[some][run], key] = True
         later = ((turn >= begin + rounds) & (open_keys & ~seen).any(1)[number]).nonzero().squeeze(1)
@@ -224,7 +226,7 @@ def _earlier_of_run(number: Tensor, runs: int) -> Tensor:
     return turn
 
 
-def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
+def _allowed_pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
     """Return a bool tensor (n, 16, 16): entry i, j is True if query i of a box may attend to its key j.
 
     False beyond the box.
@@ -280,7 +282,7 @@ def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
     while len(begin):
         bounds = _count_lags(wanted, keys, begin, end)
         some, full = bounds.low > 0, bounds.low == end - begin
-        between = joined_intervals(*_between(begin[some], end[some], n))
+        between = joined_intervals(*_lags_between(begin[some], end[some], n))
         found += [(begin[full], end[full]), between]
         doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
         begin, end = _cut_intervals(begin[doubtful], end[doubtful])
@@ -306,7 +308,7 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
     return Bounds(bounds.low.index_copy(0, single, allowed), bounds.high.index_copy(0, single, allowed))
 
 
-def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _lags_between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return intervals of lags between two allowed lags at most n apart, as (begins, exclusive ends).
 
     Each argument interval [begin, end) holds an allowed lag; the intervals are disjoint and ascend. For each interval

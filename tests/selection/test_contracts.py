@@ -64,7 +64,7 @@ def test_hidden_keys_touch_nothing(case: Case, data, value: float) -> None:
     """Keys that a row's view does not see, whatever they hold, for rows drawn one at a time."""
     rows = oracle.rows_of(case.q.shape[2], case.q_offset, case.selector.query_block)
     row = data.draw(st.integers(0, len(rows) - 1), label="row")
-    view = rows[row] if case.selector._whole else rows[row][:1]
+    view = rows[row] if case.selector._scores_all_queries else rows[row][:1]
     hidden = ~case.table(case.selector.within)[:, :, view].any(2).any(1)  # (B, M)
     k = case.k.masked_fill(hidden[:, None, :, None], value)
     before, after = case.run(), case.run(k=k)

@@ -191,7 +191,7 @@ def test_the_gradient_of_a_bound_at_ties(case: Case, seed: int) -> None:
     rows, blocks = oracle.rows_of(q.shape[2], case.q_offset, own.query_block), oracle.blocks_of(k.shape[2], own.block)
     expected = found.scores.detach() + 0 * (q.sum() + k.sum())
     for b, h, r, place in (found.blocks >= 0).nonzero().tolist():
-        view = rows[r] if own._whole else rows[r][:1]
+        view = rows[r] if own._scores_all_queries else rows[r][:1]
         query = q[b, h, [i for i in view if within[b, h, i].any()]].mean(0) * q.shape[-1] ** -0.5
         keys = [key for key in blocks[int(found.blocks[b, h, r, place])] if within[b, h, view, key].any()]
         at = tuple(torch.tensor(index) for index in (b, h, r, place))

@@ -63,7 +63,7 @@ def winning(monkeypatch, name: str) -> list[bool]:
 
     monkeypatch.setattr(_tune, "measure", noted)
     monkeypatch.setattr(
-        _tune, "_fastest", lambda measured: next((each for each in measured if each.name == name), measured[0])
+        _tune, "_fastest_option", lambda measured: next((each for each in measured if each.name == name), measured[0])
     )
     return calls
 

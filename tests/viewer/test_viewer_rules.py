@@ -16,7 +16,7 @@ from flexdilated import masks
 from flexdilated.masks.core._bound import Extent
 from flexdilated.testing._drawn_inputs import in_range
 from flexdilated.viewer import _page, page
-from flexdilated.viewer._page import _data, _tiles
+from flexdilated.viewer._page import _page_data, _tiles
 from tests.support.browser import Browser, Tab
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import Case, cases
@@ -69,7 +69,7 @@ def hold_window(tab: Tab, pattern: Any, sizes: tuple[int, int, int], heads: list
     """Branches, against `mask_mod`, where queries meet keys at these positions; and some of their reasons."""
     num_heads, num_queries, num_keys = sizes
     bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys).entry(0)
-    data = _data(pattern, bound)
+    data = _page_data(pattern, bound)
     found = asked(tab, data, heads, *windows)
     rules = list(bound.pattern.branches())
     mods = [rule.mask_mod(num_heads=num_heads, device=CPU) for rule in rules]
@@ -132,7 +132,7 @@ def test_rules_of_drawn_expressions(tab, data):
     sizes = {"num_queries": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
     bound = case.twin.pattern.bind(num_heads=case.num_heads_global, **sizes)
     q, k = range(case.q_offset, sizes["num_queries"]), range(case.k_offset, sizes["num_keys"])
-    page_data = _data(case.twin.pattern, bound)
+    page_data = _page_data(case.twin.pattern, bound)
     found = asked(tab, page_data, case.heads, (q, k))
     assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts()]
     hold_reasons(tab, case.twin.pattern, page_data, drawn_pairs(data, case.heads, q, k))
@@ -147,7 +147,7 @@ def test_rules_with_run_time_tensors(tab, data):
     entries = case.pattern.resolve(case.pattern.given_tensors(), Extent(queries, keys)).num_entries()
     batch = data.draw(st.integers(0, entries - 1))
     bound = case.pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys).entry(batch)
-    page_data = _data(case.pattern, bound)
+    page_data = _page_data(case.pattern, bound)
     found = asked(tab, page_data, range(heads), (range(queries), range(keys)))
     assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts[batch]]
     hold_reasons(tab, case.pattern, page_data, drawn_pairs(data, range(heads), range(queries), range(keys)), batch)

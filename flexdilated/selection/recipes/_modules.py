@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
-    """Holds `pattern`, over query positions and window indices: queries from position i * stride + reach see window i.
+    """Holds `pattern`, of query positions and window indices: query t sees window i iff t >= i * stride + reach.
 
     The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
     does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
@@ -60,9 +60,10 @@ class CoarseToFineAttention(nn.Module):
 
     A last block of fewer than `block` keys is never pooled: each of its keys is a term.
 
-    The result equals dense attention if keys are constant within blocks, or if `top` covers all blocks. The second sum
-    is computed over all blocks, and the terms of the `top` blocks are subtracted. This is numerically stable: by
-    Jensen's inequality a block's sum over keys is at least its pooled term, so no small difference remains.
+    The result equals dense attention if keys are constant within blocks, or if `top` covers all blocks. The pooled
+    terms, of the second kind, are computed for all blocks; those of the `top` blocks are then subtracted. This is
+    numerically stable: by Jensen's inequality the terms of a block's keys sum to at least its pooled term, so no small
+    difference remains.
 
     block: tokens of a block.
     top: blocks that a query reads key by key.
@@ -125,18 +126,19 @@ class CoarseToFineAttention(nn.Module):
         by_key = selected_blocks("pooled", block=(1, 1), most=self.top)
         twice = attend(q, keys, values, by_key, bindings={"pooled": chosen}, **options)
         shift = log(self.block)
-        return _joined(fine, (pooled[0], pooled[1] + shift), (twice[0], twice[1] + shift)).to(q.dtype)
+        return _joint_softmax(fine, (pooled[0], pooled[1] + shift), (twice[0], twice[1] + shift)).to(q.dtype)
 
     def extra_repr(self) -> str:
         return f"block={self.block}, top={self.top}, causal={self.causal}"
 
 
-def _joined(
+def _joint_softmax(
     fine: tuple[Tensor, Tensor], pooled: tuple[Tensor, Tensor], twice: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "B H N D"]:
-    """Output of one softmax over the terms of `fine` and of `pooled` without those of `twice`, a part of `pooled`.
+    """Output of one softmax over the terms of `fine` and of `pooled`, except the terms of `twice`.
 
-    Each argument is (output, log-sum-exp) of attention to its terms.
+    The terms of `twice` are some of those of `pooled`. Each argument is (output, log-sum-exp) of attention to its
+    terms.
     """
     outs, lses = zip(fine, pooled, twice, strict=True)
     # A row without keys has lse -inf in all three parts and keeps output 0.
@@ -241,20 +243,20 @@ class NativeSparseAttention(nn.Module):
 
         Raises ValueError or TypeError for inputs that do not fit.
         """
-        self._check(x, q, k, v)
+        self._check_inputs(x, q, k, v)
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": scale, "enable_gqa": True, "q_offset": q_offset}
         keys, values = self.compress_keys(k[0]), self.compress_values(v[0])
         compressed, lse = attend(q, keys, values, self._ended.pattern, return_lse=True, **options)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            blocks = self._chosen(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
+            blocks = self._chosen_blocks(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
         table = selected_blocks("chosen", block=(1, self.block), most=self.top) & causal_pattern()
         selected = attend(q, k[1], v[1], table, bindings={"chosen": blocks}, **options)
         near = attend(q, k[2], v[2], local_window(left=self.window - 1, right=0), **options)
         gates = self.gates(x).sigmoid().unflatten(-1, (3, self.num_heads)).permute(2, 0, 3, 1).unsqueeze(-1)
         return (gates * torch.stack([compressed, selected, near])).sum(0)
 
-    def _chosen(
+    def _chosen_blocks(
         self,
         q: Float[Tensor, "B H N D"],
         keys: Float[Tensor, "B G W D"],
@@ -299,7 +301,7 @@ class NativeSparseAttention(nn.Module):
     ) -> Float[Tensor, "B G n C"]:
         """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
 
-        It is the sum, over the windows that overlap the block and the query heads of the key/value head, of the
+        The score is a sum over the query heads of the key/value head and over the windows that overlap the block: the
         window's attention weight times the number of its strides inside the block.
 
         keys, lse: compressed keys, and the log-sum-exp of attention to them.
@@ -317,7 +319,7 @@ class NativeSparseAttention(nn.Module):
         lined = pad(total.flatten(0, 2).unsqueeze(1), (reach - 1, count * per - keys.shape[2]))
         return conv1d(lined, weights, stride=per).view(*total.shape[:3], count)
 
-    def _check(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check_inputs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         for name, each in (("k", k), ("v", v)):
             if each.dim() != 5 or each.shape[0] != 3:
                 raise ValueError(

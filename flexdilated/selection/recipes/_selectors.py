@@ -78,7 +78,7 @@ def xattention(
     threshold: float = 0.9,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """XAttention: a query block reads the fewest key blocks with an estimated share `threshold` of its attention.
+    """XAttention: a query block reads the fewest key blocks that get an estimated share `threshold` of its attention.
 
     The score of a tile of stride × stride pairs is the mean score of its antidiagonal. A softmax over each line of
     tiles, summed over the tiles of a block, is the block's share in that line, and the mean over lines is the block's
