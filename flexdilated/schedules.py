@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """At most `widths` values, from `start` to `end`, to which the curve is rounded; a short one skips some."""
+        """At most `widths` values from `start` to `end`, to which the curve is rounded; few steps may skip some."""
         return tuple(dict.fromkeys(map(self._value, range(self._levels + 1))))
 
     @property
