@@ -284,22 +284,22 @@ def attention_memory(
             f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
         )
     require_int("num_tokens", size.num_tokens, minimum=1)
-    way = _Way(device, engine or device_kind(device).engine, drops, score_mod, planned)
+    settings = _CallSettings(device, engine or device_kind(device).engine, drops, score_mod, planned)
     if size.num_tokens <= LARGEST_RUN:
-        return _planned_memory(way, pattern, size)
+        return _planned_memory(settings, pattern, size)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
     # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
-    best = way.plan(pattern, size)
+    best = settings.plan(pattern, size)
     together = len(best.options) < len(set(pattern.branches()))
     choice = Choice(together, tuple(map(way_of, best.chosen)))
-    way = replace(way, planned=None, choice=choice)
-    smaller, larger = (_planned_memory(way, pattern, replace(size, num_tokens=n)) for n in tokens)
+    settings = replace(settings, planned=None, choice=choice)
+    smaller, larger = (_planned_memory(settings, pattern, replace(size, num_tokens=n)) for n in tokens)
     return smaller.extrapolate(size.num_tokens, larger, tokens)
 
 
 @dataclass(frozen=True)
-class _Way:
+class _CallSettings:
     """How a call is computed.
 
     device: kind of device, such as "cpu".
@@ -336,17 +336,21 @@ def _call_of(pattern: Expression, size: AttentionSize) -> Call:
     return Call(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
 
 
-def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
+def _planned_memory(settings: _CallSettings, pattern: Expression, size: AttentionSize) -> AttentionMemory:
     call, (q, k, v, out) = _call_of(pattern, size), size.nbytes
-    if way.engine == "aten":
+    if settings.engine == "aten":
         if reads_table(call.bound(pattern), "aten"):
-            return AttentionMemory(q, k + v, out, *_table_memory(way.plan(pattern, size), size), 0)
-        program = program_of(call, pattern, way.device, way.choice, size.operands("aten"), written=call.pattern)
+            return AttentionMemory(q, k + v, out, *_table_memory(settings.plan(pattern, size), size), 0)
+        sizes = size.operands("aten")
+        program = program_of(call, pattern, settings.device, settings.choice, sizes, written=call.pattern)
         return AttentionMemory(q, k + v, out, *_aten_memory(program, size), program.nbytes)
-    best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
+    best, cpu = settings.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     rest, table = best.beside_table, best.table
     program = make_flex_program(rest, call.layout, num_kv_heads=size.kv_heads, block_size=call.sides, device=cpu)
-    found = _portable_memory(program, table, size, way) if way.engine == "portable" else _flex_memory(program, size)
+    if settings.engine == "portable":
+        found = _portable_memory(program, table, size, settings)
+    else:
+        found = _flex_memory(program, size)
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
@@ -428,17 +432,17 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
 
 
 def _portable_memory(
-    program: FlexProgram, table: TableTerm | None, size: AttentionSize, way: _Way
+    program: FlexProgram, table: TableTerm | None, size: AttentionSize, settings: _CallSettings
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
 
     table: a table of single keys, with pairs that are not in the program; None for none.
     """
     features = Features(1.0)
-    if way.drops:
+    if settings.drops:
         features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
     steps = tuple(_without_values(step) for step in program.steps)
-    score_mod = fixed(way.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    score_mod = fixed(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
 

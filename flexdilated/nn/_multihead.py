@@ -102,12 +102,12 @@ class MultiheadProjections(DisablesFusedEncoder):
                 raise ValueError(
                     f"{name} must have shape (tokens, {width}), or that with a batch dim; got {tuple(x.shape)}"
                 )
-            self._check_kind(name, x)
+            self._check_device_and_dtype(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
         if not self.batch_first and not torch.compiler.is_compiling():
             _warn_of_order(query)
 
-    def _check_kind(self, name: str, x: Tensor) -> None:
+    def _check_device_and_dtype(self, name: str, x: Tensor) -> None:
         """Raise ValueError if x is not on the parameters' device or, without autocast, not of their dtype.
 
         name: name of the input in the error.

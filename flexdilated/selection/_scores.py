@@ -236,7 +236,10 @@ def _scores_at_lists(
 
 
 def _batches_of_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
-    """Split `part` into ranges that bound the memory of scores, one score per tile of stride x stride pairs."""
+    """Split `part` into ranges of few query blocks, to bound the memory of the scores of one range.
+
+    There is one score for each tile of stride x stride pairs.
+    """
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]

@@ -96,7 +96,7 @@ class ModelCall:
         if self.has_encoder and not getattr(module, "is_causal", True):
             largest = self._take_largest_in_masks()
             if largest is not None:
-                _refuse((_on_host(largest) > 1).any(), _NUMBERS)
+                _refuse_if((_on_host(largest) > 1).any(), _NUMBERS)
             return None  # cross-attention: keys are no tokens of the row
         if not self.is_found:
             self.is_found = True
@@ -114,10 +114,10 @@ class ModelCall:
         positions = self.positions if self.positions is None or self.positions.shape[1] == num_tokens else None
         positions, last, largest = _copy_all_to_host(positions, last, self._take_largest_in_masks())
         if largest is not None:
-            _refuse((largest > 1).any(), _NUMBERS)
-        count = _number_before(q_offset, visible, num_tokens)
+            _refuse_if((largest > 1).any(), _NUMBERS)
+        count = _count_before(q_offset, visible)
         if last is not None:
-            _refuse(((last == _SEVERAL) & (count > 0)).any(), _OVER_CACHE)
+            _refuse_if(((last == _SEVERAL) & (count > 0)).any(), _OVER_CACHE)
         if positions is None:
             return
         least = count if last is None else torch.minimum(count, last)
@@ -128,7 +128,7 @@ class ModelCall:
         if self.model is not None:
             self._require_served(several)
         if evicts or (begun and (is_known or num_tokens == 1)):
-            _refuse(several, _OVER_CACHE)
+            _refuse_if(several, _OVER_CACHE)
         elif torch.compiler.is_compiling() or bool(several):
             self.found = begins.cumsum(1)
         self.last = torch.where(several, _SEVERAL, end)
@@ -149,9 +149,9 @@ class ModelCall:
     def _require_served(self, several: Tensor) -> None:
         name = type(self.model).__name__
         if not self.is_used:
-            _refuse(several, f"{_BEGIN} {name} does not use position_ids: {_ROWS}")
+            _refuse_if(several, f"{_BEGIN} {name} does not use position_ids: {_ROWS}")
         if getattr(self.model, _MIXES, False):
-            _refuse(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
+            _refuse_if(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
 
     def end(self, output: Any) -> None:
         """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
@@ -167,7 +167,7 @@ class ModelCall:
             self.outer.is_read |= self.is_read
         if self.positions is not None and self.has_layers and not self.is_read:
             begins, _ = _document_starts(_on_host(self.positions), None, torch.full((1, 1), _LOWEST))
-            _refuse(begins.any(), f"{_BEGIN} {type(self.model).__name__} does not hand them to its layers: {_ROWS}")
+            _refuse_if(begins.any(), f"{_BEGIN} {type(self.model).__name__} does not hand them to its layers: {_ROWS}")
         cache = self.cache
         if cache is None:
             cache = _cache_in(output.values() if isinstance(output, dict) else output)
@@ -246,7 +246,7 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules within a model, without those of models within it, such as an audio tower."""
+    """Modules within a model, except inner PreTrainedModels, such as an audio tower, and the modules within them."""
     for each in module.children():
         if not isinstance(each, PreTrainedModel):
             yield each
@@ -307,7 +307,7 @@ def _copy_all_to_host(
     return positions, last, largest
 
 
-def _number_before(q_offset: int, visible: Tensor | None, num_tokens: int) -> Int64[Tensor, "B 1"]:
+def _count_before(q_offset: int, visible: Tensor | None) -> Int64[Tensor, "B 1"]:
     """Number of tokens before q_offset that are no padding."""
     if visible is None:
         return torch.full((1, 1), q_offset, dtype=torch.int64)
@@ -335,7 +335,7 @@ def _document_starts(
     return visible & (positions < before[:, :-1]), before[:, -1:]
 
 
-def _refuse(refused: Tensor, reason: str) -> None:
+def _refuse_if(refused: Tensor, reason: str) -> None:
     """Raise ValueError if `refused`, of shape (), is True; in a compiled graph, assert that it is False at run time."""
     if torch.compiler.is_compiling():
         assert_async(~refused, reason)

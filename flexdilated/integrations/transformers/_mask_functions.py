@@ -275,11 +275,11 @@ class _PairRule:
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
         beside: list[Pattern | None] = []
         if self.from_group_start:
-            begin = documents(_put(tensors, PACKED, self.same))
+            begin = documents(_add_table(tensors, PACKED, self.same))
         elif self.same is not None:
-            beside.append(documents(_put(tensors, _GROUPS, self.same)))
+            beside.append(documents(_add_table(tensors, _GROUPS, self.same)))
         if self.visible is not None:
-            beside.append(visible_keys(_put(tensors, _VISIBLE, self.visible)))
+            beside.append(visible_keys(_add_table(tensors, _VISIBLE, self.visible)))
         for pair in self.unions:
             one, other = (each.reading(begin, tensors).whole() for each in pair)
             beside.append(one | other)
@@ -327,7 +327,7 @@ def _join_constraints(one: Any, other: Any, choose: Callable[[Any, Any], Any] | 
     return choose(one, other)
 
 
-def _put(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
+def _add_table(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
     if table is None:
         _refuse("it counts positions within sequences, without a comparison of the sequences' ids")
     if name in tensors:

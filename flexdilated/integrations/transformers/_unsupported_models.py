@@ -83,7 +83,7 @@ def _own_attention_advice(model: nn.Module) -> str:
     )
 
 
-def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
+def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
     return ast.walk(ast.parse(dedent(getsource(unwrap(kind.forward)))))
 
 
@@ -91,7 +91,7 @@ def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 def _why_unserved(kind: type[nn.Module]) -> str | None:
     """Reason why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
-    for node in _nodes(kind):
+    for node in _forward_nodes(kind):
         match node:
             case ast.keyword(arg="sinks"):
                 return "gives each query a sink logit of its own"
@@ -135,7 +135,8 @@ def _reads_masks(kind: type[nn.Module]) -> bool:
     if _MASK not in signature(forward).parameters or issubclass(kind, PreTrainedModel):
         return False
     return "softmax" in forward.__code__.co_names or any(
-        isinstance(node, ast.Attribute) and node.attr == "dtype" and _is_mask(node.value) for node in _nodes(kind)
+        isinstance(node, ast.Attribute) and node.attr == "dtype" and _is_mask(node.value)
+        for node in _forward_nodes(kind)
     )
 
 
