@@ -244,7 +244,7 @@ class AttentionMemory:
         return max(self.forward_peak, self.backward_peak)
 
     def extrapolate(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
-        """Return the memory for num_tokens tokens, by a line through two memories.
+        """Return the memory for num_tokens tokens, by the line through this memory and `other`.
 
         tokens: (tokens of this memory, tokens of `other`).
         """

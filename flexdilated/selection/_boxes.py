@@ -365,7 +365,7 @@ def _visibility(
 
 
 def _own_pools(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Group candidate boxes with hidden keys by their key block, with at most 64 boxes in a group.
+    """Group candidate boxes with keys that their query block does not see; a group has one key block, at most 64 boxes.
 
     partial: indices of these boxes in `some`.
     C: number of key blocks.
