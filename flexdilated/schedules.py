@@ -54,21 +54,21 @@ class Schedule:
         """
         time = (require_int("step", step, minimum=0) - self.begin) / self.steps
         done = _CURVES[self.curve](min(max(time, 0.0), 1.0))
-        return self._value(floor(done * self._levels + 0.5))
+        return self._value(floor(done * self._num_levels + 0.5))
 
     @property
     def values(self) -> tuple[int, ...]:
-        """At most `widths` values, from `start` to `end`, to which the curve is rounded; a short one skips some."""
-        return tuple(dict.fromkeys(map(self._value, range(self._levels + 1))))
+        """At most `widths` values from `start` to `end`, to which the curve is rounded; few steps may skip some."""
+        return tuple(dict.fromkeys(map(self._value, range(self._num_levels + 1))))
 
     @property
-    def _levels(self) -> int:
+    def _num_levels(self) -> int:
         """Number of `values` after `start`: at most `widths` - 1, and 0 if `start` equals `end`."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:
-        """Value after `level` changes, from `start` (level 0) to `end` (level `_levels`), evenly spaced and rounded."""
-        last = max(1, self._levels)
+        """Value after `level` changes, evenly spaced from `start` (level 0) to `end` (level `_num_levels`), rounded."""
+        last = max(1, self._num_levels)
         return self.start + (2 * (self.end - self.start) * level + last) // (2 * last)
 
 

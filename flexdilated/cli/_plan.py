@@ -167,7 +167,7 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
         if num_tokens < _LINE[0] or not has_line:
             return run_dry(num_tokens, in_model)
         smaller, larger = (run_dry(number, in_model) for number in _LINE)
-        return smaller.at(num_tokens, larger, _LINE)
+        return smaller.extrapolate(num_tokens, larger, _LINE)
 
     @cache
     def model(num_tokens: int, checkpoint: bool = False) -> ModelMemory:

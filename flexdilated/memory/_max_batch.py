@@ -35,7 +35,8 @@ class Trial:
 class MaxBatch:
     """Result of `max_batch`: the largest `n` found to fit, and measurements; bytes exclude those held at the call.
 
-    predicted: peak of `step(n)` by the line through the probes; the smaller probe's, if the larger was not measured.
+    predicted: peak of `step(n)` by the line through the probes; the smaller probe's peak if the larger probe ran out of
+        memory or was not run.
     measured: measured peak of `step(n)`.
     budget: bytes that a step may hold.
     trials: all measured steps, the probes first.
@@ -66,8 +67,9 @@ def max_batch(
     The smaller probe first runs unmeasured, because first steps create optimizer states, plans and compiled code. Then
     both probes are measured. The line through them, peak = a + b * n, predicts the largest n that fits, and a real step
     verifies it; no larger n is tried. If that step does not fit, the midpoint to the largest step that fitted is tried,
-    and so on by bisection. If both probes fit and memory does not grow between them, `most` is tried at once. For
-    lengths, choose probes longer than the pattern's segments, from where memory grows in proportion to the tokens.
+    and so on by bisection. If memory does not grow between the probes, or the larger one was not run or ran out of
+    memory, the first step after the probes has the largest n that they do not exclude. For lengths, choose probes
+    longer than the pattern's segments, from where memory grows in proportion to the tokens.
 
     step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must leave
         no memory behind that grows with n, and take any n up to `most`.
@@ -212,7 +214,7 @@ def free_bytes(device: torch.device) -> int:
     if device_kind(device).is_cuda:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min([_field(_ROOT / "proc/meminfo", "MemAvailable"), *_left_by_groups()])
+    return min([_field(_ROOT / "proc/meminfo", "MemAvailable"), *_bytes_left_in_groups()])
 
 
 def _field(file: Path, name: str) -> int:
@@ -227,7 +229,7 @@ def _field(file: Path, name: str) -> int:
     raise ValueError(f"memory on CPU is read from Linux's {file}, which has no field {name} here")
 
 
-def _left_by_groups() -> Iterator[int]:
+def _bytes_left_in_groups() -> Iterator[int]:
     """Yield the bytes left under the limit of each control group around this process, in cgroup versions 1 and 2.
 
     Droppable pages of files count as free, as in MemAvailable. Groups without a limit, and groups whose files this

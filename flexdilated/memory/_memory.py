@@ -67,10 +67,10 @@ _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32
 
 @dataclass(frozen=True)
 class KernelBytes:
-    """Bytes that an operator allocates where a TorchDispatchMode, which sees only its results, cannot count them.
+    """Bytes that an operator allocates inside its kernel; a TorchDispatchMode sees only the operator's results.
 
-    work: peak while it runs, including its results but not its inputs.
-    kept: bytes that stay allocated until the last of its results is freed.
+    work: peak while the operator runs, including its results but not its inputs.
+    kept: bytes beside the results that stay allocated until the last tensor in the operator's return value is freed.
     """
 
     work: int
@@ -104,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
         if hidden is not None:
             self.peak = max(self.peak, self.live + hidden.work)
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()) if kwargs else args)}) > 1:
-            args, kwargs = _nowhere(args), {name: _nowhere(x) for name, x in kwargs.items()}
+            args, kwargs = _on_meta(args), {name: _on_meta(x) for name, x in kwargs.items()}
         results = func(*args, **kwargs)
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
             return results  # the engine needs only its strides
@@ -138,11 +138,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def _nowhere(x: Any) -> Any:
+def _on_meta(x: Any) -> Any:
     """Return an argument of an operation, with its tensors, also in lists and tuples, on the meta device."""
     if isinstance(x, Tensor):
         return x.to(NOWHERE)
-    return type(x)(map(_nowhere, x)) if isinstance(x, list | tuple) else x
+    return type(x)(map(_on_meta, x)) if isinstance(x, list | tuple) else x
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -180,7 +180,7 @@ class AttentionSize:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key and its value, in one head, of all batch entries, at the wider head dim."""
+        """Bytes of one key and its value, in one head, of all batch entries, if both have the wider head dim."""
         return 2 * self.batch * max(self.dims) * self.dtype.itemsize
 
     @property
@@ -195,9 +195,10 @@ class AttentionSize:
         )
 
     def operands(self, engine: str) -> OperandSizes:
-        """Bytes of an element, head dim, and query heads per key/value head, on which the planner's costs depend.
+        """Sizes on which the planner's costs depend: bytes of an element, head dim, query heads per key/value head.
 
-        The head dim is that of the queries that the engine's kernels get: for "aten", padded to the wider one.
+        The head dim is that of the queries in the engine's kernels: head_dim, or for "aten", which pads q, k and v to
+        one head dim, the wider of head_dim and value_dim.
         """
         width = max(self.dims) if engine == "aten" else self.head_dim
         return OperandSizes(self.dtype.itemsize, width, self.num_heads // self.kv_heads)
@@ -242,8 +243,11 @@ class AttentionMemory:
     def training_peak(self) -> int:
         return max(self.forward_peak, self.backward_peak)
 
-    def at(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
-        """Extrapolate linearly to num_tokens tokens from this, for tokens[0] tokens, and `other`, for tokens[1]."""
+    def extrapolate(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
+        """Return the memory for num_tokens tokens, by the line through this memory and `other`.
+
+        tokens: (tokens of this memory, tokens of `other`).
+        """
         share = (num_tokens - tokens[0]) / (tokens[1] - tokens[0])
         pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
         return AttentionMemory(*(round(a + share * (b - a)) for a, b in pairs))
@@ -280,22 +284,22 @@ def attention_memory(
             f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
         )
     require_int("num_tokens", size.num_tokens, minimum=1)
-    way = _Way(device, engine or device_kind(device).engine, drops, score_mod, planned)
+    settings = _CallSettings(device, engine or device_kind(device).engine, drops, score_mod, planned)
     if size.num_tokens <= LARGEST_RUN:
-        return _planned_memory(way, pattern, size)
+        return _planned_memory(settings, pattern, size)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
     # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
-    best = way.plan(pattern, size)
+    best = settings.plan(pattern, size)
     together = len(best.options) < len(set(pattern.branches()))
     choice = Choice(together, tuple(map(way_of, best.chosen)))
-    way = replace(way, planned=None, choice=choice)
-    smaller, larger = (_planned_memory(way, pattern, replace(size, num_tokens=n)) for n in tokens)
-    return smaller.at(size.num_tokens, larger, tokens)
+    settings = replace(settings, planned=None, choice=choice)
+    smaller, larger = (_planned_memory(settings, pattern, replace(size, num_tokens=n)) for n in tokens)
+    return smaller.extrapolate(size.num_tokens, larger, tokens)
 
 
 @dataclass(frozen=True)
-class _Way:
+class _CallSettings:
     """How a call is computed.
 
     device: kind of device, such as "cpu".
@@ -332,17 +336,21 @@ def _call_of(pattern: Expression, size: AttentionSize) -> Call:
     return Call(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
 
 
-def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
+def _planned_memory(settings: _CallSettings, pattern: Expression, size: AttentionSize) -> AttentionMemory:
     call, (q, k, v, out) = _call_of(pattern, size), size.nbytes
-    if way.engine == "aten":
+    if settings.engine == "aten":
         if reads_table(call.bound(pattern), "aten"):
-            return AttentionMemory(q, k + v, out, *_table_memory(way.plan(pattern, size), size), 0)
-        program = program_of(call, pattern, way.device, way.choice, size.operands("aten"), written=call.pattern)
+            return AttentionMemory(q, k + v, out, *_table_memory(settings.plan(pattern, size), size), 0)
+        sizes = size.operands("aten")
+        program = program_of(call, pattern, settings.device, settings.choice, sizes, written=call.pattern)
         return AttentionMemory(q, k + v, out, *_aten_memory(program, size), program.nbytes)
-    best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
+    best, cpu = settings.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     rest, table = best.beside_table, best.table
     program = make_flex_program(rest, call.layout, num_kv_heads=size.kv_heads, block_size=call.sides, device=cpu)
-    found = _portable_memory(program, table, size, way) if way.engine == "portable" else _flex_memory(program, size)
+    if settings.engine == "portable":
+        found = _portable_memory(program, table, size, settings)
+    else:
+        found = _flex_memory(program, size)
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
@@ -358,7 +366,7 @@ def _dry_run(
     The code is run on meta tensors; only the engine's tables are on the CPU, because its decisions depend on their
     values.
 
-    pads: True for an engine of a single head dim, for which q, k and v are padded to the wider one.
+    pads: True for an engine whose q, k and v must have one head dim: they are padded to the wider one.
     """
     order, (D, E) = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3), size.dims
     shapes = (
@@ -381,7 +389,7 @@ def _dry_run(
 
 def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine aten, in bytes."""
-    program = _few_of_each_kind(program, size.key_bytes)
+    program = _with_few_steps(program, size.key_bytes)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = program.forward(q, k, v, 1.0)
@@ -405,7 +413,7 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
     rest = best.beside_table
     others = None
     if rest.terms:
-        others = _few_of_each_kind(make_program(rest, best.layout, num_kv_heads=size.kv_heads), size.key_bytes)
+        others = _with_few_steps(make_program(rest, best.layout, num_kv_heads=size.kv_heads), size.key_bytes)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = rows().forward(q, k, v, 1.0)
@@ -424,17 +432,17 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
 
 
 def _portable_memory(
-    program: FlexProgram, table: TableTerm | None, size: AttentionSize, way: _Way
+    program: FlexProgram, table: TableTerm | None, size: AttentionSize, settings: _CallSettings
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
 
     table: a table of single keys, with pairs that are not in the program; None for none.
     """
     features = Features(1.0)
-    if way.drops:
+    if settings.drops:
         features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
     steps = tuple(_without_values(step) for step in program.steps)
-    score_mod = fixed(way.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    score_mod = fixed(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
 
@@ -454,13 +462,13 @@ def _portable_memory(
 
 
 def _without_values(step: FlexStep) -> FlexStep:
-    """Return the step with its mask and indices on the meta device, so that no pair is evaluated."""
+    """Return the step with its indices, and all calls of its mask_mod, on the meta device: no pair is evaluated."""
     mask, mask_mod = copy(step.mask), step.mask.mask_mod
     mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
     return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
 
 
-def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
+def _with_few_steps(program: Program, key_bytes: int) -> Program:
     """Return a shorter program with an equal memory peak: at most three steps of each kind, with fewer problems.
 
     A step frees its memory before the next one, so more steps of a kind add nothing. A step computes its attention
@@ -486,13 +494,15 @@ def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
 def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
-    A step is one kernel call; a part is its out and lse, and several parts are merged by lse. Inductor fuses everything
-    around attention: a gather makes one tensor, and so does a merge; it gathers for two steps at once. FlexAttention
-    makes out and a float32 lse, and delta in the backward. Training keeps all operands and parts and, if there are
-    several parts, the merged rows of each gathered one. For more than two parts it also keeps a float32 sum, and its
-    backward has float32 rows for each gathered part, because Inductor makes separate kernels for them.
+    A step is one kernel call. Its results, out and a float32 lse, are a part; several parts are merged by their lse. In
+    the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
+    allocates only its result. The operands of the next step are gathered before those of a step are freed.
+
+    Training keeps all operands, the parts and the result of a merge. If there are several parts, it also keeps the
+    merged rows of each part whose queries are gathered. With such a part among more than two, it also keeps a float32
+    sum, and the backward allocates float32 rows for each such part, because Inductor makes separate kernels for them.
     """
-    steps, (*whole, output) = [_flex_step(step, size) for step in program.steps], size.nbytes
+    steps, (*whole, output) = [_step_bytes(step, size) for step in program.steps], size.nbytes
     inputs, lse = sum(whole), 4 * size.batch * size.num_heads * size.num_tokens
     is_merged = len(steps) != 1 or steps[0].operands[0][1]
     merged = output + lse if is_merged else 0
@@ -532,7 +542,7 @@ class _Balance:
         self.live -= number
 
 
-class _FlexStep(NamedTuple):
+class _StepBytes(NamedTuple):
     """Bytes of one kernel call's tensors.
 
     operands: (bytes, True if it is a copy) of its q, k and v.
@@ -552,18 +562,20 @@ class _FlexStep(NamedTuple):
 
 
 def _count_kernel_backwards(
-    balance: _Balance, steps: Sequence[_FlexStep], whole: Sequence[int], *, is_merged: bool
+    balance: _Balance, steps: Sequence[_StepBytes], whole: Sequence[int], *, is_merged: bool
 ) -> None:
-    """Count the backward of each step, the last first, and the sums of their gradients.
+    """Count in `balance` what the backward of all steps allocates and frees, from the last step to the first.
 
-    A copied operand's gradient is scattered, and so added, one step later than that of an operand read in place.
+    The steps' gradients of q, k and v are summed. The gradient of an operand that is a copy is scattered first, so it
+    is added one step later than that of an operand that is read in place.
 
     whole: bytes of q, k and v, and so of their gradients.
-    is_merged: True if the output is not a step's own, so that a step frees its part and the part's gradient.
+    is_merged: False if the output is itself the part of a single step. If True, the backward of a step frees the step's
+        part and the part's gradient.
     """
     arrived: set[int] = set()
 
-    def add_gradients(step: _FlexStep, *, of_copies: bool) -> None:
+    def add_gradients(step: _StepBytes, *, of_copies: bool) -> None:
         for operand, (count, is_copy) in reversed(list(enumerate(step.operands))):
             if is_copy != of_copies:
                 continue
@@ -584,7 +596,7 @@ def _count_kernel_backwards(
         add_gradients(first, of_copies=True)
 
 
-def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
+def _step_bytes(step: FlexStep, size: AttentionSize) -> _StepBytes:
     """Bytes of one kernel call. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
     by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
     assert by_column is not None
@@ -599,4 +611,4 @@ def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
         found.append((size.batch * heads * length, slots.kind != "all" or hidden is not None))
     (q, q_copied), (k, k_copied) = found
     key, value = (dim * size.dtype.itemsize for dim in size.dims)
-    return _FlexStep(((q * key, q_copied), (k * key, k_copied), (k * value, k_copied)), q * value, 4 * q)
+    return _StepBytes(((q * key, q_copied), (k * key, k_copied), (k * value, k_copied)), q * value, 4 * q)

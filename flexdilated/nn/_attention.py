@@ -311,7 +311,7 @@ class RingDilatedAttention(BlockSparseAttention):
         enable_gqa: bool = False,
         engine: str | None = None,
     ) -> None:
-        _require(mesh)
+        _require_mesh(mesh)
         if schedule == "heads":
             raise ValueError("RingDilatedAttention moves keys; for schedule='heads' take HeadParallelDilatedAttention")
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
@@ -351,12 +351,12 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
         enable_gqa: bool = False,
         engine: str | None = None,
     ) -> None:
-        _require(mesh)
+        _require_mesh(mesh)
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
         options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa, "engine": engine}
         super().__init__(pattern, mesh=mesh, schedule="heads", sharding=sharding, **options)
 
 
-def _require(mesh: object) -> None:
+def _require_mesh(mesh: object) -> None:
     if mesh is None:
         raise TypeError("mesh must be a torch.distributed DeviceMesh; got None: for one rank write DilatedAttention")

@@ -173,7 +173,7 @@ class LongNetBackbone(Pretrained):
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
-        x = self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask), bindings)
+        x = self.features(tokens, caches, key_padding_mask, self.project_memory(memory, memory_padding_mask), bindings)
         return self._outputs(x)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
@@ -200,7 +200,7 @@ class LongNetBackbone(Pretrained):
             for own in selected
         ]
 
-    def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
+    def project_memory(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
         """Project a memory (B, M, E_memory) to the keys and values of every block, for `features`.
 
         In a model without memory_dim, `memory` must be None, and the result is None. padding: (B, M), True for tokens
@@ -230,11 +230,11 @@ class LongNetBackbone(Pretrained):
         """Features (B, N, E) after the last norm, in the order of `tokens`.
 
         padding: `forward`'s key_padding_mask.
-        memory: from `read`.
+        memory: from `project_memory`.
 
         Other arguments as in `forward`.
         """
-        self._check(tokens)
+        self._check_input(tokens)
         seen = self._check_caches(caches, tokens.shape[0])
         num_tokens = tokens.shape[1]
         layout = None if caches else self._layout(num_tokens, tokens.device)
@@ -248,7 +248,7 @@ class LongNetBackbone(Pretrained):
         else:
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         self.config.check_num_tokens(first + num_tokens)
-        x = self._embedded(x, positions)
+        x = self._embed(x, positions)
         rule = self.pattern
         if bindings is not None:
             run_time_tensors(rule, bindings, has_values=False)  # only checks the names
@@ -284,7 +284,7 @@ class LongNetBackbone(Pretrained):
         assert isinstance(block, Block)
         return block
 
-    def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Input (B, N, E) of the first block: token ids are embedded, embedded inputs used unchanged.
 
         Learned positions are added if the model has them, then dropout is applied. positions: (N,), or (B, N) if they
@@ -303,7 +303,7 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """Permutation of num_tokens tokens at the input of a model without caches; None for the natural order."""
+        """Permutation of the num_tokens tokens of a call without caches; None for the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":
@@ -333,7 +333,7 @@ class LongNetBackbone(Pretrained):
                 f"drop_path={self.config.drop_path}"
             )
 
-    def _check(self, tokens: Tensor) -> None:
+    def _check_input(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
             made = ": for a batch of 1 write torch.tensor([tokens])" if isinstance(tokens, list) else ""
             raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}{made}")

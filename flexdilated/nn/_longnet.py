@@ -104,7 +104,7 @@ class LongNet(LongNetBackbone):
                 f"got vocab_size={self.config.vocab_size}, causal={self.config.causal}"
             )
         self._check_one_rank("generate")
-        self._check(tokens)
+        self._check_input(tokens)
         if not tokens.shape[1]:
             raise ValueError(f"generate needs a token to begin with; got shape {tuple(tokens.shape)}")
         require_int("max_new_tokens", max_new_tokens, minimum=0)
@@ -112,7 +112,7 @@ class LongNet(LongNetBackbone):
             of = f": {tokens.shape[1]} of the prompt, and all but the last of max_new_tokens={max_new_tokens}"
             self.config.check_num_tokens(tokens.shape[1] + max_new_tokens - 1, of)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        caches, read = self.new_caches(), self.read(memory, memory_padding_mask)
+        caches, read = self.new_caches(), self.project_memory(memory, memory_padding_mask)
 
         def next_logits(following: Tensor) -> Tensor:
             return self._outputs(self.features(following, caches, memory=read)[:, -1])
@@ -180,9 +180,9 @@ class LongNetClassifier(Pretrained):
         x = self.backbone(tokens, key_padding_mask=key_padding_mask, bindings=bindings)
         if not x.shape[1]:
             raise ValueError(f"a sequence needs a token to be pooled; got shape {tuple(tokens.shape)}")
-        return self.head(self._pooled(x, key_padding_mask))
+        return self.head(self._pool(x, key_padding_mask))
 
-    def _pooled(self, x: Float[Tensor, "B N E"], padding: Tensor | None) -> Float[Tensor, "B E"]:
+    def _pool(self, x: Float[Tensor, "B N E"], padding: Tensor | None) -> Float[Tensor, "B E"]:
         if padding is None:
             return x.mean(1) if self.pooling == "mean" else x[:, 0 if self.pooling == "first" else -1]
         real = ~padding if padding.dtype == torch.bool else padding == 0

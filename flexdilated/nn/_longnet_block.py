@@ -164,7 +164,7 @@ class Block(nn.Module):
                 out = attend(q, k, v, pattern, layout=layout, **options)
             else:
                 out = self.over_ranks.attend(q, k, v, pattern, **options)
-        return self.attention_out(_joined(out, self.attention_inner_norm))
+        return self.attention_out(_join_heads(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
         """Raise ValueError unless `selected` has the same mesh and sharding as the block's model.
@@ -190,7 +190,7 @@ class Block(nn.Module):
         dropout_p = self.attention_dropout if self.training else 0.0
         options = {"dropout_p": dropout_p, "enable_gqa": self.num_heads != self.kv_heads, "engine": self.engine}
         out = attend(q, *memory, pattern, **options)
-        return self.memory_out(_joined(out, self.memory_inner_norm))
+        return self.memory_out(_join_heads(out, self.memory_inner_norm))
 
     def _feed_forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
         hidden = F.gelu(self.ffn_in(x), approximate="tanh")
@@ -245,7 +245,7 @@ def residual_scales(
     return deep if config.deepnorm else (1.0, log(halves * depth) ** 0.5)
 
 
-def _joined(out: Float[Tensor, "B H N D"], inner_norm: nn.Module | None) -> Float[Tensor, "B N E"]:
+def _join_heads(out: Float[Tensor, "B H N D"], inner_norm: nn.Module | None) -> Float[Tensor, "B N E"]:
     x = out.transpose(1, 2).flatten(-2)
     return x if inner_norm is None else inner_norm(x)
 

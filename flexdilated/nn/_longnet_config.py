@@ -341,7 +341,7 @@ def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
 
 
 def _json(pattern: Pattern | Mixture | str) -> str:
-    """JSON of a pattern, or of the pattern with this text. ValueError if it holds tensors, TypeError if functions."""
+    """JSON of a pattern or of its text; raises ValueError if it holds tensors, TypeError if it has custom functions."""
     read = _pattern_of(pattern)
     if held := read.given_tensors():
         names = ", ".join(map(repr, held))

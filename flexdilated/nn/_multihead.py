@@ -36,8 +36,9 @@ class MultiheadProjections(DisablesFusedEncoder):
     """Base class with the parameters of `nn.MultiheadAttention`: projects inputs to heads, and heads to outputs.
 
     embed_dim, kdim, vdim: widths of query, key and value.
-    in_proj_weight: the three projections stacked if the widths are equal, else None; q_proj_weight, k_proj_weight and
-        v_proj_weight are then set. in_proj_bias None: no biases.
+    in_proj_weight: the stacked projections of query, key and value, if the widths are equal; otherwise None, and
+        q_proj_weight, k_proj_weight and v_proj_weight are set instead.
+    in_proj_bias: None for no biases.
     """
 
     embed_dim: int
@@ -62,11 +63,11 @@ class MultiheadProjections(DisablesFusedEncoder):
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
         return q, k, v
 
-    def key_shape(self, key: Tensor) -> tuple[int, ...]:
+    def padding_mask_shape(self, key: Tensor) -> tuple[int, ...]:
         """Shape that a padding mask for `key` must have: (B, M), or (M,) for unbatched keys."""
         return tuple(key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1])
 
-    def joined(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
+    def output_of(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
         """Join the heads of `out` and apply the output projection.
 
         dims: number of dims of the result: 2 for (N, E), if B = 1; 3 for (B, N, E) with batch_first, else (N, B, E).
@@ -101,12 +102,12 @@ class MultiheadProjections(DisablesFusedEncoder):
                 raise ValueError(
                     f"{name} must have shape (tokens, {width}), or that with a batch dim; got {tuple(x.shape)}"
                 )
-            self._check_kind(name, x)
+            self._check_device_and_dtype(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
         if not self.batch_first and not torch.compiler.is_compiling():
             _warn_of_order(query)
 
-    def _check_kind(self, name: str, x: Tensor) -> None:
+    def _check_device_and_dtype(self, name: str, x: Tensor) -> None:
         """Raise ValueError if x is not on the parameters' device or, without autocast, not of their dtype.
 
         name: name of the input in the error.
@@ -302,11 +303,11 @@ class MultiheadDilatedAttention(MultiheadProjections):
         """
         refuse_weights(need_weights)
         q, k, v = self.heads_of(query, key, value)
-        *batch, tokens = self.key_shape(key)
+        *batch, tokens = self.padding_mask_shape(key)
         if self.over_ranks is not None:
             tokens = self.over_ranks.sharding_of(tokens).num_tokens
         num_queries = q.shape[2] if self.over_ranks is None else tokens
-        self._check_order(require_bool("is_causal", is_causal), attn_mask, (num_queries, tokens))
+        self._check_causal_call(require_bool("is_causal", is_causal), attn_mask, (num_queries, tokens))
         pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens), batch_first=self.batch_first)
         dropout_p = self.dropout if self.training else 0.0
         options = {"dropout_p": dropout_p, "bindings": bindings, "engine": self.engine}
@@ -314,9 +315,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
             out = attend(q, k, v, pattern, q_offset=0, **options)
         else:
             out = self.over_ranks.attend(q, k, v, pattern, **options)
-        return self.joined(out, query.dim()), None
+        return self.output_of(out, query.dim()), None
 
-    def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
+    def _check_causal_call(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
         """Check is_causal and attn_mask, of shape (queries, keys) = `shape`, against the module.
 
         Raises ValueError if attn_mask is neither None nor torch's causal mask, and, for a module with causal=False, if

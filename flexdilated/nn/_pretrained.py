@@ -86,7 +86,7 @@ class Pretrained(nn.Module):
                 raise FileNotFoundError(f"a model's folder must hold {_CONFIG} and {_WEIGHTS}; {place} has no {name}")
         model = cls(**_read_arguments(cls, place / _CONFIG), **options, device="meta")
         weights = store.load_file(place / _WEIGHTS, device=str(device))
-        _check(model, weights)
+        _check_weights(model, weights)
         model.load_state_dict({name: each.to(dtype) for name, each in weights.items()}, assign=True)
         return model.eval()
 
@@ -125,8 +125,8 @@ def _config(data: dict[str, Any], path: Path) -> LongNetConfig:
     return LongNetConfig(**data)
 
 
-def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError that names all weights that are missing, unknown to the model, or of another shape."""
+def _check_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError if weights are missing, unknown to the model, or of another shape; the error names them all."""
     _check_prefix(model, weights)
     expected = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     wrong = [f"{name} is missing" for name in expected if name not in weights]

@@ -32,7 +32,7 @@ def folder_from_environment() -> Path | None:
 
 
 def profile_process() -> None:
-    """Profile the process from now to its end, and then write the profile, if FLEXDILATED_PROFILE names a folder.
+    """If FLEXDILATED_PROFILE names a folder, profile the process from now to its end, and write the profile there.
 
     Records the work of the calling thread and its backward passes. torch allows one profiler per process. Raises
     ValueError for a folder that cannot be made or written to.

@@ -91,11 +91,11 @@ def attention_received(
     if 0 in q.shape or 0 in k.shape:
         return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
     if chosen == "aten":
-        return _by_aten(q, k, lse, tensors, call, factor)
-    return _by_autograd(q, k, lse, tensors, call, chosen, factor)
+        return _received_by_aten(q, k, lse, tensors, call, factor)
+    return _received_by_autograd(q, k, lse, tensors, call, chosen, factor)
 
 
-def _by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, scale: float) -> Tensor:
+def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, scale: float) -> Tensor:
     """Attention received, (B, H, M), from the backward op of `attend` with the given lse.
 
     The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
@@ -105,19 +105,19 @@ def _by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Ca
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
-        _columns(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members)
+        _of_members(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members)
         for members, cotangent in _cotangents(q, k.shape[1])
     ]
     return torch.cat(found, 2).flatten(1, 2)
 
 
-def _by_autograd(
+def _received_by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, engine: str, scale: float
 ) -> Tensor:
     """Attention received, (B, H, M), from the gradient of v through the engine.
 
-    The lse that the engine computes covers only these keys and no sinks, so each row's cotangent is multiplied by
-    exp(this lse - the given one).
+    The engine computes an lse over the keys in k only and without sinks, so each row's cotangent is multiplied by
+    exp(the engine's lse - `lse`).
     """
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
@@ -132,7 +132,7 @@ def _by_autograd(
         none = (own == -torch.inf) | (lse == -torch.inf)
         weight = (own.detach() - lse.masked_fill(none, 0.0)).masked_fill(none, -torch.inf).exp()[..., None]
         found = [
-            _columns(torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members)
+            _of_members(torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members)
             for members, cotangent in _cotangents(q, k.shape[1])
         ]
     return torch.cat(found, 2).flatten(1, 2).to(wide)
@@ -151,7 +151,7 @@ def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
         yield range(first, min(first + dim, group)), torch.empty_like(q).copy_(ones[:, None, :].expand_as(q))
 
 
-def _columns(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
+def _of_members(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
     return grad_v[..., : len(members)].transpose(2, 3)
 
 
@@ -227,7 +227,7 @@ def _draw_sequence(figure: Figure, heads: Tensor, first: int) -> None:
     strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(height, 2.2))
     shades = _shades(drawn)
     extent = (first, first + tokens, len(heads) - 0.5, -0.5)
-    strip.imshow(_colored(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
+    strip.imshow(_colors(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
     strip.yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(shades, ax=strip, label=_LABEL)
@@ -262,7 +262,7 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
         axes.set(title=name, xlabel="x", ylabel="y", aspect="equal")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:,.10g}")
-        colors = _colored(values, shades)
+        colors = _colors(values, shades)
         if grid is None:
             axes.scatter(*places.T.numpy(), c=colors.numpy(), s=6)
             axes.invert_yaxis()
@@ -281,8 +281,8 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
 
     places: (x, y) of each token, shape (M, 2).
 
-    Returns None if they do not form a regular grid, if two tokens have the same place, or if the grid has more than
-    _MOST_CELLS cells.
+    Returns None if the places do not form a regular grid, if two tokens have the same place, or if the grid has more
+    than _MOST_CELLS cells.
     """
     gaps = [along.unique().diff() for along in places.T]
     step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])
@@ -309,7 +309,7 @@ def _ends(least: float, most: float) -> tuple[float, float]:
     return (least, most) if most >= 1.01 * least else (least / 2, most * 2)
 
 
-def _colored(values: Tensor, shades: ScalarMappable) -> Tensor:
+def _colors(values: Tensor, shades: ScalarMappable) -> Tensor:
     """RGBA color of each value on the scale `shades`; grey for 0."""
     colors = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
     colors[values == 0] = torch.tensor(_NOTHING, dtype=colors.dtype)

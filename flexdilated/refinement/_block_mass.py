@@ -107,8 +107,8 @@ def pooled_scores(
 ) -> Float[Tensor, "H R C"]:
     """Mean score of all pairs of each query block and each key block, per head.
 
-    They serve `fd.refine` to choose among the blocks that a block list leaves out. They are computed for all blocks, as
-    scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
+    The scores are computed for all blocks, as scale * (mean of q) · (mean of k), without forming pairs, and averaged
+    over batch entries. By them, `fd.refine` chooses among the blocks that a block list leaves out.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter.
     lse: of a call with the current pattern; None: subtract nothing. In each batch entry, the mean lse of the query

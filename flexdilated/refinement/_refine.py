@@ -73,14 +73,14 @@ def refine(
     _check_numbers("scores", scores, tuple(importance.shape))
     mass, promise = importance.detach().cpu().double(), scores.detach().cpu().double()
     block = pattern.block  # type: ignore[attr-defined]  # `_listed_mask` checks the kind
-    droppable = listed & ~_most_massive(mass, listed)
+    droppable = listed & ~_most_massive_mask(mass, listed)
     if keep is not None:
         droppable &= ~_nonempty_mask("keep", keep, listed, block)
     growable = ~listed & (promise > -torch.inf)
     if within is not None:
         growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
-    dropped, grown = _lowest(droppable, mass, exchanged), _lowest(growable, -promise, exchanged)
+    dropped, grown = _lowest_mask(droppable, mass, exchanged), _lowest_mask(growable, -promise, exchanged)
     if bool((exchanged == 0).all()):
         return Refinement(pattern, dropped.nonzero(), grown.nonzero())
     cache().forget(pattern)
@@ -132,7 +132,7 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must hold no NaN; got {int(x.isnan().sum())} in {x.numel()} values")
 
 
-def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
+def _most_massive_mask(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
     """True for each query block's listed block with most mass; the first among ties, none if no block is listed."""
     best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
@@ -156,7 +156,7 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
     return found
 
 
-def _lowest(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
+def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
     """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
     Returns True for the selected blocks. number[h] must not exceed the number of True blocks in head h, and `key` must
@@ -234,7 +234,7 @@ class ImportanceTracker(nn.Module):
             raise ValueError(f"mass must be on the tracker's device, {self.average.device}; got {mass.device}")
         self._settle()
         if self.group is None:
-            self._take(mass)
+            self._add_to_average(mass)
             return
         total = mass.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group, async_op=True)
@@ -262,7 +262,7 @@ class ImportanceTracker(nn.Module):
         heads, rows, columns = self.average.shape
         return f"num_heads={heads}, rows={rows}, columns={columns}, decay={self.decay}"
 
-    def _take(self, mass: Tensor) -> None:
+    def _add_to_average(self, mass: Tensor) -> None:
         self.average.mul_(self.decay).add_(mass, alpha=1 - self.decay)
         self.weight.mul_(self.decay).add_(1 - self.decay)
 
@@ -271,7 +271,7 @@ class ImportanceTracker(nn.Module):
         if self._arriving is not None:
             (work, total), self._arriving = self._arriving, None
             work.wait()
-            self._take(total / dist.get_world_size(self.group))
+            self._add_to_average(total / dist.get_world_size(self.group))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._settle()  # before the buffers move: the pending update is on their current device

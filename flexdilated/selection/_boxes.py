@@ -125,7 +125,7 @@ class SelectionCall(NamedTuple):
         """Number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
-    def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
+    def patterns_with_values(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
         """Mixture of `within` and `always`, or `within` alone without `always`, with values for the run-time tensors.
 
         bindings: the run-time tensors that the patterns name, sorted by name.
@@ -258,7 +258,7 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
     """
 
     def built() -> Boxes:
-        return _build(rule, rows, part)
+        return _build_boxes(rule, rows, part)
 
     if rows.number * rows.blocks > _KEPT:
         return outside_torch_modes(built)().on(device)
@@ -269,8 +269,8 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
     return cache().get((*key, device), lambda: found.on(device), lambda x: x.nbytes, pattern=rule.within, device=device)
 
 
-class _Evaluated(NamedTuple):
-    """Boxes (query block, key block) that bounds do not decide, evaluated pair by pair.
+class _EvaluatedBoxes(NamedTuple):
+    """Boxes (query block, key block) whose state does not follow from bounds, evaluated pair by pair.
 
     row, block: query block and key block of each box.
     pairs: number of its pairs that `within` allows; gain: number of these that `always` does not allow.
@@ -288,7 +288,7 @@ class _Evaluated(NamedTuple):
     queries: Bool[Tensor, "x query_block"]
 
 
-def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
+def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     """Classify the boxes of the query blocks in `part`, by bounds on the patterns, else pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.blocks
@@ -300,7 +300,7 @@ def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     # Covered: all pairs are attended to without a choice.
     plain, covered = full & (rest.low == box.area), full & (rest.high == 0)
     doubtful = (~plain & ~covered & (within.high > 0)).nonzero().squeeze(1)
-    some = _evaluate(rule, rows, box.select(doubtful), r[doubtful], j[doubtful])
+    some = _evaluate_boxes(rule, rows, box.select(doubtful), r[doubtful], j[doubtful])
     state = torch.where(plain, PLAIN, NOTHING).to(torch.uint8)
     whole = some.view.sum(1) == k_count[some.block]
     kind = torch.where(some.candidate, torch.where(whole, WHOLE, PARTIAL_VIEW), UNCHOSEN)
@@ -322,7 +322,7 @@ def _build(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     )
 
 
-def _evaluate(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Tensor) -> _Evaluated:
+def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Tensor) -> _EvaluatedBoxes:
     found = []
     for some in torch.arange(len(r)).split(max(1, _CELLS // (rows.query_block * rows.block))):
         q = (box.q.first[some, None] + torch.arange(rows.query_block))[:, :, None]
@@ -334,16 +334,16 @@ def _evaluate(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Te
         left = rule.without_always(q, k, seen)
         view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
         found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
-    return _Evaluated(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return _EvaluatedBoxes(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def _visibility(
-    rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
+    rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _EvaluatedBoxes
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
-    The first mask is None if all queries see a key, or all first queries of query blocks where only these are scored;
-    the second is None if all keys are seen.
+    The first mask is None if every query that is scored sees a key. With rows.whole all queries are scored, else the
+    first one of each query block. The second mask is None if all keys are seen.
 
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.
@@ -364,10 +364,11 @@ def _visibility(
     return None if all_see else shown, None if bool(seen.all()) else seen
 
 
-def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Group the boxes whose query block does not see all keys of the block by key block, at most 64 boxes per group.
+def _own_pools(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
+    """Group candidate boxes with keys that their query block does not see; a group has one key block, at most 64 boxes.
 
     partial: indices of these boxes in `some`.
+    C: number of key blocks.
     """
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()

@@ -136,7 +136,9 @@ def choose(
     amount: float,
     most: int,
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
-    """Choose among the candidates of each query block: (indices into dim L, padded with -1; number of cut choices).
+    """Choose among the candidates of each query block; return (indices into dim L, padded with -1; number of cuts).
+
+    A cut is a query block whose choice has more than `most` entries, of which those with the highest scores are kept.
 
     candidates: entries that may be chosen.
     ids: number of the block in each entry, which decides between equal scores.
@@ -148,7 +150,7 @@ def choose(
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.
     """
-    keys = _ordered(scores, ids).masked_fill(~candidates, _NONE)
+    keys = _distinct_scores(scores, ids).masked_fill(~candidates, _NONE)
     best, places = keys.topk(min(most, keys.shape[-1]))
     keep, cut = best > _NONE / 2, torch.zeros((), dtype=torch.int64, device=scores.device)
     if kind != "top_k":
@@ -187,7 +189,7 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
     return (total.masked_fill(empty, 1.0).log() + top.squeeze(-1)).masked_fill(empty, -torch.inf)
 
 
-def _ordered(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
+def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
     """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids."""
     # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max

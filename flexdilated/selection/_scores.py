@@ -134,7 +134,7 @@ def scores_of(
         return at_lists(torch.cat(found, 2), lists)
     queries = summaries(q, rows, part, boxes.sees) * call.scale
     # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
-    factors = (queries,) if call.scorer == "mean" else _by_sign(queries)
+    factors = (queries,) if call.scorer == "mean" else _split_by_sign(queries)
     sides = zip(factors, pools, strict=True)
     scores = sum(_products(x, pool) if lists is None else _scores_at_lists(x, pool, lists) for x, pool in sides)
     assert isinstance(scores, Tensor)
@@ -170,13 +170,13 @@ def _own_scores(
                 end_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce).unsqueeze(2).masked_fill(blind, 0.0)
                 for reduce, value in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
             )
-            negative, positive = _by_sign(rows)
+            negative, positive = _split_by_sign(rows)
             scores = (negative * least + positive * greatest).sum(-1)
         found.append(scores.flatten(1, 2).flatten(2))
     return torch.cat(found, 2)[:, :, own.at]
 
 
-def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
+def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
     """(negative part, positive part) of q; a zero is in both, with half the gradient in each."""
     # The derivative of max(q * greatest, q * least) at 0 is taken to be the mean of greatest and least.
     halved = torch.where(q == 0, 0.5 * q, q)
@@ -236,7 +236,10 @@ def _scores_at_lists(
 
 
 def _batches_of_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
-    """Split `part` into ranges that bound the memory of scores, one score per tile of stride x stride pairs."""
+    """Split `part` into ranges of few query blocks, to bound the memory of the scores of one range.
+
+    There is one score for each tile of stride x stride pairs.
+    """
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
@@ -266,10 +269,10 @@ def _log_shares(
         if len(at) < columns:
             shown, products = (pad(x, (0, columns - len(at))) for x in (shown, products))
         if stride == 1:
-            return _shares(products * call.scale, shown, rows.block, group)
+            return _log_mean_shares(products * call.scale, shown, rows.block, group)
         total, number = total + products.masked_fill(~shown, 0.0), number + shown.long()
     assert isinstance(number, Tensor)
-    return _shares(total * call.scale / number.clamp(min=1), number > 0, rows.block // stride, group)
+    return _log_mean_shares(total * call.scale / number.clamp(min=1), number > 0, rows.block // stride, group)
 
 
 def _positions(rows: QueryBlocks, part: range, device: torch.device) -> Int64[Tensor, " n"]:
@@ -288,7 +291,7 @@ def _sees(
     return rule.sees(q, k) & inside
 
 
-def _shares(
+def _log_mean_shares(
     scores: Float[Tensor, "b h m t"], shown: Bool[Tensor, "m t"], per: int, group: int
 ) -> Float[Tensor, "b h n C"]:
     """log of each block's share of a softmax over dim t, averaged over the `group` lines (dim m) of each query block.

@@ -61,7 +61,7 @@ def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k:
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
     sizes = {"num_heads": heads, "num_queries": q.shape[2], "num_keys": k.shape[2], "q_offset": call.q_offset}
     found: list[HeadPart] = []
-    for entries, both in rules_of_entries(call.both(bindings, extent), batch):
+    for entries, both in rules_of_entries(call.patterns_with_values(bindings, extent), batch):
         rules = [each.bind(**sizes).union for each in both.branches()]
         of_head: dict[tuple[Pattern, ...], SelectionRule] = {}
         made = []

@@ -105,7 +105,7 @@ def test_it_is_the_dense_one(case: Case, causal: bool, padded: bool) -> None:
     x = torch.randn(2, tokens, 2 * heads, dtype=torch.float64)
     out, _ = module(x, x, x, key_padding_mask=padding, is_causal=causal)
     q, k, v = module.heads_of(x, x, x)
-    assert_close(out, module.joined(oracle.attention(q, k, v, counts)[0], 3), **TIGHT)
+    assert_close(out, module.output_of(oracle.attention(q, k, v, counts)[0], 3), **TIGHT)
 
 
 def test_many_sequences_of_few_tokens_are_likely_to_be_swapped() -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.selection import _boxes, _scores
-from flexdilated.selection._boxes import QueryBlocks, SelectionRule, _build
+from flexdilated.selection._boxes import QueryBlocks, SelectionRule, _build_boxes
 from flexdilated.selection._select_op import choose_blocks
 from tests.selection.cases import Case, cases, with_coarse
 from tests.support import selection_oracle as oracle
@@ -209,7 +209,7 @@ def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
     rows = QueryBlocks(N, N, 0, 256, 1, False)
     part = next(iter(rows.portions(2 * rows.blocks)))
     with Watched() as built:
-        _build(SelectionRule(masks.causal(), masks.chunked(256), 0, 2), rows, part)
+        _build_boxes(SelectionRule(masks.causal(), masks.chunked(256), 0, 2), rows, part)
     assert 0 < watched.largest <= 4 * 2 * N * N // 16
     assert 0 < built.largest <= 4 * 2 * N * N // 16
 

@@ -46,9 +46,9 @@ class MultiheadAttention(MultiheadProjections, Converted):
             pattern = with_causal_mask(pattern, attn_mask, (q.shape[2], k.shape[2]))
         elif is_causal:
             pattern = pattern & causal()
-        pattern = without_padding(pattern, key_padding_mask, self.key_shape(key), batch_first=self.batch_first)
+        pattern = without_padding(pattern, key_padding_mask, self.padding_mask_shape(key), batch_first=self.batch_first)
         dropout_p = self.dropout if self.training else 0.0
-        return self.joined(attend(q, k, v, pattern, dropout_p=dropout_p, q_offset=0), query.dim()), None
+        return self.output_of(attend(q, k, v, pattern, dropout_p=dropout_p, q_offset=0), query.dim()), None
 
 
 class TransformerEncoder(Converted):

@@ -23,9 +23,17 @@ from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import KeyOrigin, origin_of
 from ._documents import ModelCall, running_call, watch
-from ._layers import Patterns, attention_layers, choose, implement, keep_refusals, layer_pattern, store_patterns
+from ._layers import (
+    Patterns,
+    attention_layers,
+    choose_patterns,
+    layer_pattern,
+    patch_config_to_dict,
+    set_implementation,
+    store_patterns,
+)
 from ._mask_functions import PACKED, Reading, all_of, pattern_from_mask_function
-from ._unsupported_models import KEEP, left_out
+from ._unsupported_models import KEEP, unserved_parts
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -47,7 +55,7 @@ def register(name: str = "flexdilated") -> None:
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, visibility)
-    keep_refusals()
+    patch_config_to_dict()
 
 
 @advises(how="write set_pattern(model, pattern)")
@@ -86,10 +94,10 @@ def set_pattern(
             "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or contains one; got "
             f"{type(model).__name__}" + (": write fd.convert(model, pattern)" if isinstance(model, nn.Module) else "")
         )
-    left = left_out(inner, attention_layers(inner))
-    layers, chosen, compose = choose(inner, pattern, compose, left)
+    left = unserved_parts(inner, attention_layers(inner))
+    layers, chosen, compose = choose_patterns(inner, pattern, compose, left)
     register(name)
-    implement(inner, name, left)
+    set_implementation(inner, name, left)
     store_patterns(inner, layers, chosen, compose, name)
     watch(inner)
     return model
@@ -231,7 +239,7 @@ def _with_documents(
     ids = call.documents(module, own, mask.q_offset, mask.visible(), is_known=mask.is_offset_known, evicts=evicts)
     if ids is not None and PACKED not in mask.reading.tensors:
         if ready_made:
-            call.require_kept()
+            call.refuse_checkpointing()
         mask.restricted = _within_documents(mask, ids)
     return mask.restricted or mask
 

@@ -1,8 +1,8 @@
-"""Documents that the position_ids of a model's forward pass begin, read where the model gets them.
+"""Documents packed in one row: their starts, according to the position_ids of a model's forward pass.
 
-A token whose position is below that of the token before it begins another document. Hooks around the forward of each
-model hold the arguments of the running pass; the first of its layers computes the documents. In a compiled graph they
-are tensors, and refusals are assertions.
+A token whose position is below that of the token before it begins another document. Hooks around a model's forward keep
+the arguments of the running pass, and the first attention layer of the pass computes the documents. In a compiled graph
+the documents are tensors, and refusals are assertions.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ _RECOMPUTED = (
 
 
 class ModelCall:
-    """A running forward pass of one model: its position_ids, its cache, and the documents that both make.
+    """A running forward pass of one model, with its position_ids, its cache and its documents.
 
-    positions: integers (B, N) that the caller gave; None if it gave none, although the model then makes its own. In an
-        inner pass: those that the caller of the outer pass gave, or None, unless they are for another number of tokens.
-    outer: the pass of the model that contains this one, None for the outermost.
+    model: None for an attention layer that is called outside of a watched model.
+    given: arguments of the pass, by name.
+    outer: the running pass of the model that contains this model; None if there is none.
+
+    Attribute `positions` has the position_ids, (B, N), among the arguments; None without, although the model then makes
+    its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if these are None or for
+    as many tokens.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
@@ -77,7 +81,7 @@ class ModelCall:
         is_known: bool,
         evicts: bool,
     ) -> Int64[Tensor, "B N"] | None:
-        """Return the document of each token of this pass, counted from 0; None if `module` sees one per sequence.
+        """Return the number of each token's document, from 0; None if `module` treats each sequence as one document.
 
         module: an attention layer.
         num_tokens, q_offset: number of its queries, and the position of the first.
@@ -85,51 +89,55 @@ class ModelCall:
         is_known: False if q_offset is a number that a graph reads from a tensor.
         evicts: True for keys of a `FlexdilatedCache`.
 
-        Raises ValueError for documents that the model or its cache cannot keep apart.
+        Raises ValueError for documents that the model or its cache cannot keep apart, and for an attention mask with
+        numbers above 1.
         """
         self.has_layers = True
         if self.has_encoder and not getattr(module, "is_causal", True):
             largest = self._take_largest_in_masks()
             if largest is not None:
-                _refuse((_on_host(largest) > 1).any(), _NUMBERS)
+                _refuse_if((_on_host(largest) > 1).any(), _NUMBERS)
             return None  # cross-attention: keys are no tokens of the row
         if not self.is_found:
             self.is_found = True
-            self._find(num_tokens, q_offset, visible, is_known, evicts)
+            self._find_documents(num_tokens, q_offset, visible, is_known, evicts)
         if self.positions is None or self.positions.shape[1] != num_tokens:
             return None
         self.is_read = True
         return self.found
 
-    def _find(self, num_tokens: int, q_offset: int, visible: Tensor | None, is_known: bool, evicts: bool) -> None:
+    def _find_documents(
+        self, num_tokens: int, q_offset: int, visible: Tensor | None, is_known: bool, evicts: bool
+    ) -> None:
         begun = not is_known or q_offset > 0
         last = getattr(self.cache, _LAST, None) if begun else None
         positions = self.positions if self.positions is None or self.positions.shape[1] == num_tokens else None
-        positions, last, largest = _read_at_once(positions, last, self._take_largest_in_masks())
+        positions, last, largest = _copy_all_to_host(positions, last, self._take_largest_in_masks())
         if largest is not None:
-            _refuse((largest > 1).any(), _NUMBERS)
-        count = _number_before(q_offset, visible, num_tokens)
+            _refuse_if((largest > 1).any(), _NUMBERS)
+        count = _count_before(q_offset, visible)
         if last is not None:
-            _refuse(((last == _SEVERAL) & (count > 0)).any(), _OVER_CACHE)
+            _refuse_if(((last == _SEVERAL) & (count > 0)).any(), _OVER_CACHE)
         if positions is None:
             return
         least = count if last is None else torch.minimum(count, last)
         least = torch.where(count > 0, least, _LOWEST)
         new = None if visible is None else visible[:, torch.arange(num_tokens, device=visible.device) + q_offset]
-        begins, end = _begins(positions, new, least.to(positions.device))
+        begins, end = _document_starts(positions, new, least.to(positions.device))
         several = begins.any()
         if self.model is not None:
             self._require_served(several)
         if evicts or (begun and (is_known or num_tokens == 1)):
-            _refuse(several, _OVER_CACHE)
+            _refuse_if(several, _OVER_CACHE)
         elif torch.compiler.is_compiling() or bool(several):
             self.found = begins.cumsum(1)
         self.last = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Largest number in the attention masks that the outermost pass was given, (1, 1); boolean masks are left out.
+        """Largest number, (1, 1), in the attention masks that are arguments of the outermost pass.
 
-        None if there are none, and in every call but the first of a pass.
+        Boolean masks are left out. None if no mask is left, and in every call of this method after the first one within
+        the outermost pass.
         """
         outermost = self
         while outermost.outer is not None:
@@ -141,12 +149,16 @@ class ModelCall:
     def _require_served(self, several: Tensor) -> None:
         name = type(self.model).__name__
         if not self.is_used:
-            _refuse(several, f"{_BEGIN} {name} does not use position_ids: {_ROWS}")
+            _refuse_if(several, f"{_BEGIN} {name} does not use position_ids: {_ROWS}")
         if getattr(self.model, _MIXES, False):
-            _refuse(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
+            _refuse_if(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
 
     def end(self, output: Any) -> None:
-        """Finish the pass: store the last positions on the cache.
+        """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
+
+        If any sequence has several documents, _SEVERAL is stored in place of all positions.
+
+        output: result of the forward, which has the cache if the arguments have none.
 
         Raises ValueError if position_ids begin several documents and no layer read them.
         """
@@ -154,15 +166,15 @@ class ModelCall:
             self.outer.has_layers |= self.has_layers
             self.outer.is_read |= self.is_read
         if self.positions is not None and self.has_layers and not self.is_read:
-            begins, _ = _begins(_on_host(self.positions), None, torch.full((1, 1), _LOWEST))
-            _refuse(begins.any(), f"{_BEGIN} {type(self.model).__name__} does not hand them to its layers: {_ROWS}")
+            begins, _ = _document_starts(_on_host(self.positions), None, torch.full((1, 1), _LOWEST))
+            _refuse_if(begins.any(), f"{_BEGIN} {type(self.model).__name__} does not hand them to its layers: {_ROWS}")
         cache = self.cache
         if cache is None:
             cache = _cache_in(output.values() if isinstance(output, dict) else output)
         if self.last is not None and self.positions is not None and cache is not None:
             setattr(cache, _LAST, self.last.to(self.positions.device))
 
-    def require_kept(self) -> None:
+    def refuse_checkpointing(self) -> None:
         """Raise ValueError if gradient checkpointing may call a layer again, after this pass."""
         if torch.compiler.is_compiling() or self.model is None or not self.model.training:
             return
@@ -202,7 +214,10 @@ def _set_running(call: ModelCall | None) -> None:
 
 
 def watch(model: PreTrainedModel) -> None:
-    """Add hooks to the forward of a model and of the models within it, once, that hold the pass for its layers."""
+    """Add hooks to the forward of a model and of the models within it, by which `running_call` knows the running pass.
+
+    A model that has the hooks gets no further ones.
+    """
     for each in model.modules():
         if not isinstance(each, PreTrainedModel):
             continue
@@ -210,8 +225,8 @@ def watch(model: PreTrainedModel) -> None:
             arguments = signature(type(each).forward).parameters.items()
             setattr(each, _ARGUMENTS, tuple(name for name, one in arguments if one.kind in _IN_ORDER)[1:])
             setattr(each, _MIXES, _mixes_tokens(each))
-            each.register_forward_pre_hook(_begin, with_kwargs=True)
-            each.register_forward_hook(_end, with_kwargs=True, always_call=True)
+            each.register_forward_pre_hook(_begin_call, with_kwargs=True)
+            each.register_forward_hook(_end_call, with_kwargs=True, always_call=True)
         if each is not model:
             setattr(each, _NESTED, True)
 
@@ -231,20 +246,20 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules within a model, without those of models within it, such as an audio tower."""
+    """Modules within a model, except inner PreTrainedModels, such as an audio tower, and the modules within them."""
     for each in module.children():
         if not isinstance(each, PreTrainedModel):
             yield each
             yield from _own_modules(each)
 
 
-def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     running = _RUNNING.call if torch.compiler.is_compiling() else _RUNNING_IN_THREAD.call
     given = {**dict(zip(getattr(model, _ARGUMENTS), args, strict=False)), **kwargs}
     _set_running(ModelCall(model, given, running if getattr(model, _NESTED, False) else None))
 
 
-def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _end_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     call = _RUNNING.call if torch.compiler.is_compiling() else _RUNNING_IN_THREAD.call
     if call is not None and call.model is model:
         _set_running(call.outer)
@@ -271,12 +286,14 @@ def _on_host(x: Tensor) -> Tensor:
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
-def _read_at_once(
+def _copy_all_to_host(
     positions: Tensor | None, last: Tensor | None, largest: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the arguments, (B, N), (B, 1) and (1, 1), on the CPU, after one copy; in a graph, unchanged.
+    """Copy the arguments, of shapes (B, N), (B, 1) and (1, 1), to the CPU in one transfer, and return them.
 
-    last: if it has another batch size than positions, its largest number takes its place.
+    In a compiled graph they stay on their device. An argument that is None is returned as None.
+
+    last: if its batch size is not that of `positions`, its largest number is returned in place of all.
     """
     if last is not None and positions is not None and len(last) != len(positions):
         last = last.amax(0, keepdim=True)
@@ -290,7 +307,7 @@ def _read_at_once(
     return positions, last, largest
 
 
-def _number_before(q_offset: int, visible: Tensor | None, num_tokens: int) -> Int64[Tensor, "B 1"]:
+def _count_before(q_offset: int, visible: Tensor | None) -> Int64[Tensor, "B 1"]:
     """Number of tokens before q_offset that are no padding."""
     if visible is None:
         return torch.full((1, 1), q_offset, dtype=torch.int64)
@@ -298,7 +315,7 @@ def _number_before(q_offset: int, visible: Tensor | None, num_tokens: int) -> In
     return (visible & before).sum(1, keepdim=True)
 
 
-def _begins(
+def _document_starts(
     positions: Int64[Tensor, "B N"], visible: Bool[Tensor, "B N"] | None, least: Int64[Tensor, "B 1"]
 ) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
     """Return (begins, last): where documents after the first begin, and the position of each sequence's last token.
@@ -318,8 +335,8 @@ def _begins(
     return visible & (positions < before[:, :-1]), before[:, -1:]
 
 
-def _refuse(refused: Tensor, reason: str) -> None:
-    """Raise ValueError if a boolean tensor of shape () is True; in a graph it is asserted when the graph runs."""
+def _refuse_if(refused: Tensor, reason: str) -> None:
+    """Raise ValueError if `refused`, of shape (), is True; in a compiled graph, assert that it is False at run time."""
     if torch.compiler.is_compiling():
         assert_async(~refused, reason)
     elif bool(refused):

@@ -54,14 +54,16 @@ def layer_pattern(layer: nn.Module) -> tuple[LayerPattern | None, bool]:
     return None, False
 
 
-def choose(
+def choose_patterns(
     model: nn.Module, pattern: Patterns | None, compose: str, left: Mapping[str, str]
 ) -> tuple[list[nn.Module], list[Any], str]:
     """Validate the arguments of `set_pattern`; return (attention layers, a pattern or None for each, compose).
 
-    If `pattern` is None, the patterns and compose are read from the model's config. left: parts of the model that are
-    not served, from `left_out`; their layers get None. Raises ValueError or TypeError for patterns that do not fit the
-    layers, and for one that a mapping gives to a layer in these parts.
+    pattern, compose: as in `set_pattern`; if `pattern` is None, both come from the model's config.
+    left: {path: reason} from `unserved_parts`; the layers of these parts get None.
+
+    Raises ValueError or TypeError for patterns that do not fit the layers, and for a mapping that has a pattern for a
+    layer of a part in `left`.
     """
     layers = attention_layers(model)
     kept = {layer: reason for path, reason in left.items() for layer in attention_layers(model.get_submodule(path))}
@@ -89,16 +91,17 @@ def choose(
     chosen = [None if layer in kept else own for layer, own in zip(layers, chosen, strict=True)]
     for number, (layer, own) in enumerate(zip(layers, chosen, strict=True)):
         if own is not None:
-            _check(number, layer, own)
+            _check_pattern(number, layer, own)
     return layers, chosen, require_choice("compose", compose, _COMPOSE)
 
 
-def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> None:
-    """Set the implementation `name` on a model, except for the parts `left`, which keep theirs; warn of these.
+def set_implementation(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> None:
+    """Set the attention implementation `name` on a model, but not on its parts in `left`; warn of each such part.
 
-    left: {path: reason}.
+    left: {path: reason} from `unserved_parts`.
 
-    A part that has the implementation already, from a saved config, gets the default of transformers.
+    A part in `left` keeps its implementation; if this is `name` already, from a saved config, the part gets the default
+    of transformers.
     """
     parts: dict[str, Any] = {path: model.get_submodule(path) for path in left}
     before = {path: getattr(part.config, _IN_USE) for path, part in parts.items()}
@@ -139,7 +142,7 @@ def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list
         setattr(model, _WARNS, True)
 
 
-def keep_refusals() -> None:
+def patch_config_to_dict() -> None:
     """Patch `PreTrainedConfig.to_dict` to write the implementation's name with every config that has patterns.
 
     transformers removes the name from a config on reading. Without the patch, a model that is loaded and saved before
@@ -171,7 +174,7 @@ def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
         )
 
 
-def _check(number: int, layer: nn.Module, pattern: Any) -> None:
+def _check_pattern(number: int, layer: nn.Module, pattern: Any) -> None:
     if isinstance(pattern, SelectedAttention):
         if pattern.over_ranks is not None:
             raise ValueError(

@@ -25,7 +25,7 @@ _GROUPS, _VISIBLE = "groups", "visible"
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The rule of a mask function, as patterns: a pair is allowed if all three patterns that are not None allow it.
+    """The rule of a mask function, as three patterns: a pair is allowed if each that is not None allows it.
 
     begin: pattern that divides a sequence into documents and allows pairs within a document only; None for no division.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
@@ -251,11 +251,11 @@ class _PairRule:
         if not isinstance(other, _PairRule):
             _refuse(f"it joins a rule with {type(other).__name__}")
         return _PairRule(
-            least=_joined(self.least, other.least, max),
-            most=_joined(self.most, other.most, min),
-            chunk=_joined(self.chunk, other.chunk),
-            same=_joined(self.same, other.same),
-            visible=_joined(self.visible, other.visible),
+            least=_join_constraints(self.least, other.least, max),
+            most=_join_constraints(self.most, other.most, min),
+            chunk=_join_constraints(self.chunk, other.chunk),
+            same=_join_constraints(self.same, other.same),
+            visible=_join_constraints(self.visible, other.visible),
             from_group_start=self.from_group_start or other.from_group_start,
             nothing=self.nothing or other.nothing,
             unions=(*self.unions, *other.unions),
@@ -275,11 +275,11 @@ class _PairRule:
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
         beside: list[Pattern | None] = []
         if self.from_group_start:
-            begin = documents(_put(tensors, PACKED, self.same))
+            begin = documents(_add_table(tensors, PACKED, self.same))
         elif self.same is not None:
-            beside.append(documents(_put(tensors, _GROUPS, self.same)))
+            beside.append(documents(_add_table(tensors, _GROUPS, self.same)))
         if self.visible is not None:
-            beside.append(visible_keys(_put(tensors, _VISIBLE, self.visible)))
+            beside.append(visible_keys(_add_table(tensors, _VISIBLE, self.visible)))
         for pair in self.unions:
             one, other = (each.reading(begin, tensors).whole() for each in pair)
             beside.append(one | other)
@@ -319,7 +319,7 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _joined(one: Any, other: Any, choose: Callable[[Any, Any], Any] | None = None) -> Any:
+def _join_constraints(one: Any, other: Any, choose: Callable[[Any, Any], Any] | None = None) -> Any:
     if one is None or other is None:
         return other if one is None else one
     if choose is None:
@@ -327,7 +327,7 @@ def _joined(one: Any, other: Any, choose: Callable[[Any, Any], Any] | None = Non
     return choose(one, other)
 
 
-def _put(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
+def _add_table(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
     if table is None:
         _refuse("it counts positions within sequences, without a comparison of the sequences' ids")
     if name in tensors:

@@ -18,7 +18,7 @@ _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
 KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
-def left_out(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, str]:
+def unserved_parts(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, str]:
     """Return {path: reason} of the parts of a model whose attention this library would not compute correctly.
 
     Such a part is a model with a config of its own that is not the config of the text, such as a vision tower: it can
@@ -43,7 +43,7 @@ def left_out(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, s
 
 def _unserved_modules(paths: Mapping[nn.Module, str], layers: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     for number, layer in enumerate(layers):
-        if reason := _reason(type(layer)):
+        if reason := _why_unserved(type(layer)):
             yield layer, f"layer {number}, {type(layer).__name__}, {reason}"
     own = set(layers)
     for module, path in paths.items():
@@ -83,15 +83,15 @@ def _own_attention_advice(model: nn.Module) -> str:
     )
 
 
-def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
+def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
     return ast.walk(ast.parse(dedent(getsource(unwrap(kind.forward)))))
 
 
 @cache
-def _reason(kind: type[nn.Module]) -> str | None:
+def _why_unserved(kind: type[nn.Module]) -> str | None:
     """Reason why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
-    for node in _nodes(kind):
+    for node in _forward_nodes(kind):
         match node:
             case ast.keyword(arg="sinks"):
                 return "gives each query a sink logit of its own"
@@ -135,7 +135,8 @@ def _reads_masks(kind: type[nn.Module]) -> bool:
     if _MASK not in signature(forward).parameters or issubclass(kind, PreTrainedModel):
         return False
     return "softmax" in forward.__code__.co_names or any(
-        isinstance(node, ast.Attribute) and node.attr == "dtype" and _is_mask(node.value) for node in _nodes(kind)
+        isinstance(node, ast.Attribute) and node.attr == "dtype" and _is_mask(node.value)
+        for node in _forward_nodes(kind)
     )
 
 
