@@ -13,7 +13,7 @@ from ...masks.core import suspended_torch_modes
 from .._call import Call
 from .._ops import own_op
 from ._selected_flex import gathered
-from ._slots import moved
+from ._slots import take_or_put
 
 
 class Traced:
@@ -84,10 +84,10 @@ def _(q, k, bindings, what, *arguments):
 
 @cache
 def let_trace() -> None:
-    """Make torch.compile put `moved` and `gathered` into graphs without tracing into them; call it before a trace.
+    """Make torch.compile put `take_or_put` and `gathered` into graphs without tracing into them.
 
-    Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at import, as it imports the
-    whole compiler.
+    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at
+    import, as it imports the whole compiler.
     """
-    for function in (moved, gathered):
+    for function in (take_or_put, gathered):
         torch.compiler.allow_in_graph(function)
