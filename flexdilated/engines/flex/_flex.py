@@ -27,7 +27,7 @@ from .._score_mod import plain
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpack_tables
 from ._slots import SideGather
-from ._traced import let_trace
+from ._traced import allow_gathers_in_graph
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -64,9 +64,8 @@ def run_flex(
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
         compiled = call(kind_of(q, k, v, features, sides))
-        out, lse = compiled(
-            program.steps, (program.packed, program.sizes), program.enter, q, k, v, *as_arguments(features)
-        )
+        tables = program.packed, program.sizes
+        out, lse = compiled(program.steps, tables, program.enter, q, k, v, *as_arguments(features))
     else:
         found = [tables_of(step) for step in program.steps]
         out, lse = _run(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
@@ -135,7 +134,7 @@ def _pad_head_dim(x: Tensor) -> Tensor:
 
 
 def _compile(device: torch.device, function: FunctionType) -> Kernel:
-    let_trace()
+    allow_gathers_in_graph()
     _num_compiled[device.type] += 1
     code = function.__code__.replace(co_name=f"flex_attention_{_num_compiled.total()}_on_{device.type}")
     own = FunctionType(code, function.__globals__, code.co_name)

@@ -78,7 +78,7 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
     """Return options for half-precision kernels with too few registers by default: more warps or a smaller tile.
 
-    At head dims 65 to 128, torch's backward on Blackwell has the tiles of Hopper, but half of its eight warps.
+    At head dims 65 to 128, torch runs the backward on Blackwell with the tiles of Hopper, but with half the warps.
 
     given: the caller's options. One without prefix "fwd_" or "bwd_" sets both kernels; the result then has no option of
         that name with a prefix.

@@ -109,11 +109,11 @@ def second_gradients(
     found: list[Tensor | None] = [None] * len(given)
     for index, x in zip(wanted, some, strict=True):
         # With create_graph=True, a derivative of this one is refused.
-        found[index] = _Final.apply(x, *given, *incoming) if x is not None and torch.is_grad_enabled() else x
+        found[index] = _RefuseDerivative.apply(x, *given, *incoming) if x is not None and torch.is_grad_enabled() else x
     return found
 
 
-class _Final(torch.autograd.Function):
+class _RefuseDerivative(torch.autograd.Function):
     """Autograd function (x, *inputs) -> copy of x, where x is a derivative computed from `inputs`.
 
     Autograd thereby records that x depends on them: a further derivative reaches this function, and raises

@@ -28,7 +28,7 @@ from .._operands import HiddenSlots, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
 from ..kernels._portable import ListLengths
 from ._flash import HOPPER, capability
-from ._slots import SideGather, SlotRule, in_order, sides_of
+from ._slots import SideGather, SlotRule, natural_order_gather, sides_of
 
 # N queries, M keys
 
@@ -177,7 +177,8 @@ def make_flex_program(
         steps = [replace(step, mask=mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
     enter = None
     if given != plan.layout:
-        queries, keys = (in_order(order, device) for order in (given, Layout(plan.bound.num_keys, given.rate)))
+        orders = given, Layout(plan.bound.num_keys, given.rate)
+        queries, keys = (natural_order_gather(order, device) for order in orders)
         enter = queries, keys
     return FlexProgram(tuple(steps), plan.shares_rows, enter, packed, sizes)
 

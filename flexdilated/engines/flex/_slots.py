@@ -251,22 +251,23 @@ def sides_of(
         if isinstance(term, IntervalTerm):
             q_index = torch.where(q_index < 0, -1, placement.query_slots().of(q_index))
         k_index = _token_indices(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
-        q = _by_index(q_index, heads, num_heads, 1, num_queries, device)
-        return q, _by_index(k_index, heads, num_heads, groups, num_keys, device)
+        q = _gather_by_index(q_index, heads, num_heads, 1, num_queries, device)
+        return q, _gather_by_index(k_index, heads, num_heads, groups, num_keys, device)
     if isinstance(term, PaddedTerm):
-        return _of_segments(term.q, heads, num_heads, 1, device), _of_segments(term.k, heads, num_heads, groups, device)
+        q = _gather_of_segments(term.q, heads, num_heads, 1, device)
+        return q, _gather_of_segments(term.k, heads, num_heads, groups, device)
     keys = Layout(num_keys, plan.layout.rate)
-    q = _of_order(term.q, plan.layout, heads, num_heads, 1, device)
-    return q, _of_order(term.k, keys, heads, num_heads, groups, device)
+    q = _gather_of_order(term.q, plan.layout, heads, num_heads, 1, device)
+    return q, _gather_of_order(term.k, keys, heads, num_heads, groups, device)
 
 
-def in_order(given: Layout, device: torch.device) -> SideGather:
-    """Return the gather that brings tokens in the order `given` into natural order."""
+def natural_order_gather(given: Layout, device: torch.device) -> SideGather:
+    """Return the gather that brings tokens from the order `given` into natural order."""
     rows = SlotIndex(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
     return SideGather(SlotRule("index", 1), rows, 0)
 
 
-def _of_segments(
+def _gather_of_segments(
     order: Padded, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
 ) -> SideGather:
     offsets = torch.tensor(order.offsets, dtype=torch.int32)
@@ -278,17 +279,17 @@ def _of_segments(
     return SideGather(SlotRule("segments", groups, order.step, order.segment, order.width), rows, order.start)
 
 
-def _of_order(
+def _gather_of_order(
     order: Order, given: Layout, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
 ) -> SideGather:
     if order != given:
-        return _by_index(order.tokens()[:, 0], heads, num_heads, groups, given.num_tokens, device)
+        return _gather_by_index(order.tokens()[:, 0], heads, num_heads, groups, given.num_tokens, device)
     if heads is None:
         return SideGather(SlotRule("all", 1), SlotIndex(), 0)
     return SideGather(SlotRule("heads", groups), _slot_index(heads, num_heads, device), 0)
 
 
-def _by_index(
+def _gather_by_index(
     index: Int64[Tensor, "#H S"],
     heads: tuple[int, ...] | None,
     num_heads: int,

@@ -71,7 +71,7 @@ def _prepare(
 def _(q, k, bindings, what, *arguments):
     found = Call.of(q, k, *arguments)
     name = traced_name(what, found, bindings, q)
-    let_trace()
+    allow_gathers_in_graph()
     if name not in vars(Traced):
         with suspended_torch_modes():
             made = MAKERS[what](found, q, bindings)
@@ -83,7 +83,7 @@ def _(q, k, bindings, what, *arguments):
 
 
 @cache
-def let_trace() -> None:
+def allow_gathers_in_graph() -> None:
     """Make torch.compile put `take_or_put` and `gathered` into graphs without tracing into them.
 
     Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at

@@ -87,7 +87,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
     is_causal: query i sees keys 0 to i.
     """
     kernel, dim = _kernel_of(q, k, is_causal), q.shape[-1]
-    q, k, v = (_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
+    q, k, v = (_make_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
 
     def attend(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
         return _in_batches(lambda *x: kernel.forward(*x, scale, causal), q[:, :, rows], k[:, :, keys], v[:, :, keys])
@@ -103,7 +103,7 @@ def backward(
     """(dq, dk, dv) of `forward`, shaped as q, k and v; out and lse may be of a softmax over more keys."""
     kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
-    grad_out, q, k, v, out = (_loadable(x) for x in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = (_make_loadable(x) for x in (grad_out, q, k, v, out))
 
     def gradients(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
         by_row, by_key = (x[:, :, rows] for x in (grad_out, q, out, lse)), (x[:, :, keys] for x in (k, v))
@@ -167,7 +167,7 @@ def _per_key_head(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 
 
-def _loadable(x: Tensor) -> Tensor:
+def _make_loadable(x: Tensor) -> Tensor:
     """Pad the head dim of x with zeros to a multiple of 8; copy x if its vectors are strided or not 16-byte aligned."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:

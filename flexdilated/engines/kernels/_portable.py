@@ -305,7 +305,7 @@ def _chunk_attention(
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
     """Return (out, natural lse) of a chunk's problems; queries, keys and values are the blocks of all problems."""
-    found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
+    found = (queries[chunk.problem] @ _gather_blocks(keys, chunk.block).mT).mul_(scores.scale)
     if scores.score_mod is not None:  # its result is not written to: autograd may keep it
         found = chunk.modified(scores.score_mod, found)
         found = found.clone() if chunk.hidden is None else found.masked_fill(chunk.hidden, -torch.inf)
@@ -318,7 +318,7 @@ def _chunk_attention(
         weights = weights * chunk.shares(scores.shares)
     empty = total == 0
     some = total.masked_fill(empty, 1.0)
-    rows = (weights @ _gathered(values, chunk.block)) * (scores.factor / some)
+    rows = (weights @ _gather_blocks(values, chunk.block)) * (scores.factor / some)
     return rows, (some.log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
@@ -367,13 +367,13 @@ def _chunk_gradients(
 
     keys and values are the blocks of all problems; the other arguments, and dq, dk and dv, are of this chunk alone.
     """
-    learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
+    learns, keys = scores.score_mod is not None, _gather_blocks(keys, chunk.block)
     with torch.set_grad_enabled(learns):
         plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
         new = plain if scores.score_mod is None else chunk.modified(scores.score_mod, plain)
     weights = new.detach() - lse[..., None]
     weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
-    of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
+    of_scores, kept = grad_out @ _gather_blocks(values, chunk.block).mT, weights
     if scores.shares is not None:
         shares = chunk.shares(scores.shares).to(weights.dtype).mul_(scores.factor)
         of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
@@ -393,7 +393,7 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return x.mul_(log2(e)).exp2_()
 
 
-def _gathered(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
+def _gather_blocks(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
     return x.index_select(0, block.flatten()).view(*block.shape[:2], -1, x.shape[2])
 
 
