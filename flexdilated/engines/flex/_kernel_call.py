@@ -112,7 +112,7 @@ def options_text(options: Options) -> str:
 
 @graph_constant
 def on_flash(text: str) -> str:
-    """Return options, given as JSON, with the one that selects FlashAttention's kernels."""
+    """Return kernel options (JSON) with one more, which selects FlashAttention's kernels."""
     return options_text((*_options_of(text), (BACKEND, "FLASH")))
 
 

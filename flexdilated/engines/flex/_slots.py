@@ -28,8 +28,8 @@ _Numbers = tuple[int, ...]
 class SlotIndex(NamedTuple):
     """Index tensors between one side of a term and a tensor; None where not needed.
 
-    heads: query head of each head of the term; None if the term has all query heads in order.
-    places: head of the term of each query head, -1 for none; None if the term has all query heads in order.
+    heads: for each head of the term, its query head; None if the term has all query heads in order.
+    places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
     offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
     listed: token in each slot, -1 for none, for kind "index".
     inverse: slot of each token of every query head, -1 for none, for kind "index".

@@ -111,7 +111,8 @@ class _Folding:
     def mask(self, x: KernelTensors, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
         """Return the kernel's additive mask: `bias`, for all batch entries and folds, or -inf at keys not in x.visible.
 
-        It broadcasts against the kernel's scores (batch, heads, Q, K). None if there is neither; both are not allowed.
+        It broadcasts against the kernel's scores (batch, heads, Q, K). None if there is neither; `bias` and x.visible
+        exclude each other.
         """
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"

@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
     begin, stop: their range in the descending order of length.
     length: most blocks in a list.
-    masked: most blocks with a mask in a list; incomplete blocks always have a mask.
+    masked: most blocks with a mask in a list; a block that the end of the tokens cuts off always has a mask.
     has_gaps: True if a list is shorter than `length`.
     problems: most problems in a chunk that share a list.
     """
