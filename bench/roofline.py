@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Call, FlexSide, allowed_on, make_flex_program, merge
-from flexdilated.engines.flex import let_trace
+from flexdilated.engines.flex import allow_gathers_in_graph
 from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 from flexdilated.masks.planning._planner import plan
 
@@ -248,7 +248,7 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
         own = zip(parts, lses, (step.queries for step in steps), strict=True)
         return merge([(whole(part, side, 0.0), whole(lse, side, -torch.inf)) for part, lse, side in own])[0]
 
-    let_trace()
+    allow_gathers_in_graph()
     run_gather = torch.no_grad()(torch.compile(gathered, dynamic=False))
     run_merge = torch.no_grad()(torch.compile(merged, dynamic=False))
     slots = [step.mask.seq_lengths[0] for step in steps]

@@ -25,11 +25,11 @@ def __getattr__(name: str) -> Any:
         )
         raise AttributeError(no_such_name(__name__, name, __all__, elsewhere, "fd.integrations."))
     if name in _LEAST:
-        _require(name)
+        _require_library(name)
     return import_module(f".{name}", __name__)
 
 
-def _require(name: str) -> None:
+def _require_library(name: str) -> None:
     try:
         found = version(name)
     except PackageNotFoundError:

@@ -127,7 +127,7 @@ def test_flex_has_a_function_for_each_use(traced_only) -> None:
         return lambda score, b, h, q_idx, k_idx: score - slopes[h] * (q_idx - k_idx).abs()
 
     def functions() -> int:
-        return _flex._made.total()
+        return _flex._num_compiled.total()
 
     uses: dict[str, tuple[Tensor, dict[str, object]]] = {
         "first": (draw(20), {}),
@@ -159,11 +159,11 @@ def test_flex_in_a_graph_past_the_limit_is_compiled_by_itself(traced_only) -> No
         return 2 * fd.attend(q, q, q, WINDOWS[0], engine=engine)
 
     compiled = torch.compile(doubled)
-    before = _flex._made.total()
+    before = _flex._num_compiled.total()
     many = LIMIT + 2
     for N in range(20, 20 + many):
         assert_close(compiled(draw(N)), doubled(draw(N), "reference"))
-    assert (graphs(), left_to_eager(), _flex._made.total() - before) == (many, 1, many - LIMIT)
+    assert (graphs(), left_to_eager(), _flex._num_compiled.total() - before) == (many, 1, many - LIMIT)
 
 
 def test_flex_does_not_run_uncompiled(traced_only) -> None:

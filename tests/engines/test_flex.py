@@ -27,7 +27,7 @@ from flexdilated.engines.flex import _program, _selected_flex
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.flex._program import TABLES, FlexProgram
-from flexdilated.engines.flex._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
+from flexdilated.engines.flex._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
 from flexdilated.masks import planning
 from flexdilated.masks.core import Box, Progression
 from flexdilated.masks.patterns import table_split
@@ -223,9 +223,9 @@ def attend_by_table(
         with mock.patch.object(_selected_flex, "TILE", 8):
             unit = unit_of(block, case.q_offset)
             assert unit is not None
-            of = SelectedBlocksOf(block, unit, rows.shape[-1], (rows.shape[1], case.num_heads, k.shape[1]))
+            of = SelectedBlockSizes(block, unit, rows.shape[-1], (rows.shape[1], case.num_heads, k.shape[1]))
             places = map(torch.tensor, (0, case.q_offset, case.k_offset))
-            where = Where(*places, case.q_offset % block[0])
+            where = CallOffsets(*places, case.q_offset % block[0])
             rule = rest.mask_mod(num_heads=case.num_heads, device=CPU)
             classes = classes_of(case, rest, block, rows.shape[2]) if known and unit == 0 else None
             own = rows - case.k_offset // block[1]

@@ -105,7 +105,7 @@ def test_parts_are_the_whole(monkeypatch, limit):
         seen.append(key)
         return run_flex(_flex_op.static_program(key, q.device), q, k, v, features, dense_flex)
 
-    monkeypatch.setattr(_flex_op, "_flex", stand_in)
+    monkeypatch.setattr(_flex_op, "_attend", stand_in)
     monkeypatch.setattr(_flex_op, "MOST_ELEMENTS", limit * B * (H // G) * N * D)
     elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
     monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k, v, copies=1: kv_head_parts(elsewhere, k, v))

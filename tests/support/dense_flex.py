@@ -92,7 +92,7 @@ def flex_on_cpu(kernel: Callable[..., Any] = dense_flex, *, trains: bool = True)
         patch.setattr(_flex_op, "run_flex", partial(_flex_op.run_flex, kernel=kernel))
         patch.setattr(_flex_op, "selected_parts", lambda pattern: None)  # tables have kernels of their own
         if not trains:
-            patch.setattr(_flex_op, "_in_parts", _flex_op._flex)  # which detaches q, k and v
+            patch.setattr(_flex_op, "_attend_in_parts", _flex_op._attend)  # which detaches q, k and v
         masks.cache().clear()
         yield
     masks.cache().clear()

@@ -238,7 +238,7 @@ def flex_by_dense_kernels() -> Iterator[None]:
     from tests.engines.test_flex import dense_flex
 
     engine = {"choose_engine": lambda *_, **__: "flex", "placed_engine": lambda *_: "flex"}
-    kernel = {"_in_parts": _flex_op._flex, "run_flex": partial(_flex_op.run_flex, kernel=dense_flex)}
+    kernel = {"_attend_in_parts": _flex_op._attend, "run_flex": partial(_flex_op.run_flex, kernel=dense_flex)}
     with patch.multiple(_attend, **engine), patch.multiple(_flex_op, **kernel):
         yield
 

@@ -8,4 +8,4 @@ from ._portable_op import portable, portable_gradients
 from ._portable_run import ListedKeys, Portable
 from ._program import FlexProgram, FlexStep, make_flex_program
 from ._slots import SideGather as FlexSide
-from ._traced import let_trace
+from ._traced import allow_gathers_in_graph

@@ -16,7 +16,10 @@ NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 
 @graph_constant
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return (major, minor) compute capability; for CPUs and other vendors NOT_NVIDIA, a pair less than any other."""
+    """Return the (major, minor) compute capability of an NVIDIA device; NOT_NVIDIA for any other device.
+
+    NOT_NVIDIA is less than every compute capability.
+    """
     if not device_kind(device).is_cuda or torch.version.hip:
         return NOT_NVIDIA
     return torch.cuda.get_device_capability(device)
@@ -47,9 +50,9 @@ def flash_sides(device: torch.device, head_dim: int) -> tuple[int, int]:
 def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides: tuple[int, ...] = ()) -> str | None:
     """Reason that engine "flash" cannot serve such tensors and block sizes, with an alternative; None if it can.
 
-    sides: empty for the engine's default.
+    sides: (queries, keys) of a block; empty for the engine's default.
     """
-    reason = _lacking(device, dtype)
+    reason = _why_unavailable(device, dtype)
     if reason is not None:
         return reason
     major, _ = capability(device)
@@ -58,7 +61,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
         rule = f"flash takes head dims that are multiples of {_ALIGNED}, {_LEAST} to {most} on capability {major}.x"
         return f"{rule}; got {head_dim}: pad q, k and v with zeros and keep the scale, or engine='flex'"
     own = flash_sides(device, head_dim)
-    if sides and not _fit(sides, own, major):
+    if sides and not _sides_fit(sides, own, major):
         keys = f"{own[1]}" if major == 9 else f"a multiple of {own[1]}"
         rule = f"flash takes blocks of a multiple of {own[0]} queries by {keys} keys on capability {major}.x"
         came = f"got {sides[0]} by {sides[1]}"
@@ -67,7 +70,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 
 
 @graph_constant
-def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason that engine "flash" cannot serve this dtype on this device or with the installed packages, or None."""
     if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None chooses an engine for that device"
@@ -87,7 +90,7 @@ def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _fit(sides: tuple[int, ...], own: tuple[int, int], major: int) -> bool:
+def _sides_fit(sides: tuple[int, ...], own: tuple[int, int], major: int) -> bool:
     keys_fit = sides[1] == own[1] if major == 9 else sides[1] % own[1] == 0
     return sides[0] % own[0] == 0 and keys_fit
 

@@ -25,14 +25,14 @@ from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import plain
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
-from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
+from ._program import FlexProgram, FlexStep, Tables, tables_of, unpack_tables
 from ._slots import SideGather
-from ._traced import let_trace
+from ._traced import allow_gathers_in_graph
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 # Number of functions passed to torch.compile, by device type.
-_made: Counter[str] = Counter()
+_num_compiled: Counter[str] = Counter()
 
 
 def run_flex(
@@ -46,8 +46,8 @@ def run_flex(
     """Compute attention by a FlexProgram; returns (out, natural lse, or None without `features.return_lse`).
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
-    structure and each key from `kind_of`; in a traced graph, they become part of the graph. The pairs that dropout
-    drops are hidden, also from the lse.
+    structure and each key from `kind_of`. In a traced graph, the function's operations become part of the graph. Pairs
+    that dropout drops are left out of the softmax and of the lse; out is not divided by 1 - dropout_p.
 
     kernel: a replacement for flex_attention, called without compilation.
     """
@@ -64,30 +64,32 @@ def run_flex(
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
         compiled = call(kind_of(q, k, v, features, sides))
-        out, lse = compiled(program.steps, (program.packed, program.sizes), program.enter, q, k, v, *flat(features))
+        tables = program.packed, program.sizes
+        out, lse = compiled(program.steps, tables, program.enter, q, k, v, *as_arguments(features))
     else:
         found = [tables_of(step) for step in program.steps]
         out, lse = _run(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
     return out, lse if returns_lse else None
 
 
-def flat(features: Features) -> tuple[Any, ...]:
+def as_arguments(features: Features) -> tuple[Any, ...]:
     """Return the features as arguments of a compiled function; scale and dropout_p as text, so they are constants."""
     score_mod = None if features.score_mod is None else plain(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
 
 
-def read_flat(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *others: Any) -> Features:
-    """Return the features that `flat` wrote."""
+def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *others: Any) -> Features:
+    """Return the features that `as_arguments` wrote."""
     return Features(float(scale), score_mod, sinks, float(dropout_p), *others)
 
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
     """Return the recompilation key of a call: calls with equal keys share one compiled function.
 
-    It has dtype, head counts, head dim, gradient modes and the features without their tensors. Of the batch it has only
-    whether it is 1, of the lengths whether they are whole blocks. On CPU it has the shapes of q and k, as C++ code for
-    dynamic sizes may fail to compile.
+    The key has the dtype, the gradient modes, the tensors of q, k and v that get a gradient, and the features without
+    their tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
+    accelerators it has instead: the numbers of heads, the head dim, True for a batch of 1, and for each kernel True if
+    both lengths are whole blocks.
 
     blocks: (queries, keys) of a block, for each kernel.
     """
@@ -118,7 +120,7 @@ def compiled_flex(
 
     @lru_cache(maxsize=64)
     def own(kind: Hashable) -> Kernel:
-        return _compiled(device, _call_program if function is None else function)
+        return _compile(device, _call_program if function is None else function)
 
     return own
 
@@ -131,14 +133,14 @@ def _pad_head_dim(x: Tensor) -> Tensor:
     return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
 
-def _compiled(device: torch.device, function: FunctionType) -> Kernel:
-    let_trace()
-    _made[device.type] += 1
-    code = function.__code__.replace(co_name=f"flex_attention_{_made.total()}_on_{device.type}")
+def _compile(device: torch.device, function: FunctionType) -> Kernel:
+    allow_gathers_in_graph()
+    _num_compiled[device.type] += 1
+    code = function.__code__.replace(co_name=f"flex_attention_{_num_compiled.total()}_on_{device.type}")
     own = FunctionType(code, function.__globals__, code.co_name)
     if not device_kind(device).flex_trains:
         return torch.compile(own, fullgraph=True, dynamic=False)
-    options = {"combo_kernels": True, "guard_filter_fn": _to_be_checked}
+    options = {"combo_kernels": True, "guard_filter_fn": _guards_to_check}
     compiled = torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
     def call(*arguments: Any) -> Any:
@@ -148,10 +150,10 @@ def _compiled(device: torch.device, function: FunctionType) -> Kernel:
     return call
 
 
-def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
-    """Return True for each guard that torch.compile is to check: all but those on numbers of a program's modules.
+def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
+    """Return, for each guard, True if torch.compile is to check it: all but guards on numbers of a program's modules.
 
-    These numbers are part of the key under which the compiled function is kept.
+    Those numbers are part of the key under which the compiled function is cached.
     """
     modules = "L['steps']", "L['enter']", "L['of']"
     return [
@@ -176,8 +178,8 @@ def _call_program(steps, tables, enter, q, k, v, *features):
     if packed is None:
         found = [tables_of(step) for step in steps]
     else:
-        found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-    return _run(steps, found, enter, q, k, v, read_flat(*features), flex_in_graph)
+        found = unpack_tables(packed, [step.structure.lead for step in steps], sizes)
+    return _run(steps, found, enter, q, k, v, from_arguments(*features), flex_in_graph)
 
 
 def _run(
@@ -197,7 +199,7 @@ def _run(
             f"{k.shape[1]}: make a program for these numbers"
         )
     tokens, dtype = q.shape[2], q.dtype
-    q, k, v = entered(enter, q, k, v)
+    q, k, v = in_plan_order(enter, q, k, v)
     found = [_attend(step, own, q, k, v, features, kernel) for step, own in zip(steps, tables, strict=True)]
 
     def whole(x: Tensor, step: FlexStep, empty: float) -> Tensor:
@@ -254,10 +256,10 @@ def _attend(
     return out, hidden.clear_queries(lse, dim=2, value=-torch.inf)
 
 
-def entered(
+def in_plan_order(
     enter: tuple[SideGather, SideGather] | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather q, k and v into the token order that a program's steps expect; unchanged if `enter` is None."""
+    """Return q, k and v in the plan's order of tokens, gathered by `FlexProgram.enter`; unchanged if that is None."""
     if enter is None:
         return q, k, v
     queries, keys = enter
@@ -267,7 +269,7 @@ def entered(
 
 
 def operands_of(step: FlexStep, tables: Tables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the queries and keys that a step computes; those that are in no allowed pair are zeroed."""
+    """Return a step's queries, keys and values, gathered from q, k and v; hidden slots are zeroed."""
     structure, hidden = step.structure, step.hidden
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
@@ -295,7 +297,7 @@ def _(x):
 
 
 def missing_compiler() -> str | None:
-    """Reason that inductor cannot build CPU kernels, a missing C++ compiler; None if one is found."""
+    """Return a message that no C++ compiler is found, which inductor needs for CPU kernels; None if there is one."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     found = any(shutil.which(name) for name in names)
     return None if found else f"no C++ compiler found (looked for {', '.join(names)})"

@@ -45,7 +45,7 @@ def static_program(
     def planned() -> Plan:
         return call.plan(device=device, allowed=allowed, choice=choice, operands=operands)
 
-    return _cached(call, call.pattern, device, planned, choice, operands)
+    return _cached_program(call, call.pattern, device, planned, choice, operands)
 
 
 def allowed_on(device: torch.device) -> Allowed:
@@ -76,7 +76,7 @@ def run_time_program(
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
         return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
 
-    return _cached(call, rule.text, device, planned, None, operands)
+    return _cached_program(call, rule.text, device, planned, None, operands)
 
 
 def blank_program(
@@ -87,11 +87,11 @@ def blank_program(
     bindings: the tensors, of which only the shapes matter.
     batch: number of batch entries.
 
-    Programs for values, from `run_time_program`, differ from this one only in their tables.
+    Programs from `run_time_program` differ from this one only in tensors, those that `run_time_tables` returns.
     """
     blank = call.blank(bindings)
     blank.require_entries(batch)
-    return _cached(call, blank.text, device, lambda: _blank_plan(call, device, blank, operands), None, operands)
+    return _cached_program(call, blank.text, device, lambda: _blank_plan(call, device, blank, operands), None, operands)
 
 
 def _blank_plan(call: Call, device: torch.device, blank: Expression, operands: OperandSizes | None) -> Plan:
@@ -99,7 +99,7 @@ def _blank_plan(call: Call, device: torch.device, blank: Expression, operands: O
     return call.plan(blank, device=device, allowed=allowed, operands=operands)
 
 
-def _cached(
+def _cached_program(
     call: Call,
     rule: str,
     device: torch.device,
@@ -107,7 +107,7 @@ def _cached(
     choice: Choice | None,
     operands: OperandSizes | None,
 ) -> FlexProgram:
-    """Return the FlexProgram of a call from the cache; if it is not there, it is built from the plan `planned()`.
+    """Return the FlexProgram of a call from the cache; build it from the plan `planned()` if it is not there.
 
     rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors. The
         program is evicted when the cache forgets the call's pattern.
@@ -138,7 +138,7 @@ def run_time_tables(
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     return [  # contiguous, as the fake implementation declares
         x.clone(memory_format=torch.contiguous_format) if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
-        for x, width in _widths(program)
+        for x, width in _padded_widths(program)
     ]
 
 
@@ -147,14 +147,14 @@ def _(q, k, bindings, *arguments):
     found = Call.of(q, k, *arguments)
     with suspended_torch_modes():
         program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
-        shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _widths(program)]
+        shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _padded_widths(program)]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
+def _padded_widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
     """Yield (tensor, padded width) for each tensor of a program that depends on values of run-time tensors.
 
-    The padded width is that of the last dim and is enough for all values.
+    The padded width is a size of the last dim that is enough for all values.
     """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device
@@ -219,8 +219,8 @@ def _check_table(q: Tensor, call: Call) -> None:
 def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[range]:
     """Split the key/value heads into ranges so that no tensor of a range exceeds MOST_ELEMENTS elements.
 
-    The tensors are k and v of these heads, and q, the output and gathered copies of q of their query heads. On CPU the
-    result is a single range.
+    The tensors of a range are k and v of its heads and, for their query heads, q, the output, and the gathered copies
+    of q. On CPU the result is a single range.
 
     copies: number of gathered copies of each query.
 
@@ -241,7 +241,7 @@ def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[rang
     return [range(begin, min(begin + at_once, kv_heads)) for begin in range(0, kv_heads, at_once)]
 
 
-def key_of_part(call: Call, part: range) -> Call:
+def call_of_part(call: Call, part: range) -> Call:
     """Return the Call (pattern and sizes) restricted to some key/value heads and their query heads."""
     groups = call.num_heads // call.num_kv_heads
     sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
@@ -275,11 +275,11 @@ def flex(
     Raises ValueError for tensors and block sizes that FlexAttention's kernels do not support.
     """
     if not features.drops:
-        return _in_parts(q, k, v, bindings, call, features)
+        return _attend_in_parts(q, k, v, bindings, call, features)
     # FlexAttention has no weights to drop, but it can attend to the kept pairs alone.
     features = features._replace(return_lse=True)
-    kept, kept_lse = _in_parts(q, k, v, bindings, call, features._replace(sinks=None))
-    _, lse = _in_parts(q, k, v, bindings, call, features.with_dropout(None))
+    kept, kept_lse = _attend_in_parts(q, k, v, bindings, call, features._replace(sinks=None))
+    _, lse = _attend_in_parts(q, k, v, bindings, call, features.with_dropout(None))
     assert kept_lse is not None
     assert lse is not None
     return with_dropout(kept, kept_lse, lse, features.dropout_p), lse
@@ -300,7 +300,7 @@ def with_dropout(
     return (kept * (share / (1 - p))[..., None]).to(kept.dtype)
 
 
-def _in_parts(
+def _attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, features: Features
 ) -> tuple[Tensor, Tensor | None]:
     if is_flash(features.kernel_options):
@@ -316,24 +316,24 @@ def _in_parts(
     copies = 1 if table is None else copies_of(table.block, call.q_offset, table.most, sizes)
     parts = kv_head_parts(q, k, v, copies)
     if len(parts) == 1:
-        return _flex(q, k, v, bindings, call, features)
+        return _attend(q, k, v, bindings, call, features)
     outs, lses = [], []
     for part in parts:
         some_q, some_k, some_v = (heads_of_part(x, part, k.shape[1]) for x in (q, k, v))
         sinks = None if features.sinks is None else heads_of_part(features.sinks, part, k.shape[1])
-        own = key_of_part(call, part)
-        out, lse = _flex(some_q, some_k, some_v, bindings, own, features._replace(sinks=sinks))
+        own = call_of_part(call, part)
+        out, lse = _attend(some_q, some_k, some_v, bindings, own, features._replace(sinks=sinks))
         outs.append(out)
         lses += [] if lse is None else [lse]
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if lses else None
 
 
-def _flex(
+def _attend(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, features: Features
 ) -> tuple[Tensor, Tensor | None]:
     table = selected_parts(call.pattern) if device_kind(q.device).flex_trains and not features.drops else None
     if table is not None and takes_table(table, call):
-        return _with_table(q, k, v, bindings, call, table, features)
+        return _attend_with_table(q, k, v, bindings, call, table, features)
     if torch.compiler.is_compiling():
         program = traced("program", q, k, bindings, call)
         program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
@@ -345,7 +345,7 @@ def _flex(
     return run_flex(program, q, k, v, features)
 
 
-def _with_table(
+def _attend_with_table(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -363,7 +363,7 @@ def _with_table(
     if table.others:
         needed = [bindings[table.names.index(name)] for name in table.needed]
         own = call._replace(pattern=table.others)
-        part, part_lse = _flex(q, k, v, needed, own, features)
+        part, part_lse = _attend(q, k, v, needed, own, features)
         assert part_lse is not None
         parts.append((part, part_lse))
     out, lse = merge(parts, [] if sinks is None else [sinks[:, None]])

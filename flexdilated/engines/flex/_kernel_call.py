@@ -50,7 +50,7 @@ def call_kernel(
     elif device_kind(q.device).flex_trains:
         own = {
             "IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides),
-            **_for_registers(q, is_complex, own),
+            **_register_options(q, is_complex, own),
             **own,
         }
     numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
@@ -67,21 +67,21 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """True if both lengths (queries, keys) are multiples of those of the block; kernels then need no bounds checks.
+    """True if both lengths (queries, keys) are multiples of the block's `sides`; kernels then need no bounds checks.
 
-    torch's own check does not suffice: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples
-    of 128, although the last of larger blocks then has tiles beyond the tokens.
+    torch's own check does not suffice. It fails for symbolic lengths, whose divisors it does not know. Before 2.14 it
+    also accepts multiples of 128 for larger blocks, the last of which may then extend beyond the tokens.
     """
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 
 
-def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
+def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
     """Return options for half-precision kernels with too few registers by default: more warps or a smaller tile.
 
-    The backward on Blackwell has the tiles of Hopper, where torch's default is eight warps.
+    At head dims 65 to 128, torch runs the backward on Blackwell with the tiles of Hopper, but with half the warps.
 
-    given: the caller's options; an option without prefix "fwd_" or "bwd_" sets both kernels, and replaces the prefixed
-        one.
+    given: the caller's options. One without prefix "fwd_" or "bwd_" sets both kernels; the result then has no option of
+        that name with a prefix.
     """
     head_dim, options = q.shape[3], {}
     if q.dtype.itemsize == 2 and head_dim <= 64:
@@ -112,7 +112,7 @@ def options_text(options: Options) -> str:
 
 @graph_constant
 def on_flash(text: str) -> str:
-    """Return options, given as JSON, with the one that selects FlashAttention's kernels."""
+    """Return kernel options (JSON) with one more, which selects FlashAttention's kernels."""
     return options_text((*_options_of(text), (BACKEND, "FLASH")))
 
 

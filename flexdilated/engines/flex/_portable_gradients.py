@@ -50,7 +50,8 @@ class _WithScoreMod(torch.autograd.Function):
 class _Gradients(torch.autograd.Function):
     """Backward of `_WithScoreMod`, an autograd function itself so that second derivatives exist.
 
-    It returns (dq, dk, dv, gradient of each learned tensor). learned: True for each tensor of `read` that gets one.
+    It returns (dq, dk, dv, gradient of each learned tensor). learned: for each tensor of `read`, True if it gets a
+    gradient.
     """
 
     @staticmethod
@@ -85,11 +86,11 @@ def _leaves(tensors: Sequence[Tensor], learned: Sequence[bool]) -> list[Tensor]:
 def second_gradients(
     run: Portable, given: Sequence[Tensor], incoming: Sequence[Tensor], learned: Sequence[bool] = ()
 ) -> list[Tensor | None]:
-    """Return the gradients of `Portable.backward` for `given`; None for 0.
+    """Return the gradient of each tensor of `given`, through `Portable.backward`, from `incoming`; None for 0.
 
     given: (grad_out, grad_lse, q, k, v, out, lse, *tensors that score_mod reads).
-    incoming: gradients of the results of the backward.
-    learned: True for each tensor that score_mod reads and that gets a gradient.
+    incoming: gradient of each result of `Portable.backward`.
+    learned: for each tensor that score_mod reads, True if it gets a gradient.
     """
     with torch.enable_grad(), torch.autocast(incoming[0].device.type, enabled=False):
         leaves = _leaves(given, (*[True] * (len(given) - len(learned)), *learned))
@@ -108,11 +109,11 @@ def second_gradients(
     found: list[Tensor | None] = [None] * len(given)
     for index, x in zip(wanted, some, strict=True):
         # With create_graph=True, a derivative of this one is refused.
-        found[index] = _Final.apply(x, *given, *incoming) if x is not None and torch.is_grad_enabled() else x
+        found[index] = _RefuseDerivative.apply(x, *given, *incoming) if x is not None and torch.is_grad_enabled() else x
     return found
 
 
-class _Final(torch.autograd.Function):
+class _RefuseDerivative(torch.autograd.Function):
     """Autograd function (x, *inputs) -> copy of x, where x is a derivative computed from `inputs`.
 
     Autograd thereby records that x depends on them: a further derivative reaches this function, and raises

@@ -19,8 +19,8 @@ from .._merge import OutAndLse, WholeRows, add_sinks, merge, nothing, sum_dtype,
 from .._ops import autograd_on
 from .._score_mod import ScoreMod
 from ..kernels._key_lists import ListProblems
-from ..kernels._portable import BlockProblems, Scores, Span, attention, gradients, spans_of
-from ._flex import entered, operands_of
+from ..kernels._portable import BlockProblems, Span, Weighting, attention, gradients, spans_of
+from ._flex import in_plan_order, operands_of
 from ._program import FlexProgram, FlexStep, tables_of
 
 # B batch, H query heads, N queries, D head dim
@@ -100,7 +100,7 @@ class Portable:
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
     def _of_steps(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool) -> tuple[Tensor, Tensor]:
-        operands, total = entered(self.program.enter, q, k, v), None
+        operands, total = in_plan_order(self.program.enter, q, k, v), None
         for index, step in enumerate(self.program.steps):
             hidden, (slots, rows, start) = step.hidden, step.queries
             own = operands_of(step, tables_of(step), *operands)
@@ -151,7 +151,7 @@ class Portable:
             rows = lse, grad_out, delta
         with autograd_on():  # gradients pass the gathers by autograd
             leaves = [each.requires_grad_() for each in x]
-            ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
+            ordered = in_plan_order(self.program.enter, leaves[0], leaves[1], leaves[2])
         inner = [each.detach().requires_grad_() for each in ordered]
         for step in self.program.steps:
             with autograd_on():
@@ -178,18 +178,18 @@ class Portable:
         lse = lse - log(step.structure.multiplicity)
         return gradients(problems, self._scores(step), q, k, v, lse, grad_out, delta)
 
-    def _scores(self, step: FlexStep) -> Scores:
+    def _scores(self, step: FlexStep) -> Weighting:
         places = step.structure.places
         if self.of_table is not None:
             places = tuple(self.of_table.places[place] for place in places)
         return self._scores_at(places, step.indices.at_positions)
 
-    def _scores_of_table(self) -> Scores:
+    def _scores_of_table(self) -> Weighting:
         assert self.of_table is not None
         return self._scores_at((self.of_table.place,), lambda function: function)
 
-    def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Scores:
-        """Return the `Scores` of some branches.
+    def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Weighting:
+        """Return the `Weighting` of some branches.
 
         places: indices of the branches.
         at: turns a function of heads and positions into one of the kernel's indices.
@@ -199,7 +199,7 @@ class Portable:
         if dropout is not None:
             shares, factor = at(dropout.shares(places)), 1 / (1 - dropout.p) / len(places)
         score_mod = None if score_mod is None else at(score_mod)
-        return Scores(self.features.scale, score_mod, self.learned, shares, factor)
+        return Weighting(self.features.scale, score_mod, self.learned, shares, factor)
 
 
 def _merged(first: OutAndLse, second: OutAndLse, *, recorded: bool) -> OutAndLse:

@@ -28,7 +28,7 @@ from .._operands import HiddenSlots, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
 from ..kernels._portable import ListLengths
 from ._flash import HOPPER, capability
-from ._slots import SideGather, SlotRule, in_order, sides_of
+from ._slots import SideGather, SlotRule, natural_order_gather, sides_of
 
 # N queries, M keys
 
@@ -105,7 +105,7 @@ class FlexStep:
 
     @cached_property
     def list_lengths(self) -> ListLengths:
-        """Lengths of the block lists, read once: on an accelerator, a read waits for it."""
+        """Lengths of the block lists; cached, as on an accelerator reading them waits for the device."""
         return ListLengths.of(self.mask)
 
 
@@ -170,24 +170,25 @@ def make_flex_program(
         steps.append(_step(term, plan, places, sides, (plan.bound.num_heads, num_kv_heads), block, device))
     packed, sizes = None, ()
     if device_kind(device).flex_trains and steps:
-        tables = [_at_least_two(tables_of(step)) for step in steps]
+        tables = [_widen_lists(tables_of(step)) for step in steps]
         packed = torch.cat([each.flatten() for own in tables for each in own.values()])
         sizes = tuple(size for own in tables for size in _sizes(own))
-        found = unpacked(packed, [step.structure.lead for step in steps], sizes)
+        found = unpack_tables(packed, [step.structure.lead for step in steps], sizes)
         steps = [replace(step, mask=mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
     enter = None
     if given != plan.layout:
-        queries, keys = (in_order(order, device) for order in (given, Layout(plan.bound.num_keys, given.rate)))
+        orders = given, Layout(plan.bound.num_keys, given.rate)
+        queries, keys = (natural_order_gather(order, device) for order in orders)
         enter = queries, keys
     return FlexProgram(tuple(steps), plan.shares_rows, enter, packed, sizes)
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return (queries, keys) of square blocks, at least TILE, small but with short block lists of a term.
+    """Return (queries, keys) of a term's blocks: square, at least TILE, and as small as short block lists allow.
 
-    Lists of long sequences can fill gigabytes; they are short if they have at most _MOST_NUMBERS numbers. The search
-    begins with blocks so large that even full lists are short, or that larger ones make lists no shorter, and halves
-    their size while the lists, at most twice as long after each halving, are sure to stay short.
+    Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
+    The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then
+    halves the side as long as the lists are sure to be short: halving at most doubles the length of a list.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
@@ -238,7 +239,7 @@ def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
     return cache().get(("widths", outer, sides), measure, lambda _: 16, pattern=outer.rule)
 
 
-def _at_least_two(tables: Tables) -> Tables:
+def _widen_lists(tables: Tables) -> Tables:
     """Pad block lists to at least 2 entries: torch.compile takes a dim of size 1 for a constant."""
     return {
         name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
@@ -255,7 +256,7 @@ def _sizes(tables: Tables) -> tuple[int, int, int, int]:
     return by_row[2], by_column[2], by_row[3], by_column[3]
 
 
-def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
+def unpack_tables(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
     """Cut a program's `packed` tensor into views: the block tables of each step (the kernel call of one term), by name.
 
     leads: (batch entries, heads) of each step's tables.
@@ -303,7 +304,7 @@ def _step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    Always False before Hopper and on other devices; from Hopper on tiles have 128 x 128 scores.
+    Always False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False

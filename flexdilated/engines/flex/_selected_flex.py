@@ -1,9 +1,10 @@
 """Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-The table has a row for each query block, which names the key blocks that these see. Query blocks of whole kernel tiles
-are query blocks of a BlockMask. The queries of smaller ones, down to a single query, are gathered: they are copied once
-for each block that their query block selects, copies are sorted by block, each block's copies begin at a tile, and the
-results are merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
+The table has a row for each query block: the key blocks that the queries in it see. Query blocks of whole kernel tiles
+are query blocks of a BlockMask. The queries of smaller query blocks, down to a single query, are gathered. They are
+copied once for each key block that their query block selects. Copies are sorted by key block, the copies of each key
+block begin at a tile, and the results are merged by lse. All sizes follow from the table's shape, so no value is copied
+to the host.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from ._kernel_call import Kernel, call_kernel
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
-    """Return how many consecutive queries are gathered as one unit, to attend to the key blocks selected for them.
+    """Return the number of consecutive queries that are gathered as one unit, with the same selected key blocks.
 
     block: (queries, keys) of a selected block.
     q_offset: position of the first query.
 
-    The result is 0 if queries are not gathered, as blocks are whole kernel tiles; None if the kernels do not support
-    these blocks: neither the number of keys of a block nor that of a tile is a multiple of the other.
+    The result is 0 if no queries are gathered: blocks are whole kernel tiles, and the first query begins a block. It is
+    None if the kernels do not support these blocks: the number of keys of a block is neither a multiple nor a divisor
+    of the keys of a tile.
     """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
@@ -71,7 +73,7 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
     return -(-places * unit // queries)
 
 
-class SelectedBlocksOf(torch.nn.Module):
+class SelectedBlockSizes(torch.nn.Module):
     """Length-independent sizes of attention over a table of selected blocks.
 
     A module, because a compiled graph has a module's numbers as constants.
@@ -99,11 +101,11 @@ class SelectedBlocksOf(torch.nn.Module):
         return (self.q_block, self.k_block, self.unit, self.most, self.tables, self.heads, self.kv_heads)
 
 
-class Where(NamedTuple):
+class CallOffsets(NamedTuple):
     """Offsets of a call as tensors: global index of the first head, positions of the first query and the first key.
 
     row: index of the first query in its query block.
-    tables: table of selected blocks of each head; empty if head i has table i and there are no other tables.
+    tables: index of each head's table of selected blocks; empty if head i has table i and there are no other tables.
     """
 
     head: Int64[Tensor, ""]
@@ -114,9 +116,9 @@ class Where(NamedTuple):
 
 
 def attend_selected(
-    of: SelectedBlocksOf,
+    of: SelectedBlockSizes,
     rest: MaskMod,
-    where: Where,
+    where: CallOffsets,
     rows: Int64[Tensor, "b T R W"],
     classes: Int32[Tensor, "h R C"] | None,
     q: Float[Tensor, "B H N D"],
@@ -201,10 +203,10 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: each holds the queries of one pair.
+    """Places of gathered queries in the kernel's tiles: a place holds the queries of one pair, a tile several places.
 
-    A pair is an entry of the table: a unit and a key block that it selects. Pairs are sorted by block; the pairs of
-    each block begin at a tile.
+    A pair is an entry of the table: a unit and a key block that the unit selects. Pairs are sorted by block; the pairs
+    of each block begin at a tile.
 
     place: index of the place of each pair, -1 for an entry without a block.
     pair: index of the pair in each place, -1 for none.
@@ -241,8 +243,8 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
     return TilePlaces(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
 
 
-def _tables_of_tiles(of: SelectedBlocksOf, at: TilePlaces) -> dict[str, Tensor]:
-    """Return a BlockMask's block tables in which each tile of gathered queries lists one block, with the tile's keys.
+def _tables_of_tiles(of: SelectedBlockSizes, at: TilePlaces) -> dict[str, Tensor]:
+    """Return block tables of a BlockMask in which each tile of gathered queries lists the one block that it attends to.
 
     A key block of the kernel may consist of several selected key blocks. Unused tiles list no block.
     """
@@ -266,10 +268,10 @@ def _tables_of_tiles(of: SelectedBlocksOf, at: TilePlaces) -> dict[str, Tensor]:
 
 
 def _run(
-    of: SelectedBlocksOf,
+    of: SelectedBlockSizes,
     tables: dict[str, Tensor],
     rest: MaskMod,
-    where: Where,
+    where: CallOffsets,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -305,7 +307,7 @@ def _run(
     return torch.where((lse == -torch.inf)[..., None], 0.0, out), lse
 
 
-class _Gathered(torch.autograd.Function):
+class _VectorGather(torch.autograd.Function):
     """Autograd function (x, index, inverse) -> vectors of x (dim 2) by index, 0 for a negative index.
 
     The gradient is a gather too. inverse: for each vector of x, along the last dim, the indices of its copies in the
@@ -332,4 +334,4 @@ def _take_or_zero(x: Tensor, index: Tensor) -> Tensor:
 
 
 def gathered(x, index, inverse):
-    return _Gathered.apply(x, index, inverse)
+    return _VectorGather.apply(x, index, inverse)

@@ -21,8 +21,8 @@ from .._features import Features
 from .._ops import own_op
 from .._score_mod import plain_values
 from .._tables import table_split_in_text, table_split_of, tensors_of
-from ._flex import compiled_flex, flat, flex_in_graph, kind_of, read_flat, require_compiling
-from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
+from ._flex import as_arguments, compiled_flex, flex_in_graph, from_arguments, kind_of, require_compiling
+from ._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
 from ._traced import MAKERS, traced
 
 # T tables, R rows of query blocks, C key blocks
@@ -77,21 +77,21 @@ def takes_table(parts: SelectedParts, call: Call) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """Sizes, mask and offsets of a call with a table of selected blocks: all that does not depend on its values.
+class PreparedCall:
+    """Sizes, mask and offsets of a call with a table of selected blocks: all that the table's values do not change.
 
     of: sizes.
     rest: mask that also applies to pairs in selected blocks.
     held: holders of the run-time tables that `rest` reads.
     where: offsets of the call.
     classes: 2 for each (query block, key block) in which `rest` allows every pair, else 1; None if not known.
-    skipped: number of the table's rows before the first query's.
+    skipped: number of rows in the table before the row of the first query.
     """
 
-    of: SelectedBlocksOf
+    of: SelectedBlockSizes
     rest: MaskMod
     held: tuple[HeldRows, ...]
-    where: Where
+    where: CallOffsets
     classes: Int8[Tensor, "h R C"] | None
     skipped: int
 
@@ -100,12 +100,14 @@ class Prepared:
         return 1000 + (0 if self.classes is None else self.classes.nbytes)
 
 
-def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
-    """Return the `Prepared` of a call with a table of selected blocks.
+def prepare_call(
+    call: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False
+) -> PreparedCall:
+    """Return the `PreparedCall` of a call with a table of selected blocks.
 
     Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
 
-    blank_rest: use placeholders for the values of these tensors, for a trace.
+    blank_rest: True, for a trace, to use placeholders for the values of the rest's run-time tensors.
 
     Raises TypeError or ValueError if the table does not fit the call.
     """
@@ -118,20 +120,20 @@ def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, bl
     require_row(leaf.block[0], first, int(table.shape[-2]), call.q_offset)
     skipped = call.q_offset // leaf.block[0] - first
 
-    def build() -> Prepared:
+    def build() -> PreparedCall:
         rule = rest
         if rest.varies:
             tensors = dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True))
             rule = blank(rest, tensors, call.extent) if blank_rest else rest.resolve(tensors, call.extent)
         unit = unit_of(leaf.block, call.q_offset)
         assert unit is not None
-        of = SelectedBlocksOf(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
+        of = SelectedBlockSizes(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
         head, query, key_first = (torch.tensor(at, device=device) for at in call.first)
-        where = Where(head, query, key_first, call.q_offset % leaf.block[0], _tables_of(call, count))
+        where = CallOffsets(head, query, key_first, call.q_offset % leaf.block[0], _table_indices(call, count))
         held = tuple(table.on(device) for table in tables(rule))
         classes = None if held or unit else _classes(call, rule, leaf.block, device)
         rest_mod = rule.mask_mod(num_heads=call.num_heads_global, device=device)
-        return Prepared(of, rest_mod, held, where, classes, skipped)
+        return PreparedCall(of, rest_mod, held, where, classes, skipped)
 
     if rest.varies:
         return build()
@@ -139,8 +141,8 @@ def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, bl
     return cache().get(name, build, lambda found: found.nbytes, pattern=call.pattern, device=device)
 
 
-def _tables_of(call: Call, count: int) -> tuple[int, ...]:
-    """Return the table of each head of this device; empty if head i has table i and there are no other tables.
+def _table_indices(call: Call, count: int) -> tuple[int, ...]:
+    """Return the index of each local head's table; empty if head i has table i and there are no other tables.
 
     count: number of tables of selected blocks, each shared by consecutive heads.
     """
@@ -191,22 +193,22 @@ def selected_flex(
     """
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
-        found: Prepared = traced("selected", q, k, bindings, call)
+        found: PreparedCall = traced("selected", q, k, bindings, call)
         if found.held:
             for held, rows in zip(found.held, _held_rows(q, k, bindings, *call.arguments), strict=True):
                 held.rows = rows
         rows = _rows_of(table, found)
         return attend_selected(found.of, found.rest, found.where, rows, found.classes, q, k, v, features, flex_in_graph)
-    found = prepared(call, q.device, bindings)
+    found = prepare_call(call, q.device, bindings)
     compiled = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
     run, rows = compiled(kind_of(q, k, v, features, [found.of.sides])), _rows_of(table, found)
-    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *flat(features))
+    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *as_arguments(features))
 
 
-def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
+def _rows_of(table: Int64[Tensor, "*b T R W"], found: PreparedCall) -> Int64[Tensor, "b t R W"]:
     """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
 
-    table: key blocks that each query block selects. t tables: T, or one for each head.
+    table: key blocks that each query block selects. The result has t tables: the T given ones, or one for each head.
     """
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables
@@ -214,16 +216,16 @@ def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor,
     return rows - found.where.key // found.of.k_block
 
 
-def _structure(found: Prepared) -> Hashable:
+def _structure(found: PreparedCall) -> Hashable:
     return plain_values(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
 
 
 def _call_selected(of, rest, where, rows, classes, q, k, v, *features):
     require_compiling()
-    return attend_selected(of, rest, where, rows, classes, q, k, v, read_flat(*features), flex_in_graph)
+    return attend_selected(of, rest, where, rows, classes, q, k, v, from_arguments(*features), flex_in_graph)
 
 
-MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, blank_rest=True)
+MAKERS["selected"] = lambda key, q, bindings: prepare_call(key, q.device, bindings, blank_rest=True)
 
 
 @own_op("flexdilated::selected_rows")
@@ -237,13 +239,13 @@ def _held_rows(
     constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
-    return [held.rows.clone() for held in prepared(key, q.device, bindings).held]
+    return [held.rows.clone() for held in prepare_call(key, q.device, bindings).held]
 
 
 @_held_rows.register_fake
 def _(q, k, bindings, *arguments):
     found = Call.of(q, k, *arguments)
     with suspended_torch_modes():
-        held = prepared(found, q.device, bindings, blank_rest=True).held
+        held = prepare_call(found, q.device, bindings, blank_rest=True).held
         shapes = [(tuple(each.rows.shape), each.rows.dtype) for each in held]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]

@@ -28,8 +28,8 @@ _Numbers = tuple[int, ...]
 class SlotIndex(NamedTuple):
     """Index tensors between one side of a term and a tensor; None where not needed.
 
-    heads: query head of each head of the term; None if the term has all query heads in order.
-    places: head of the term of each query head, -1 for none; None if the term has all query heads in order.
+    heads: for each head of the term, its query head; None if the term has all query heads in order.
+    places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
     offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
     listed: token in each slot, -1 for none, for kind "index".
     inverse: slot of each token of every query head, -1 for none, for kind "index".
@@ -51,9 +51,9 @@ class SlotRule(torch.nn.Module):
 
     A module, because a compiled graph has a module's numbers as constants.
 
-    kind: "all", slots are the tensor itself; "heads", slot i is token i of some heads; "segments", slot i is token
-        i % width * step plus the offset of the head in segment i // width of `segment` tokens; "index", by index
-        tensors.
+    kind: "all": the slots are the tensor itself. "heads": slot i is token i, of some of the heads. "segments": slot i
+        is in segment i // width, where it is token i % width * step + the head's offset; a segment has `segment`
+        tokens. "index": index tensors have the token of each slot.
     numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive heads of the term read
         one head of the tensor.
     """
@@ -78,7 +78,7 @@ class SlotRule(torch.nn.Module):
             slots = rows.listed.shape[1]
         if self.kind == "heads":
             slots = x.shape[2]
-        return x if self.kind == "all" else moved(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
+        return x if self.kind == "all" else take_or_put(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
 
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: SlotIndex, start: int, tokens: int, empty: float) -> Tensor:
         """Gather slots back into tokens, inverse to `take`: (B, query heads, tokens, ...).
@@ -90,7 +90,7 @@ class SlotRule(torch.nn.Module):
         Tokens without a slot, and heads that the term does not have, are filled with `empty`. For kind "all", x itself
         is returned.
         """
-        return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
+        return x if self.kind == "all" else take_or_put(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
 class SideGather(NamedTuple):
@@ -102,7 +102,7 @@ class SideGather(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _At:
+class _SlotMap:
     """Index maps between slots of one side of a term and tokens of a tensor.
 
     The first of `numbers` is the number of consecutive heads of the term that read one head of the tensor.
@@ -171,17 +171,17 @@ def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tenso
     return head[:, None], torch.arange(begin, length + begin, device=x.device, dtype=dtype) - begin
 
 
-def _to_slots(x: Tensor, at: _At, slots: int, begin: int) -> Tensor:
+def _to_slots(x: Tensor, at: _SlotMap, slots: int, begin: int) -> Tensor:
     num_heads = x.shape[1] * at.numbers[0] if at.rows.heads is None else len(at.rows.heads)
     head, slot = _grid(x, num_heads, slots, begin)
     token, held = at.tokens(head, slot)
     if at.kind == "segments":
         inside = (token >= 0) & (token < x.shape[2])
         held = inside if held is None else held & inside
-    return _take_slots(x, at.source(head), token, held, 0.0)
+    return _take_or_fill(x, at.source(head), token, held, 0.0)
 
 
-def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Tensor:
+def _to_tokens(x: Tensor, at: _SlotMap, tokens: int, empty: float, begin: int) -> Tensor:
     num_heads = x.shape[1] if at.rows.places is None else len(at.rows.places)
     head, token = _grid(x, num_heads, tokens, begin)
     slot, active = at.slots(head, token)
@@ -191,10 +191,10 @@ def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Ten
     if at.kind == "segments":
         inside = slot < x.shape[2]
         active = inside if active is None else active & inside
-    return _take_slots(x, place, slot, active, empty)
+    return _take_or_fill(x, place, slot, active, empty)
 
 
-def _take_slots(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
+def _take_or_fill(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
     if there is None:
         return x[:, head, index]
     found = x[:, head, torch.where(there, index, 0)]
@@ -202,7 +202,7 @@ def _take_slots(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, em
     return torch.where(there[..., None] if x.dim() == 4 else there, found, empty)
 
 
-class _Moved(torch.autograd.Function):
+class _TakeOrPut(torch.autograd.Function):
     """Autograd function that gathers a term's slots from a tensor's tokens or, if not `to_slots`, tokens from slots.
 
     The gradient is the inverse gather. length: number of slots or tokens of the result.
@@ -215,13 +215,13 @@ class _Moved(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.to_slots, ctx.side, ctx.length = to_slots, (kind, numbers, start), x.shape[2]
         ctx.save_for_backward(*rows)
-        at = _At(kind, numbers, start, SlotIndex(*rows))
+        at = _SlotMap(kind, numbers, start, SlotIndex(*rows))
         return _to_slots(x, at, length, 0) if to_slots else _to_tokens(x, at, length, empty, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (kind, numbers, start) = grads, ctx.side
-        at = _At(kind, numbers, start, SlotIndex(*ctx.saved_tensors))
+        at = _SlotMap(kind, numbers, start, SlotIndex(*ctx.saved_tensors))
         if ctx.to_slots:
             grad, groups = _to_tokens(grad, at, ctx.length, 0.0, 1), at.numbers[0]
             if groups > 1:
@@ -231,14 +231,14 @@ class _Moved(torch.autograd.Function):
         return grad, *([None] * (6 + len(SlotIndex._fields)))
 
 
-def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
-    return _Moved.apply(x, to_slots, kind, numbers, start, length, empty, *rows)
+def take_or_put(x, to_slots, kind, numbers, start, length, empty, *rows):
+    return _TakeOrPut.apply(x, to_slots, kind, numbers, start, length, empty, *rows)
 
 
 def sides_of(
     term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
 ) -> tuple[SideGather, SideGather]:
-    """Return (queries, keys) of a term: how its queries and keys are gathered from q and from k and v.
+    """Return (gather of a term's queries from q, gather of its keys and values from k and v).
 
     groups: number of query heads for each key/value head.
     placement: positions of the tokens in the tensors; None if these hold all tokens.
@@ -251,22 +251,23 @@ def sides_of(
         if isinstance(term, IntervalTerm):
             q_index = torch.where(q_index < 0, -1, placement.query_slots().of(q_index))
         k_index = _token_indices(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
-        q = _by_index(q_index, heads, num_heads, 1, num_queries, device)
-        return q, _by_index(k_index, heads, num_heads, groups, num_keys, device)
+        q = _gather_by_index(q_index, heads, num_heads, 1, num_queries, device)
+        return q, _gather_by_index(k_index, heads, num_heads, groups, num_keys, device)
     if isinstance(term, PaddedTerm):
-        return _of_segments(term.q, heads, num_heads, 1, device), _of_segments(term.k, heads, num_heads, groups, device)
+        q = _gather_of_segments(term.q, heads, num_heads, 1, device)
+        return q, _gather_of_segments(term.k, heads, num_heads, groups, device)
     keys = Layout(num_keys, plan.layout.rate)
-    q = _of_order(term.q, plan.layout, heads, num_heads, 1, device)
-    return q, _of_order(term.k, keys, heads, num_heads, groups, device)
+    q = _gather_of_order(term.q, plan.layout, heads, num_heads, 1, device)
+    return q, _gather_of_order(term.k, keys, heads, num_heads, groups, device)
 
 
-def in_order(given: Layout, device: torch.device) -> SideGather:
-    """Return the gather that brings tokens in the order `given` into natural order."""
+def natural_order_gather(given: Layout, device: torch.device) -> SideGather:
+    """Return the gather that brings tokens from the order `given` into natural order."""
     rows = SlotIndex(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
     return SideGather(SlotRule("index", 1), rows, 0)
 
 
-def _of_segments(
+def _gather_of_segments(
     order: Padded, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
 ) -> SideGather:
     offsets = torch.tensor(order.offsets, dtype=torch.int32)
@@ -274,21 +275,21 @@ def _of_segments(
         offsets, groups = offsets[::groups], 1
     offsets = offsets.to(device)
     _mark_static(offsets)
-    rows = _rows(heads, num_heads, device, offsets=offsets)
+    rows = _slot_index(heads, num_heads, device, offsets=offsets)
     return SideGather(SlotRule("segments", groups, order.step, order.segment, order.width), rows, order.start)
 
 
-def _of_order(
+def _gather_of_order(
     order: Order, given: Layout, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
 ) -> SideGather:
     if order != given:
-        return _by_index(order.tokens()[:, 0], heads, num_heads, groups, given.num_tokens, device)
+        return _gather_by_index(order.tokens()[:, 0], heads, num_heads, groups, given.num_tokens, device)
     if heads is None:
         return SideGather(SlotRule("all", 1), SlotIndex(), 0)
-    return SideGather(SlotRule("heads", groups), _rows(heads, num_heads, device), 0)
+    return SideGather(SlotRule("heads", groups), _slot_index(heads, num_heads, device), 0)
 
 
-def _by_index(
+def _gather_by_index(
     index: Int64[Tensor, "#H S"],
     heads: tuple[int, ...] | None,
     num_heads: int,
@@ -296,8 +297,9 @@ def _by_index(
     num_tokens: int,
     device: torch.device,
 ) -> SideGather:
-    """Return the gather of one side by index; index: token in each slot, -1 for none.
+    """Return the gather of one side by index tensors, or of kind "all" if slots are the tensor's tokens in order.
 
+    index: token in each slot, -1 for none.
     heads: query heads of the term, None for all.
     groups: number of query heads for each head of the tensor.
 
@@ -318,11 +320,11 @@ def _by_index(
         inverse = torch.full((num_heads, num_tokens), -1, dtype=torch.int32).index_copy_(
             0, torch.tensor(heads), inverse
         )
-    rows = _rows(heads, num_heads, device, listed=alike.int().to(device), inverse=inverse.to(device))
+    rows = _slot_index(heads, num_heads, device, listed=alike.int().to(device), inverse=inverse.to(device))
     return SideGather(SlotRule("index", groups), rows, 0)
 
 
-def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, **tables: Tensor) -> SlotIndex:
+def _slot_index(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, **tables: Tensor) -> SlotIndex:
     if heads is None:
         return SlotIndex(**tables)
     places = torch.full((num_heads,), -1, dtype=torch.int32)

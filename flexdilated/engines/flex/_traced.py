@@ -13,7 +13,7 @@ from ...masks.core import suspended_torch_modes
 from .._call import Call
 from .._ops import own_op
 from ._selected_flex import gathered
-from ._slots import moved
+from ._slots import take_or_put
 
 
 class Traced:
@@ -71,7 +71,7 @@ def _prepare(
 def _(q, k, bindings, what, *arguments):
     found = Call.of(q, k, *arguments)
     name = traced_name(what, found, bindings, q)
-    let_trace()
+    allow_gathers_in_graph()
     if name not in vars(Traced):
         with suspended_torch_modes():
             made = MAKERS[what](found, q, bindings)
@@ -83,11 +83,11 @@ def _(q, k, bindings, what, *arguments):
 
 
 @cache
-def let_trace() -> None:
-    """Make torch.compile put `moved` and `gathered` into graphs without tracing into them; call it before a trace.
+def allow_gathers_in_graph() -> None:
+    """Make torch.compile put `take_or_put` and `gathered` into graphs without tracing into them.
 
-    Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at import, as it imports the
-    whole compiler.
+    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at
+    import, as it imports the whole compiler.
     """
-    for function in (moved, gathered):
+    for function in (take_or_put, gathered):
         torch.compiler.allow_in_graph(function)

@@ -49,7 +49,7 @@ def forward(
     A query whose keys are all hidden by x.visible has output 0 and lse -inf.
     """
     fold = _Folding.of(x)
-    blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
+    blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
     parts = (fold.enter(part) for part in (filled(x.q, blind), x.k, x.v))
     out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=mask)
     return fold.leave(out), filled(fold.leave(lse), blind, -torch.inf)
@@ -67,11 +67,11 @@ def backward(
 ) -> _kernel_cuda.ProblemGradients:
     """(dq, dk, dv) of `forward`, shaped as q, k and v, in their dtype or float32, from its out and lse.
 
-    If out and lse are of a softmax over more keys, these are the gradients through the keys in x. A query without keys
-    must have lse +inf, unless the keys are hidden by x.visible.
+    If out and lse are of a softmax over more keys, the results are the gradients through the keys in x. A query without
+    keys must have lse +inf; one whose keys are all hidden by x.visible may have any lse.
     """
     fold = _Folding.of(x)
-    blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
+    blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
     grad_out, q, out = (filled(part, blind) for part in (grad_out, x.q, out))
     parts = (fold.enter(part) for part in (grad_out, q, x.k, x.v, out, filled(lse, blind, torch.inf)))
     grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=mask)
@@ -82,9 +82,9 @@ def backward(
 class _Folding:
     """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
 
-    They are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
-    heads than query heads, or if the folds of a single batch entry leave some tokens out. Otherwise they are (B * H *
-    F, 1), and each head's tokens are contiguous in the output.
+    The kernel's dims are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer
+    key/value heads than query heads, or if the folds of a single batch entry leave some tokens out. Otherwise they are
+    (B * H * F, 1), and each head's tokens are contiguous in the kernel's output.
     """
 
     batch: int
@@ -111,7 +111,8 @@ class _Folding:
     def mask(self, x: KernelTensors, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
         """Return the kernel's additive mask: `bias`, for all batch entries and folds, or -inf at keys not in x.visible.
 
-        It broadcasts against the kernel's scores (batch, heads, Q, K). None if there is neither; both are not allowed.
+        It broadcasts against the kernel's scores (batch, heads, Q, K). None if there is neither; `bias` and x.visible
+        exclude each other.
         """
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
@@ -122,7 +123,7 @@ class _Folding:
         return bias[None, :, None].expand(self.batch, -1, self.folds, -1, -1).flatten(0, 2).unsqueeze(1)
 
 
-def _blind(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
+def _blind_queries(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
     """True for queries whose keys are all hidden by x.visible; None for none. is_causal: query i has keys 0 to i."""
     if x.visible is None:
         return None
@@ -162,7 +163,7 @@ def flash_forward(
         -inf.
     """
     other = _device_kernels(q)
-    factor, scale = _positive(scale, is_causal or other is not None)
+    factor, scale = _positive_scale(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
     q, k, v = readable(q), readable(k), readable(v)
     if other is not None:
@@ -188,7 +189,7 @@ def flash_backward(
     Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
     """
     other = _device_kernels(q)
-    factor, scale = _positive(scale, is_causal or other is not None)
+    factor, scale = _positive_scale(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
     grad_out, q, k, v, out = (readable(x) for x in (grad_out, q, k, v, out))
     lse = lse.contiguous()
@@ -264,7 +265,7 @@ def _device_kernels(x: Tensor) -> ModuleType | None:
     return _OTHERS.get(device_kind(x.device).kernels)
 
 
-def _positive(scale: float, needed: bool) -> tuple[float, float]:
+def _positive_scale(scale: float, needed: bool) -> tuple[float, float]:
     """Return (factor on q, scale of the kernel), which together give the scores of `scale`; (1, scale) if not `needed`.
 
     Where needed, a scale too near to 0 for float32 counts as 0.

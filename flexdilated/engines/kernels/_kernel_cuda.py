@@ -57,7 +57,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
     It must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if no kernel qualifies.
     """
     capability = torch.cuda.get_device_capability(device)
-    for kernel in _preferred(capability):
+    for kernel in _by_preference(capability):
         if kernel.serves(dtype, head_dim, num_keys, capability):
             return kernel
     raise ValueError(
@@ -67,7 +67,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
     )
 
 
-def _preferred(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
+def _by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
     """The three kernels in order of preference, as in torch's sdp_utils.cpp.
 
     cuDNN comes first on Hopper and later, if its version is above 9.15.0; else flash does.
@@ -87,12 +87,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
     is_causal: query i sees keys 0 to i.
     """
     kernel, dim = _kernel_of(q, k, is_causal), q.shape[-1]
-    q, k, v = (_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
+    q, k, v = (_make_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
 
     def attend(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
         return _in_batches(lambda *x: kernel.forward(*x, scale, causal), q[:, :, rows], k[:, :, keys], v[:, :, keys])
 
-    parts = [attend(*square) for square in _squares(q.shape[2], k.shape[2], is_causal)]
+    parts = [attend(*part) for part in _problem_parts(q.shape[2], k.shape[2], is_causal)]
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
     return out[..., :dim], lse
 
@@ -103,7 +103,7 @@ def backward(
     """(dq, dk, dv) of `forward`, shaped as q, k and v; out and lse may be of a softmax over more keys."""
     kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
-    grad_out, q, k, v, out = (_loadable(x) for x in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = (_make_loadable(x) for x in (grad_out, q, k, v, out))
 
     def gradients(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
         by_row, by_key = (x[:, :, rows] for x in (grad_out, q, out, lse)), (x[:, :, keys] for x in (k, v))
@@ -111,12 +111,12 @@ def backward(
         sides = (grad, queries, key, value, result, sums)
         return _in_batches(lambda *x: kernel.backward(*x, scale, causal), *sides)
 
-    squares = list(_squares(q.shape[2], k.shape[2], is_causal))
-    if len(squares) == 1 and squares[0][1].stop == k.shape[2]:
-        dq, dk, dv = gradients(*squares[0])
+    parts = list(_problem_parts(q.shape[2], k.shape[2], is_causal))
+    if len(parts) == 1 and parts[0][1].stop == k.shape[2]:
+        dq, dk, dv = gradients(*parts[0])
     else:
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for rows, keys, causal in squares:
+        for rows, keys, causal in parts:
             dq[:, :, rows], *others = gradients(rows, keys, causal)
             for total, grad in zip((dk, dv), others, strict=True):
                 total[:, :, keys] += grad
@@ -127,17 +127,18 @@ def backward(
 def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> CudaKernel:
     """Return a kernel for attention of q (B, H, Q, D) over k (B, G, K, D).
 
-    The problem is computed in the parts that `_squares` yields; the kernel supports the part with the fewest keys.
+    The problem is computed in the parts from `_problem_parts`; the kernel supports the part with the fewest keys.
     """
-    least = min(keys.stop for _, keys, _ in _squares(q.shape[2], k.shape[2], is_causal))
+    least = min(keys.stop for _, keys, _ in _problem_parts(q.shape[2], k.shape[2], is_causal))
     return choose(q.dtype, q.shape[-1], least, q.device)
 
 
-def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+def _problem_parts(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
     """Yield (slice of queries, slice of keys, is_causal) of each part of a problem of `queries` by `keys` tokens.
 
     Kernels disagree on causal problems with unequal numbers of queries and keys. A causal problem is therefore split
-    into a square causal part and a dense part of the queries after the last key; any other is one dense part.
+    into a square causal part and, if there are queries after the last key, a dense part with these queries. Any other
+    problem is one dense part.
     """
     square = min(queries, keys) if is_causal else 0
     if square:
@@ -166,7 +167,7 @@ def _per_key_head(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 
 
-def _loadable(x: Tensor) -> Tensor:
+def _make_loadable(x: Tensor) -> Tensor:
     """Pad the head dim of x with zeros to a multiple of 8; copy x if its vectors are strided or not 16-byte aligned."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:

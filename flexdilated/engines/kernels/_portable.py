@@ -30,13 +30,13 @@ _SCORES_AT_ONCE = 1 << 20
 _SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk, which take long to compile
 
 
-class Scores(NamedTuple):
-    """Rule by which q · k of a pair becomes its weight: scale, score_mod and dropout.
+class Weighting(NamedTuple):
+    """The steps from q · k of a pair to its weight: scale, score_mod and dropout.
 
     score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod.
     learned: tensors that score_mod reads and that require a gradient.
-    shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many of the mask's branches keep
-        each pair in dropout; None for no dropout.
+    shares: for dropout, a function (score, b, h, q, k) -> number of the mask's branches that keep each pair, where
+        indices broadcast; None for no dropout.
     factor: multiplies the kept weights.
     """
 
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
     begin, stop: their range in the descending order of length.
     length: most blocks in a list.
-    masked: most blocks with a mask in a list; incomplete blocks always have a mask.
+    masked: most blocks with a mask in a list; a block that the end of the tokens cuts off always has a mask.
     has_gaps: True if a list is shorter than `length`.
     problems: most problems in a chunk that share a list.
     """
@@ -77,7 +77,7 @@ class ListLengths(NamedTuple):
 
     @classmethod
     def of(cls, mask: BlockMask) -> ListLengths:
-        """Read the lengths from the mask; on an accelerator, this waits for it."""
+        """Read the lengths from the mask; on an accelerator, this waits for the device."""
         partial, count = _lengths(mask)
         counts, order = count.sort(descending=True, stable=True)
         return cls(counts.tolist(), partial[order].tolist())
@@ -135,7 +135,7 @@ class _BlockChunk:
         return modified(score_mod, scores, *self.places, self.hidden)
 
     def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
-        """Call `shares`, as in `Scores`, with the indices of every pair of the chunk, and return the results."""
+        """Call `shares`, as in `Weighting`, with the indices of every pair of the chunk, and return the results."""
         b, h, q, k = self.places
         return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
 
@@ -195,7 +195,7 @@ class BlockProblems:
     def chunks(self) -> Iterator[_BlockChunk]:
         """Yield chunks that together have every query block with a non-empty list, the longest lists first.
 
-        For meta tensors, a few chunks of each kind of span, which have the memory of all.
+        For meta tensors, yield only a few chunks of each kind of span: computing them takes as much memory as all.
         """
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
@@ -235,7 +235,7 @@ class BlockProblems:
     ) -> Bool[Tensor, "y t _ LK"] | None:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
-        None if no list has a block with a mask or is shorter than the span's length: every pair is allowed.
+        None if every pair is allowed: no list has a block with a mask, and none is shorter than the span's length.
 
         partial: number of blocks with a mask, which come first in each list.
         beyond: True for keys after the last block of a list or the last key.
@@ -263,7 +263,7 @@ def _kind(span: Span) -> tuple[int, int]:
 
 def attention(
     problems: Problems,
-    scores: Scores,
+    scores: Weighting,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
@@ -284,9 +284,9 @@ def attention(
     for chunk in problems.chunks():
         given = chunk, scores, queries, keys, values
         if torch.compiler.is_compiling():
-            rows, some = checkpoint(_rows, *given, use_reentrant=False, preserve_rng_state=False)
+            rows, some = checkpoint(_chunk_attention, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            rows, some = _rows(*given)
+            rows, some = _chunk_attention(*given)
         if recorded:
             found.append([x.flatten(0, 1) for x in (chunk.problem, rows, some)])
         else:
@@ -297,15 +297,15 @@ def attention(
     return problems.queries(out), problems.queries(lse)
 
 
-def _rows(
+def _chunk_attention(
     chunk: _BlockChunk | ListChunk,
-    scores: Scores,
+    scores: Weighting,
     queries: Float[Tensor, "BHR Q D"],
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
-    """Return (out, natural lse) of a chunk's problems; queries, keys and values have the blocks of all problems."""
-    found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
+    """Return (out, natural lse) of a chunk's problems; queries, keys and values are the blocks of all problems."""
+    found = (queries[chunk.problem] @ _gather_blocks(keys, chunk.block).mT).mul_(scores.scale)
     if scores.score_mod is not None:  # its result is not written to: autograd may keep it
         found = chunk.modified(scores.score_mod, found)
         found = found.clone() if chunk.hidden is None else found.masked_fill(chunk.hidden, -torch.inf)
@@ -318,13 +318,13 @@ def _rows(
         weights = weights * chunk.shares(scores.shares)
     empty = total == 0
     some = total.masked_fill(empty, 1.0)
-    rows = (weights @ _gathered(values, chunk.block)) * (scores.factor / some)
+    rows = (weights @ _gather_blocks(values, chunk.block)) * (scores.factor / some)
     return rows, (some.log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def gradients(
     problems: Problems,
-    scores: Scores,
+    scores: Weighting,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
@@ -334,7 +334,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return (dq, dk, dv, [gradient of each learned tensor]) of attention over these problems.
 
-    They may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
+    The problems may have only some keys of a query; lse, grad_out and delta (see `WholeRows`) are over all its keys.
     lse is inf for queries without keys.
     """
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
@@ -355,7 +355,7 @@ def gradients(
 
 def _chunk_gradients(
     chunk: _BlockChunk | ListChunk,
-    scores: Scores,
+    scores: Weighting,
     queries: Float[Tensor, "x t Q D"],
     lse: Float[Tensor, "x t Q"],
     grad_out: Float[Tensor, "x t Q E"],
@@ -365,15 +365,15 @@ def _chunk_gradients(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
     """Return ((dq, dk, dv), gradient of each learned tensor or None for 0) of a chunk's problems.
 
-    keys and values have the blocks of all problems, the other tensors those of the chunk; so do dq, dk and dv.
+    keys and values are the blocks of all problems; the other arguments, and dq, dk and dv, are of this chunk alone.
     """
-    learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
+    learns, keys = scores.score_mod is not None, _gather_blocks(keys, chunk.block)
     with torch.set_grad_enabled(learns):
         plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
         new = plain if scores.score_mod is None else chunk.modified(scores.score_mod, plain)
     weights = new.detach() - lse[..., None]
     weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
-    of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
+    of_scores, kept = grad_out @ _gather_blocks(values, chunk.block).mT, weights
     if scores.shares is not None:
         shares = chunk.shares(scores.shares).to(weights.dtype).mul_(scores.factor)
         of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
@@ -393,7 +393,7 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return x.mul_(log2(e)).exp2_()
 
 
-def _gathered(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
+def _gather_blocks(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
     return x.index_select(0, block.flatten()).view(*block.shape[:2], -1, x.shape[2])
 
 

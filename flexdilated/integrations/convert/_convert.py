@@ -41,7 +41,7 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
 
     model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
         buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and torch.compile work.
-        Masks of a call compose with the pattern: a causal mask or flag, key padding, caches and memories.
+        A call's causal mask or flag and key padding restrict the pattern further; caches and memories are supported.
     pattern: a pattern for all self-attention modules; or a function that gets (name, module) from
         `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
         restores the original attention of all modules.
@@ -100,11 +100,11 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
 
 
 def _attentions(model: nn.Module) -> list[Candidate]:
-    """Find the attention modules of a model, in the order of `model.named_modules()`.
+    """Return the attention modules of a model, in the order of `model.named_modules()`.
 
-    These are the modules that a library's `find` describes, and modules of unknown classes with Attention or Attn in
-    their class name. The latter have a reason, `refused`; they are left out if they contain an attention module or a
-    module of a known class contains them.
+    They are the modules that a library's `find` describes, and modules of other classes with Attention or Attn in their
+    class name. Those of other classes have a reason, `refused`. They are left out if they contain an attention module,
+    or if a module that `find` describes contains them.
     """
     found: dict[str, Candidate] = {}
     named: dict[str, nn.Module] = {}
@@ -112,15 +112,15 @@ def _attentions(model: nn.Module) -> list[Candidate]:
         each = _torch.find(name, module, model) or _timm.find(name, module) or _x_transformers.find(name, module, model)
         if each is not None:
             found[name] = each
-        elif _NAMED_SO.search(original_class(module).__name__) and not any(_holds(outer, name) for outer in found):
+        elif _NAMED_SO.search(original_class(module).__name__) and not any(_contains(outer, name) for outer in found):
             named[name] = module
     for name, module in named.items():
-        if not any(_holds(name, inner) for inner in (*found, *named)):
+        if not any(_contains(name, inner) for inner in (*found, *named)):
             found[name] = Candidate(name, module, refused=_unknown_reason(module))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
-def _holds(outer: str, inner: str) -> bool:
+def _contains(outer: str, inner: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
@@ -147,11 +147,11 @@ def _choice(each: Candidate, pattern: AnyPattern | Chosen | None) -> AnyPattern 
     own = pattern if isinstance(pattern, AnyPattern) else pattern(each.name, each.module)
     if own is None:
         return "the function chose None"
-    _check(each, own)
+    _check_pattern(each, own)
     return own
 
 
-def _check(each: Candidate, own: Any) -> None:
+def _check_pattern(each: Candidate, own: Any) -> None:
     if not isinstance(own, AnyPattern):
         raise TypeError(f"the function must return a pattern or None; for {each.name!r} it returned {own!r}")
     if names(own):

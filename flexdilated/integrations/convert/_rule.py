@@ -30,9 +30,11 @@ class GivenPattern:
 class Converted(nn.Module):
     """Base class of converted modules.
 
-    The class of a converted module is a dynamic subclass of `kind`, a subclass of this one with the changed methods,
-    and of `original`, the module's class before conversion. _flexdilated: the settings; None for an enclosing module
-    that is converted with its attention but has no pattern itself, such as an encoder.
+    The class of a converted module is made at run time. It has two bases: `kind`, a subclass of `Converted` with the
+    changed methods, and `original`, the module's class before conversion.
+
+    _flexdilated: settings of the module; None for an enclosing module that is converted with its attention but has no
+        pattern itself, such as an encoder.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -109,8 +111,8 @@ def call_rule(
     mask: as `scaled_dot_product_attention` takes it, boolean, True for pairs to keep, or float, -inf for pairs to hide
         and 0 for others; None for no mask.
 
-    It must be padding, of shape (B or 1, 1, 1, M), where floats may also hide keys by the dtype's least number, or
-    torch's causal mask, of shape (N, M) with optional leading dims of 1.
+    A mask must be of one of two kinds. Padding has shape (B or 1, 1, 1, M), and its floats may also hide keys by the
+    least number of their dtype. torch's causal mask has shape (N, M), with optional leading dims of 1.
 
     Raises ValueError or TypeError for any other mask.
     """

@@ -81,10 +81,10 @@ class _AttendMode(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return _attended(self.given, *args, **(kwargs or {}))
+        return _attend_by_pattern(self.given, *args, **(kwargs or {}))
 
 
-def _attended(
+def _attend_by_pattern(
     given: GivenPattern,
     query: Tensor,
     key: Tensor,

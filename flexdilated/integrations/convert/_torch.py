@@ -77,13 +77,13 @@ def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
         module.num_heads,
         module,
         by=MultiheadAttention,
-        refused=_refusal(module),
-        cross=_cross(name, module, above),
+        refused=_refusal_reason(module),
+        cross=_cross_reason(name, module, above),
         around=tuple((each, TransformerEncoder) for each in above if isinstance(each, nn.TransformerEncoder)),
     )
 
 
-def _refusal(module: nn.MultiheadAttention) -> str:
+def _refusal_reason(module: nn.MultiheadAttention) -> str:
     if original_class(module).forward is not nn.MultiheadAttention.forward:
         return "its class has a forward of its own"
     if module.bias_k is not None:
@@ -93,7 +93,7 @@ def _refusal(module: nn.MultiheadAttention) -> str:
     return ""
 
 
-def _cross(name: str, module: nn.MultiheadAttention, above: list[nn.Module]) -> str:
+def _cross_reason(name: str, module: nn.MultiheadAttention, above: list[nn.Module]) -> str:
     if above and isinstance(above[-1], nn.TransformerDecoderLayer) and name.endswith("multihead_attn"):
         return "cross-attention of a decoder layer"
     if not module.kdim == module.vdim == module.embed_dim:

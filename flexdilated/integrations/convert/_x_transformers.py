@@ -72,8 +72,8 @@ class Attend(Converted):
     ) -> tuple[Tensor, Any]:
         """Return (output (B, H, N, D), x-transformers' `Intermediates` without scores and weights).
 
-        Arguments as in x-transformers; row_mask and flash_pack_seq_kwargs, which only options that `find` refuses use,
-        are ignored. causal: None for the module's attribute; if True, the N queries have the last N of the M key
+        Arguments as in x-transformers. row_mask and flash_pack_seq_kwargs are ignored: `find` refuses the options that
+        use them. causal: None for the module's attribute; if True, the N queries have the last N of the M key
         positions, as with a cache. In training, dropout is applied to the attention weights. Raises ValueError for
         attn_bias, prev_attn and attn_delta other than None, and for a mask that is neither padding nor causal.
         """
@@ -117,7 +117,7 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
         module.heads,
         module.attend,
         by=Attend,
-        refused=_refusal(module, layers, is_cross=is_cross),
+        refused=_refusal_reason(module, layers, is_cross=is_cross),
         cross="cross-attention of its layers" if is_cross else "",
     )
 
@@ -131,7 +131,7 @@ def _layer_type(module: nn.Module, layers: Any) -> str | None:
     return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)
 
 
-def _refusal(module: Any, layers: Any, *, is_cross: bool) -> str:
+def _refusal_reason(module: Any, layers: Any, *, is_cross: bool) -> str:
     not_in_layers = {name: why for name, why in _NOT_IN_LAYERS.items() if name.startswith("cross") == is_cross}
     for held, reasons in ((module, _NOT_IN_ATTENTION), (module.attend, _NOT_IN_ATTEND), (layers, not_in_layers)):
         for name, why in reasons.items():

@@ -24,8 +24,8 @@ class LongNetEncoderConfig:
     segment_lengths, dilation_rates: the branches; lengths are in tokens. Every head has all branches, with the offsets
         that `masks.longnet` calls "contiguous".
     padding: None for LongNet's attention as defined. "zeros" reproduces torchscale, for its checkpoints: zero keys take
-        part in the softmax, and a branch with several segments, whose length its rate does not divide, shifts tokens as
-        torchscale does.
+        part in the softmax, and if a branch's rate does not divide its segment length, outputs after the first segment
+        are shifted to later tokens.
     merge_grad: "exact", or "detached": the weights that merge the branches have no gradient, as in torchscale.
     norm_eps: epsilon of all layer norms.
     final_norm: True for a layer norm after the last layer.

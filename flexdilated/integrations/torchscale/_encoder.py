@@ -217,7 +217,7 @@ class LongNetEncoder(nn.Module):
             0 for other tokens; with a mesh for the whole sequence. With padding at the end, the other tokens get the
             same features as without padding. With padding="zeros" in the configuration, padding must be at the end, and
             its length is read on the host, which breaks a graph of torch.compile.
-        sharding: replaces that of the module in this call, with a mesh; None keeps it.
+        sharding: the sharding of this call; None for the module's. Only with a mesh.
 
         Raises ValueError or TypeError for an input or a mask that does not fit. With padding="zeros" and a mask or a
         mesh, raises ValueError for a sequence whose tokens torchscale would shift.
@@ -342,7 +342,12 @@ class DilatedSelfAttention(nn.Module):
         self.inner_attn_ln = nn.LayerNorm(E, eps=config.norm_eps, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "B N E"], sequences: Sequences = WHOLE) -> Float[Tensor, "B N E"]:
-        """Attention output of all tokens, after the output projection."""
+        """Return the attention output of the tokens x, after the output projection.
+
+        sequences: their padding and sharding.
+
+        Raises ValueError for a branch that shifts tokens, with a padding mask or a mesh.
+        """
         q, k, v = self.project(x)
         config, N = self.config, sequences.longest(q)
         branches = list(zip(config.segment_lengths, config.dilation_rates, strict=True))

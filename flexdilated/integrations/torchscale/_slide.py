@@ -47,7 +47,7 @@ def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches:
     return tuple(int(2 ** (10 + (last - 10) * step / steps)) for step in range(branches))
 
 
-def _as_published() -> LongNetEncoderConfig:
+def _published_config() -> LongNetEncoderConfig:
     branches = {"segment_lengths": slide_segments(), "dilation_rates": (1, 2, 4, 8, 16)}
     return LongNetEncoderConfig(embed_dim=768, depth=12, num_heads=16, **branches)
 
@@ -70,7 +70,7 @@ class SlideEncoderConfig:
     (1024, 5792, 32768, 185363, 1048576)
     """
 
-    encoder: LongNetEncoderConfig = field(default_factory=_as_published)
+    encoder: LongNetEncoderConfig = field(default_factory=_published_config)
     tile_dim: int = 1536
     grid_size: int = 1000
     tile_size: int = 256
@@ -225,8 +225,8 @@ class SlideEncoder(nn.Module):
         x = self.embed(tiles, coordinates)
         if all_layers:
             states = self.encoder(x, all_layers=True, **options)
-            return tuple(self._pooled(state, mine, counts) for state in states)
-        return self._pooled(self.encoder(x, **options), mine, counts)
+            return tuple(self._pool(state, mine, counts) for state in states)
+        return self._pool(self.encoder(x, **options), mine, counts)
 
     def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B N E"]:
         """Input of the encoder: the class token, then the projected tile features plus position embeddings.
@@ -278,7 +278,7 @@ class SlideEncoder(nn.Module):
         table = torch.cat((angles.sin(), angles.cos()), -1).float().to(coordinates.device)
         return torch.cat((table[second], table[first]), -1)
 
-    def _pooled(
+    def _pool(
         self, x: Float[Tensor, "B N E"], mine: Bool[Tensor, "B L"] | None, counts: Int64[Tensor, "B 1"]
     ) -> Float[Tensor, "B E"]:
         """Embeddings from the features x of this rank's tokens; on rank 0 these begin with the class token.

@@ -114,8 +114,8 @@ class Visibility:
     q_offset, kv_offset: positions of the first query and key.
     shape: shape of the replaced mask, (B, 1, N, M).
     is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor.
-    is_restricted: True once the documents that position_ids begin were looked for.
-    restricted: this mask within these documents; None for one document, or if is_restricted is False.
+    are_documents_read: True once position_ids were searched for the beginnings of documents.
+    restricted: this mask within those documents; None before the search, and for a single document.
     """
 
     function: Callable[..., Any] | None
@@ -126,7 +126,7 @@ class Visibility:
     kv_offset: int
     shape: tuple[int, int, int, int]
     is_offset_known: bool = True
-    is_restricted: bool = field(default=False, init=False)
+    are_documents_read: bool = field(default=False, init=False)
     restricted: Visibility | None = field(default=None, init=False)
     _reading: Reading | None = field(default=None, init=False)
 
@@ -210,7 +210,7 @@ def visibility(
         return attention_mask  # made earlier; `generate` does so for static caches
     begin, unpadded, tensors = None, None, {}
     if attention_mask is not None:
-        begin, unpadded, tensors = _padding(_on_host(attention_mask), kv_offset + kv_length)
+        begin, unpadded, tensors = _padding_patterns(_on_host(attention_mask), kv_offset + kv_length)
     is_known = not (isinstance(q_offset, Tensor) and torch.compiler.is_compiling())
     # A tensor is the cache's counter, which it increments before attention is called.
     q_offset = position("q_offset", q_offset)
@@ -221,15 +221,15 @@ def visibility(
 def _with_documents(
     mask: Visibility, module: nn.Module, query: Tensor, options: dict[str, Any], *, ready_made: bool, evicts: bool
 ) -> Visibility:
-    """Restrict a mask to pairs within the documents that position_ids begin, once for all layers that get the mask.
+    """Return the mask within the documents that position_ids begin, computed once for all layers that get the mask.
 
     options: those of the attention function, whose position_ids are read in a model without hooks.
-    ready_made: True if the model itself made no `Visibility`.
+    ready_made: True if the model passed a mask tensor or None, and `mask` was made from that.
     evicts: True for keys of a `FlexdilatedCache`.
     """
-    if mask.is_restricted:
+    if mask.are_documents_read:
         return mask.restricted or mask
-    mask.is_restricted = True
+    mask.are_documents_read = True
     call = running_call(module)
     if call is None:
         if not getattr(module, "is_causal", True):
@@ -245,7 +245,7 @@ def _with_documents(
 
 
 def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"]) -> Visibility:
-    """Restrict a mask to pairs within documents; keys before the queries are of document 0.
+    """Return the mask restricted to pairs within documents; keys before the queries are of document 0.
 
     ids: number of each query's document, from 0.
     """
@@ -263,7 +263,9 @@ def _on_host(x: Tensor) -> Tensor:
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
-def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
+def _padding_patterns(
+    visible: Bool[Tensor, "B L"], length: int
+) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
     """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
     Positions from L on are padding. Returns (pattern of documents that begins each sequence at its first unpadded

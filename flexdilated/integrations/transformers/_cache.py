@@ -39,7 +39,10 @@ _EVERYTHING = [RowSource(causal(), 0, 1)]
 
 
 def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of a cache that needs each layer's kind: ValueError if the cache was made without a config."""
+    """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config.
+
+    It is for methods that need each layer's kind, which the config tells.
+    """
 
     @wraps(method)
     def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +91,7 @@ class FlexdilatedCache(Cache):
 
     def update_indexer(self, *_: Any, **__: Any) -> Tensor:
         """Raise ValueError: layers with an indexer (`DynamicIndexedLayer` of transformers) are not supported."""
-        raise _not_served("DynamicIndexedLayer")
+        raise _unsupported_layer("DynamicIndexedLayer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,10 +375,10 @@ def _our_layer(layer: Any, undo: int) -> Any:
         return layer
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return _LayerWithStates(undo, layer.number_of_states)
-    raise _not_served(type(layer).__name__)
+    raise _unsupported_layer(type(layer).__name__)
 
 
-def _not_served(kind: str) -> ValueError:
+def _unsupported_layer(kind: str) -> ValueError:
     return ValueError(
         f"a FlexdilatedCache holds keys and values, and states of linear attention; the model needs a {kind}. Leave "
         "the cache to transformers, a DynamicCache"
