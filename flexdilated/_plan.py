@@ -102,8 +102,9 @@ class WeighedOption:
 class MeasuredOption:
     """Predicted and measured forward time, in seconds, of one way to compute a pattern; a row of a `PlanReport`.
 
-    The times are for one batch entry on this machine. option: name of the way; in a mixture, that of a way for one
-    branch begins with its number: "branch 1: natural".
+    The times are for one batch entry on this machine.
+
+    option: name of the way. That of a way for one branch of a mixture begins with the branch: "branch 1: natural".
     """
 
     option: str
@@ -123,12 +124,12 @@ class PlanReport(PlanSize):
     options: all ways to compute a branch, or all branches together, that were compared.
     measured: timings, empty unless requested.
     planned: the plan itself.
-    attention_memory: one call of `attend`.
-    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, without and
-        with gradient checkpointing in training; None without `layers`.
+    attention_memory: memory of one call of `attend`.
+    model_memory, checkpointed_memory: memory of a LongNet of `layers` layers with this attention and no vocabulary,
+        without and with gradient checkpointing in training; None without `layers`.
 
-    These pairs and FLOPs are over all heads and batch entries; an option in `options` counts one batch entry.
-    Memory is computed on first use.
+    Pairs and FLOPs are sums over all heads and batch entries; those in `options` are for one batch entry. Memory is
+    computed on first use.
     """
 
     useful_pairs: int
@@ -286,15 +287,15 @@ def plan(
     value_dim: head dim of values; None: head_dim.
     dtype: of tensors and weights, float32, bfloat16 or float16.
     device: "cpu" or "cuda"; "cuda" is predicted, without a GPU.
-    layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim, with values of head dim
-        head_dim; None: of the call alone.
+    layers: depth of a LongNet whose memory is also counted. Its width is num_heads * head_dim, its values have head dim
+        head_dim. None: only the memory of the call is counted.
     dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
         dropout, and gradients of tensors that score_mod captures are not counted.
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
         seconds are those of the device's default. A table of selected blocks is counted as read directly for "aten"
         and, if its blocks are single keys, for "portable"; else as block lists.
-    measure: True to time the alternatives on this machine's CPU, except ways for a branch that are predicted to take
-        over 4 times as long as its cheapest; otherwise no attention is computed.
+    measure: True to time the alternatives on this machine's CPU. A way for a branch is not timed if it is predicted to
+        take over 4 times as long as the cheapest way for that branch. False: no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
