@@ -108,7 +108,7 @@ class PlanSize:
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
     def memory_of(self, call: AttentionSize, planned: Plan | None = None) -> AttentionMemory:
-        """Predict the memory of a call. `inference_peak` is that without dropout, the rest that with dropout_p.
+        """Predict the memory of a call: `inference_peak` without dropout, all other fields with dropout_p.
 
         planned: the plan of the call by `engine`, if there is one already.
         """

@@ -306,7 +306,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def position(name: str, value: object) -> int:
-    """Return the offset `value`; if it is an integer tensor of shape (), read on the host, as an int.
+    """Return an offset as a number: an integer tensor of shape () is read on the host.
 
     name: name of the argument, for errors.
 
