@@ -189,8 +189,8 @@ class Ring:
     def lease_buffer(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
         """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
 
-        W is the number of bytes of an encoded vector, and the dtype is uint8. If the codec leaves vectors unchanged, W is
-        the head dim, and the dtype is that of `like`.
+        W is the number of bytes of an encoded vector, and the dtype is uint8. If the codec leaves vectors unchanged, W
+        is the head dim, and the dtype is that of `like`.
 
         like: a tensor (B, G, L, D) on the device of the buffer.
         """
