@@ -16,7 +16,6 @@ from ._validate import (
     Place,
     Scale,
     check_kernel_options,
-    check_last_keys,
     check_layout,
     check_score_mod,
     check_sinks,
@@ -25,6 +24,7 @@ from ._validate import (
     check_zero_keys,
     in_batch,
     position,
+    require_q_offset,
     run_time_tensors,
     scaled,
 )
@@ -185,7 +185,7 @@ def attend(
     dropout_p = require_probability("dropout_p", dropout_p)
     require_bool("return_lse", return_lse)
     if q_offset is None:
-        check_last_keys(pattern, q.shape[2], k.shape[2])
+        require_q_offset(pattern, q.shape[2], k.shape[2])
         q_offset = 0
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)

@@ -157,14 +157,14 @@ class PlanReport(PlanSize):
         return self._memory_of_model(checkpoint=True)
 
     @cached_property
-    def _memory_inside(self) -> AttentionMemory:
+    def _layer_attention_memory(self) -> AttentionMemory:
         return self.memory_of(attention_size(self.model, self.num_tokens))
 
     @outside_torch_modes
     def _memory_of_model(self, *, checkpoint: bool) -> ModelMemory | None:
         if self.layers is None:
             return None
-        return model_memory(self.model, self.num_tokens, self._memory_inside, checkpoint=checkpoint)
+        return model_memory(self.model, self.num_tokens, self._layer_attention_memory, checkpoint=checkpoint)
 
     def to_data(self) -> dict[str, Any]:
         """The report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
@@ -380,8 +380,8 @@ def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
         **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
         **{name: size.batch * getattr(described, name) for name in work},
         block_list_bytes=described.table_bytes,
-        terms=tuple(_terms(best)),
-        options=tuple(_options(best)),
+        terms=tuple(_planned_terms(best)),
+        options=tuple(_weighed_options(best)),
         measured=tuple(MeasuredOption(*each) for each in timed),
         planned=best,
     )
@@ -397,7 +397,7 @@ def _shape_text(term: Term) -> str:
     return f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
 
 
-def _terms(best: Plan) -> Iterator[PlannedTerm]:
+def _planned_terms(best: Plan) -> Iterator[PlannedTerm]:
     """Yield the terms of each branch's chosen option; equal terms share one entry."""
     for number, chosen in enumerate(best.chosen, start=1):
         alike = Counter(
@@ -411,7 +411,7 @@ def _terms(best: Plan) -> Iterator[PlannedTerm]:
             yield PlannedTerm(_branch_label(number, chosen), chosen.name, *term, times)
 
 
-def _options(best: Plan) -> Iterator[WeighedOption]:
+def _weighed_options(best: Plan) -> Iterator[WeighedOption]:
     for number, options in enumerate(best.options, start=1):
         for option in options:
             cost, is_chosen = option.cost, option is options[0]

@@ -75,9 +75,9 @@ class Name:
                     return self.probe() if self.probe else resolve_name(path)
             except (ImportError, AttributeError):
                 continue
-        raise self.missing()
+        raise self.missing_error()
 
-    def missing(self) -> ImportError:
+    def missing_error(self) -> ImportError:
         return ImportError(
             f"torch {torch.__version__} has no {self.dotted}, which flexdilated needs: it {self.use}. "
             f"Install torch 2.11 to 2.15{self.instead and f', or {self.instead}'}"
@@ -228,7 +228,7 @@ def in_forward_mode() -> bool:
     try:
         return forward_ad._current_level >= 0
     except AttributeError:
-        raise NAMES["forward_level"].missing() from None
+        raise NAMES["forward_level"].missing_error() from None
 
 
 @contextmanager

@@ -253,7 +253,7 @@ def check_zero_keys(
         )
 
 
-def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
+def require_q_offset(pattern: Expression, queries: int, keys: int) -> None:
     """Raise ValueError if there are fewer queries than keys and every branch of the pattern is causal.
 
     For calls without q_offset: the queries are likely to be the last tokens, not the first. queries, keys: numbers of

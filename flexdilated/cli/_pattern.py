@@ -65,7 +65,7 @@ class AskedPattern:
         """Batch size of the run-time tensors if they differ by batch entry, else 1."""
         return self.pattern.bind(num_heads=self.num_heads, num_queries=self.num_tokens, num_keys=self.num_tokens).batch
 
-    def require(self, *, head: int, batch: int) -> None:
+    def require_in_range(self, *, head: int, batch: int) -> None:
         """Raise UsageError for a head or a batch entry out of range."""
         with refusals():
             require_below("head", head, self.num_heads, "heads")
@@ -114,7 +114,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
         raise UsageError(
             f"the pattern needs run-time tensors: give --bind {missing[0]}=FILE.pt; got none for {missing[0]}"
         )
-    fixed = max(_num_tokens(pattern, *each) for each in tensors.items()) if tensors else most_tokens(pattern)
+    fixed = max(_implied_tokens(pattern, *each) for each in tensors.items()) if tensors else most_tokens(pattern)
     num_tokens = fixed or _TOKENS
     if tokens is not None:
         num_tokens = size_of(tokens)
@@ -153,11 +153,11 @@ def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Tensor
             raise UsageError(f"--bind must name a run-time tensor of the pattern, which needs {needed}; got {name!r}")
         if name in found:
             raise UsageError(f"--bind gives each run-time tensor one value; got two for {name!r}")
-        found[name] = _load(name, file)
+        found[name] = _load_tensor(name, file)
     return found
 
 
-def _load(name: str, file: str) -> Tensor:
+def _load_tensor(name: str, file: str) -> Tensor:
     try:
         with warnings.catch_warnings(action="ignore"):  # of an old format
             tensor = torch.load(file, map_location="cpu", weights_only=True)
@@ -172,7 +172,7 @@ def _load(name: str, file: str) -> Tensor:
     return tensor
 
 
-def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
+def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
 
     0 for a tensor without values or axes, and for lengths that are not integers.

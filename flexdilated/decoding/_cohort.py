@@ -63,7 +63,7 @@ class Cohort:
             return x  # slicing takes microseconds, which count in a step
         return x[self.rows, :, :tokens]
 
-    def at_entries(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
+    def local_score_mod(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
         """Return a function like score_mod whose argument b counts the entries of the cohort; None for None.
 
         It calls score_mod with the entry's index in the cache's batch.
@@ -73,7 +73,7 @@ class Cohort:
         if score_mod is None or len(self.entries) == batch:
             return score_mod
         entries = torch.tensor(self.entries, dtype=torch.int32, device=self.held.keys.device)
-        return through(score_mod, _at_entries, entries)
+        return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
         """Split the cohort into cohorts of entries with equal numbers; return [(cohort, number of its entries)].
@@ -132,5 +132,5 @@ def grouped(values: Iterable[_Value]) -> dict[_Value, list[int]]:
     return groups
 
 
-def _at_entries(score_mod: ScoreMod, entries: Int32[Tensor, " C"]) -> ScoreMod:
+def _with_entries(score_mod: ScoreMod, entries: Int32[Tensor, " C"]) -> ScoreMod:
     return lambda score, b, h, q, k: score_mod(score, entries[b], h, q, k)

@@ -208,7 +208,7 @@ class HeldKeys:
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
-        for page, seen in zip(pages, self._seen_from(pages, query, num_queries, sources), strict=True):
+        for page, seen in zip(pages, self._are_visible(pages, query, num_queries, sources), strict=True):
             if seen and kept and kept[-1].stop == page.start:
                 kept[-1] = range(kept[-1].start, page.stop)
             elif seen:
@@ -225,9 +225,9 @@ class HeldKeys:
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
-        return any(self._seen_from([page for pages in gaps for page in pages], query, FOREVER, sources))
+        return any(self._are_visible([page for pages in gaps for page in pages], query, FOREVER, sources))
 
-    def _seen_from(
+    def _are_visible(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
         """For each page (range of positions), True if a query in [query, query + num_queries) may see a key of it.

@@ -210,7 +210,8 @@ class KVCache:
         for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
             with _entries_in_errors(cohort.entries, len(q)):
-                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, cohort.at_entries(score_mod, len(q))))
+                local = cohort.local_score_mod(score_mod, len(q))
+                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, local))
         refuse_gradients(*outs)  # of tensors that score_mod captures
         self._cohorts = [cohort for cohort, _ in parts]
         whole = *q.shape[:3], v.shape[3]
@@ -373,7 +374,7 @@ class KVCache:
     def _advance(
         self, cohort: Cohort, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score_mod: ScoreMod | None
     ) -> Tensor:
-        """Append the next tokens of a cohort, and return their output. score_mod: as from `Cohort.at_entries`."""
+        """Append the next tokens of a cohort, and return their output. score_mod: as from `Cohort.local_score_mod`."""
         if not q.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         cohort.held.append(k, v, cohort.seen)

@@ -145,13 +145,13 @@ class Reader:
             queries = range(first, first + few.shape[2])
             keys = range(min(end, self.ends.next(queries.stop)))
             program = row_program(self._head_groups(k), queries, keys, held)
-            rule = None if score_mod is None else self._at_positions(score_mod, first, q.device)
+            rule = None if score_mod is None else self._score_mod_of_call(score_mod, first, q.device)
             found.append(program.forward(few, k, v, features.scale, rule))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
-    def _at_positions(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
+    def _score_mod_of_call(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
         """Return a function like score_mod whose h counts the heads of a call, and q_idx its queries.
 
         It calls score_mod with global heads and positions. k_idx is a position in both.
@@ -184,12 +184,12 @@ class Reader:
         if not visible:
             rows = q.shape[:3]
             return v.new_zeros(*rows, v.shape[3]), q.new_full(rows, -torch.inf, dtype=sum_dtype(q))
-        out, lse = self._attend_to(q, k, v, first, visible[0], held, features)
+        out, lse = self._attend_to_range(q, k, v, first, visible[0], held, features)
         for keys in visible[1:]:
-            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held, features)])
+            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to_range(q, k, v, first, keys, held, features)])
         return out, lse
 
-    def _attend_to(
+    def _attend_to_range(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
         (slots,) = held.slices(keys)

@@ -350,7 +350,7 @@ def exchange(
         head_offset=call.head_offset,
         num_heads_global=call.num_heads_global,
         block_size=call.block_size,
-        placement=_placement(tuple(call), q.shape[1], k.shape[1], bindings),
+        placement=_placement_text(tuple(call), q.shape[1], k.shape[1], bindings),
     )
     return run(call.engine, q, k_all, v_all, bindings, placed, features.with_dropout(dropout))
 
@@ -365,7 +365,7 @@ def _refuse_run_time_tensors() -> None:
 
 # A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.
 @graph_constant
-def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
+def _placement_text(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
     """Return the positions of this rank's queries, and of its keys followed by the received keys, as JSON text.
 
     values: the fields of the call's `PlainCall` (pattern, sharding and so on).

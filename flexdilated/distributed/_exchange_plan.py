@@ -124,8 +124,8 @@ class ExchangePlan:
             first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
             each = counts.flatten()
             row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
-            sent = _heads_of(_counts(self.sent)), local_indices(self.local, ranges)
-            received = _heads_of(counts), first.flatten().repeat_interleave(each) + row
+            sent = _heads_of_rows(_counts(self.sent)), local_indices(self.local, ranges)
+            received = _heads_of_rows(counts), first.flatten().repeat_interleave(each) + row
             self._on[device] = tuple(MessageRows(*(x.to(device) for x in side)) for side in (sent, received))
         return self._on[device]
 
@@ -149,7 +149,7 @@ def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:
     return torch.tensor([[sum(map(len, ranges)) for ranges in by_head] for by_head in tokens], dtype=torch.int64)
 
 
-def _heads_of(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
+def _heads_of_rows(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
     heads = torch.arange(counts.shape[1]).repeat(len(counts))
     return heads.repeat_interleave(counts.flatten())
 

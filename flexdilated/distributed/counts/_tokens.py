@@ -55,7 +55,7 @@ class Chunks:
         return self.stop - self.start
 
     @cached_property
-    def by_turn(self) -> Int64[Tensor, "T W"]:
+    def by_rank(self) -> Int64[Tensor, "T W"]:
         """Indices of each rank's first chunk (row 0) and second (row 1, only if some rank has two); -1 if missing.
 
         T is 1 or 2, and column w is for rank w.
@@ -140,11 +140,11 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _merge_groups(groups, chunks):
         for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
-            tokens[ranks] += times * _branch_tokens(group, chunks, chunks.by_turn[:, ranks])
+            tokens[ranks] += times * _tokens_of_branches(group, chunks, chunks.by_rank[:, ranks])
     return tokens
 
 
-def _branch_tokens(
+def _tokens_of_branches(
     group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> Int64[Tensor, "R n"]:
     """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
@@ -159,8 +159,8 @@ def _branch_tokens(
         _, *holders = _containing_branches(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
         # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
-        total += _count(branch, known_head, torch.minimum(head, known_tail))
-        total += _count(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
+        total += _num_active(branch, known_head, torch.minimum(head, known_tail))
+        total += _num_active(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
         covered.append((torch.maximum(head, known_head), torch.minimum(tail, known_tail)))
     return total
 
@@ -177,8 +177,8 @@ def _needed_bounds(
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
-    looks_back = _count(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
-    looks_on = _count(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
+    looks_back = _num_active(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
+    looks_on = _num_active(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
     back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
     head, tail = chunks.start, chunks.stop
@@ -191,7 +191,7 @@ def _needed_bounds(
 
 
 def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups for which `_branch_tokens` counts equally many tokens, and add up their numbers of KV heads.
+    """Merge groups for which `_tokens_of_branches` counts equally many tokens, and add up their numbers of KV heads.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
 
@@ -223,7 +223,7 @@ def _containing_branches(group: tuple[DilatedBranch, ...], index: int) -> list[i
     return found
 
 
-def _count(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
+def _num_active(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
     """Number of positions in [begin, end) that equal the branch's offset modulo its rate; 0 if end <= begin."""
     before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
     return (upto - before).clamp_(min=0)
@@ -257,11 +257,11 @@ def tokens_by_chunk(
     tokens = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
     for group, times in groups.items():
         if dilated[group] is None:
-            tokens += times * _group_tokens(group, needs, sharding, chunks)
+            tokens += times * _tokens_of_rules(group, needs, sharding, chunks)
     return tokens, chunks
 
 
-def _group_tokens(
+def _tokens_of_rules(
     group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks
 ) -> Int64[Tensor, "W n"]:
     """Number of tokens of each chunk that each rank needs in a KV head whose query heads have the rules in `group`.
@@ -272,7 +272,7 @@ def _group_tokens(
     for rank in range(sharding.num_ranks):
         queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
         if queries:
-            tokens[rank] = chunks.count(needs.of_any(queries, (range(sharding.num_tokens),)))
+            tokens[rank] = chunks.count(needs.in_one_head(queries, (range(sharding.num_tokens),)))
     return tokens
 
 
@@ -325,9 +325,11 @@ class KVNeeds:
         """For each KV head, the positions among `keys` that some of `queries` need."""
         if not queries or not keys:
             return ((),) * len(self.groups)
-        return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
+        return tuple(
+            self.in_one_head([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups
+        )
 
-    def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
+    def in_one_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
         runs: pairs ((rule for one head, index of a head that follows it), range of positions of queries in that head).
