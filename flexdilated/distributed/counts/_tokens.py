@@ -272,7 +272,7 @@ def _tokens_of_rules(
     for rank in range(sharding.num_ranks):
         queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
         if queries:
-            tokens[rank] = chunks.count(needs.in_one_head(queries, (range(sharding.num_tokens),)))
+            tokens[rank] = chunks.count(needs.in_head(queries, (range(sharding.num_tokens),)))
     return tokens
 
 
@@ -325,11 +325,9 @@ class KVNeeds:
         """For each KV head, the positions among `keys` that some of `queries` need."""
         if not queries or not keys:
             return ((),) * len(self.groups)
-        return tuple(
-            self.in_one_head([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups
-        )
+        return tuple(self.in_head([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
-    def in_one_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
+    def in_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
         runs: pairs ((rule for one head, index of a head that follows it), range of positions of queries in that head).
