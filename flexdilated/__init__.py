@@ -81,11 +81,11 @@ def __getattr__(name: str) -> Any:
         return import_module(".integrations.convert", __name__).convert
     if name in ("distributed", "integrations", "testing", "viewer"):
         return import_module(f".{name}", __name__)
-    raise AttributeError(no_such_name(__name__, name, __all__, _elsewhere(), "fd."))
+    raise AttributeError(no_such_name(__name__, name, __all__, _suggestions(), "fd."))
 
 
-def _elsewhere() -> dict[str, str]:
-    """Return {name: text}: for names that callers may try as fd.name, the text to write after "fd." instead."""
+def _suggestions() -> dict[str, str]:
+    """Return {wrong name: the right one}, both without "fd.", for names that callers may expect in `fd`."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")

@@ -16,7 +16,6 @@ from ._validate import (
     Place,
     Scale,
     check_kernel_options,
-    check_last_keys,
     check_layout,
     check_score_mod,
     check_sinks,
@@ -25,6 +24,7 @@ from ._validate import (
     check_zero_keys,
     in_batch,
     position,
+    require_q_offset,
     run_time_tensors,
     scaled,
 )
@@ -185,7 +185,7 @@ def attend(
     dropout_p = require_probability("dropout_p", dropout_p)
     require_bool("return_lse", return_lse)
     if q_offset is None:
-        check_last_keys(pattern, q.shape[2], k.shape[2])
+        require_q_offset(pattern, q.shape[2], k.shape[2])
         q_offset = 0
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)
@@ -193,7 +193,7 @@ def attend(
     first = position("q_offset", q_offset), position("k_offset", k_offset)
     place = Place(*first, head_offset, num_heads_global, layout, block_size)
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
-    q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
+    q, call, tensors, factor = checked_call(q, k, pattern, place, scale, bindings)
     score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=return_lse or pattern.pads)
     chosen = choose_engine(engine, q, k, v, pattern, features, call.block_size)
@@ -226,7 +226,7 @@ def _queries_from(
     return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + first[b * step], k)
 
 
-def planned_call(
+def checked_call(
     q: Tensor,
     k: Tensor,
     pattern: Pattern | Mixture,
@@ -234,7 +234,7 @@ def planned_call(
     scale: Scale,
     bindings: Mapping[str, Tensor] | None,
 ) -> tuple[Tensor, Call, list[Tensor], float]:
-    """Check these arguments of `attend`; return (q, pattern and sizes as plain values, run-time tensors, scale).
+    """Check these arguments of `attend`; return (q, `Call` with the pattern and sizes, run-time tensors, scale).
 
     A tensor as scale is multiplied into q, and the scale returned is then 1. The run-time tensors, which the pattern
     carries or `bindings` holds, are sorted by name; for a q on the meta device they are left out.

@@ -38,7 +38,7 @@ class OverRanks:
     codec, error_bound, pool: as in `distributed.attend`; with "heads", codec and pool must be None.
     ranks: this process's group and rank, derived from the mesh.
 
-    It is pickled without `ranks`, which the unpickling process derives from its mesh.
+    `ranks` is not pickled: a process that loads a pickle derives it from the mesh.
 
     Raises ValueError or TypeError for settings that do not fit together.
     """
@@ -74,7 +74,10 @@ class OverRanks:
         return self
 
     def sharding_of(self, length: int) -> Sharding:
-        """Return `sharding` or, if it is None, contiguous shards of `length` tokens, at least 1, on each rank."""
+        """Return `sharding` or, if it is None, a sharding into contiguous shards of `length` tokens on each rank.
+
+        Raises ValueError if it is None and length is 0.
+        """
         from .distributed.group import equal_shards
 
         return equal_shards(length, self.ranks) if self.sharding is None else self.sharding
@@ -82,8 +85,7 @@ class OverRanks:
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
         """Positions, in the whole sequence, of the `length` tokens on this rank.
 
-        Raises ValueError if the sharding assigns another number of tokens to this rank, and without a sharding for
-        length 0.
+        Raises ValueError if `sharding` assigns another number of tokens to this rank, or if it is None and length is 0.
         """
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
@@ -110,7 +112,7 @@ class OverRanks:
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
         it, and run its backward.
 
-        sharding: replaces that of these settings in this call; None keeps it.
+        sharding: for this call only; None: as `sharding_of` returns it.
         options: further keywords of `distributed.attend`, such as scale.
 
         Raises as `distributed.attend` does, and ValueError with "heads" unless the number of ranks divides H.

@@ -102,8 +102,9 @@ class WeighedOption:
 class MeasuredOption:
     """Predicted and measured forward time, in seconds, of one way to compute a pattern; a row of a `PlanReport`.
 
-    The times are for one batch entry on this machine. option: name of the way; in a mixture, that of a way for one
-    branch begins with its number: "branch 1: natural".
+    The times are for one batch entry on this machine.
+
+    option: name of the way. That of a way for one branch of a mixture begins with the branch: "branch 1: natural".
     """
 
     option: str
@@ -123,12 +124,12 @@ class PlanReport(PlanSize):
     options: all ways to compute a branch, or all branches together, that were compared.
     measured: timings, empty unless requested.
     planned: the plan itself.
-    attention_memory: one call of `attend`.
-    model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, without and
-        with gradient checkpointing in training; None without `layers`.
+    attention_memory: memory of one call of `attend`.
+    model_memory, checkpointed_memory: memory of a LongNet of `layers` layers with this attention and no vocabulary,
+        without and with gradient checkpointing in training; None without `layers`.
 
-    These pairs and FLOPs are over all heads and batch entries; an option in `options` counts one batch entry.
-    Memory is computed on first use.
+    Pairs and FLOPs are sums over all heads and batch entries; those in `options` are for one batch entry. Memory is
+    computed on first use.
     """
 
     useful_pairs: int
@@ -156,14 +157,14 @@ class PlanReport(PlanSize):
         return self._memory_of_model(checkpoint=True)
 
     @cached_property
-    def _memory_inside(self) -> AttentionMemory:
+    def _layer_attention_memory(self) -> AttentionMemory:
         return self.memory_of(attention_size(self.model, self.num_tokens))
 
     @outside_torch_modes
     def _memory_of_model(self, *, checkpoint: bool) -> ModelMemory | None:
         if self.layers is None:
             return None
-        return model_memory(self.model, self.num_tokens, self._memory_inside, checkpoint=checkpoint)
+        return model_memory(self.model, self.num_tokens, self._layer_attention_memory, checkpoint=checkpoint)
 
     def to_data(self) -> dict[str, Any]:
         """The report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
@@ -286,15 +287,15 @@ def plan(
     value_dim: head dim of values; None: head_dim.
     dtype: of tensors and weights, float32, bfloat16 or float16.
     device: "cpu" or "cuda"; "cuda" is predicted, without a GPU.
-    layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim, with values of head dim
-        head_dim; None: of the call alone.
+    layers: depth of a LongNet whose memory is also counted. Its width is num_heads * head_dim, its values have head dim
+        head_dim. None: only the memory of the call is counted.
     dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
         dropout, and gradients of tensors that score_mod captures are not counted.
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
         seconds are those of the device's default. A table of selected blocks is counted as read directly for "aten"
         and, if its blocks are single keys, for "portable"; else as block lists.
-    measure: True to time the alternatives on this machine's CPU, except ways for a branch that are predicted to take
-        over 4 times as long as its cheapest; otherwise no attention is computed.
+    measure: True to time the alternatives on this machine's CPU. A way for a branch is not timed if it is predicted to
+        take over 4 times as long as the cheapest way for that branch. False: no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
@@ -379,8 +380,8 @@ def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
         **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
         **{name: size.batch * getattr(described, name) for name in work},
         block_list_bytes=described.table_bytes,
-        terms=tuple(_terms(best)),
-        options=tuple(_options(best)),
+        terms=tuple(_planned_terms(best)),
+        options=tuple(_weighed_options(best)),
         measured=tuple(MeasuredOption(*each) for each in timed),
         planned=best,
     )
@@ -396,7 +397,7 @@ def _shape_text(term: Term) -> str:
     return f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
 
 
-def _terms(best: Plan) -> Iterator[PlannedTerm]:
+def _planned_terms(best: Plan) -> Iterator[PlannedTerm]:
     """Yield the terms of each branch's chosen option; equal terms share one entry."""
     for number, chosen in enumerate(best.chosen, start=1):
         alike = Counter(
@@ -410,7 +411,7 @@ def _terms(best: Plan) -> Iterator[PlannedTerm]:
             yield PlannedTerm(_branch_label(number, chosen), chosen.name, *term, times)
 
 
-def _options(best: Plan) -> Iterator[WeighedOption]:
+def _weighed_options(best: Plan) -> Iterator[WeighedOption]:
     for number, options in enumerate(best.options, start=1):
         for option in options:
             cost, is_chosen = option.cost, option is options[0]

@@ -92,7 +92,7 @@ class PlanSize:
 
     @property
     def head_dim_text(self) -> str:
-        """Head dim as text: "head dim 64", or "head dim 192, values 128" where it differs."""
+        """Head dim as text: "head dim 64", or "head dim 192, values 128" if value_dim differs."""
         return f"head dim {self.head_dim}" + (f", values {self.value_dim}" if self.value_dim != self.head_dim else "")
 
     def attention(self, num_tokens: int) -> AttentionSize:
@@ -108,7 +108,7 @@ class PlanSize:
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
     def memory_of(self, call: AttentionSize, planned: Plan | None = None) -> AttentionMemory:
-        """Predict the memory of a call, with dropout if dropout_p is above 0, except for `inference_peak`.
+        """Predict the memory of a call: `inference_peak` without dropout, all other fields with dropout_p.
 
         planned: the plan of the call by `engine`, if there is one already.
         """

@@ -22,11 +22,11 @@ from torch.autograd import forward_ad
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _marked() -> bool:
+def _constant_mark() -> bool:
     return torch.compiler.assume_constant_result(lambda: None)._dynamo_marked_constant
 
 
-def _asked_by_encoder_layers() -> str:
+def _encoder_layer_attribute() -> str:
     """Return "_qkv_same_embed_dim" if `nn.TransformerEncoderLayer` reads that attribute; else raise AttributeError."""
     names = nn.TransformerEncoderLayer.forward.__code__.co_names
     if "_qkv_same_embed_dim" not in names:
@@ -75,9 +75,9 @@ class Name:
                     return self.probe() if self.probe else resolve_name(path)
             except (ImportError, AttributeError):
                 continue
-        raise self.missing()
+        raise self.missing_error()
 
-    def missing(self) -> ImportError:
+    def missing_error(self) -> ImportError:
         return ImportError(
             f"torch {torch.__version__} has no {self.dotted}, which flexdilated needs: it {self.use}. "
             f"Install torch 2.11 to 2.15{self.instead and f', or {self.instead}'}"
@@ -162,7 +162,7 @@ NAMES = {
         "torch:compiler.assume_constant_result._dynamo_marked_constant",
         "makes results constants of a graph as assume_constant_result does, which would import the compiler",
         absent="the graph breaks at such a function; with fullgraph=True that is an error of torch.compile",
-        probe=_marked,
+        probe=_constant_mark,
     ),
     "mark_static": Name("torch._dynamo:mark_static", "keeps sizes constant in a compiled program", _ACCELERATED),
     "duck_shape": Name(
@@ -202,7 +202,7 @@ NAMES = {
     "qkv_same_embed_dim": Name(
         "torch.nn:MultiheadAttention._qkv_same_embed_dim",
         "keeps nn.TransformerEncoderLayer from running its own dense kernel",
-        probe=_asked_by_encoder_layers,
+        probe=_encoder_layer_attribute,
     ),
     # Operators in rules that the viewer traces
     "to_copy": Name("torch:ops.aten._to_copy", "converts, in rules that the viewer traces", "the viewer is imported"),
@@ -228,7 +228,7 @@ def in_forward_mode() -> bool:
     try:
         return forward_ad._current_level >= 0
     except AttributeError:
-        raise NAMES["forward_level"].missing() from None
+        raise NAMES["forward_level"].missing_error() from None
 
 
 @contextmanager

@@ -112,10 +112,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 
 def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q, k, v) with k and v of batch 1 expanded to the batch of q.
+    """Return (q, k, v) with k and v of batch 1 expanded to the batch of q; their gradients are sums over that batch.
 
-    Other inputs are returned unchanged, invalid ones too: `check_tensors` refuses those.
-    The gradients of k and v are then sums over the batch.
+    Other inputs are returned unchanged, also invalid ones, which `check_tensors` refuses.
     """
     plain = all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested for x in (q, k, v))
     if (
@@ -254,7 +253,7 @@ def check_zero_keys(
         )
 
 
-def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
+def require_q_offset(pattern: Expression, queries: int, keys: int) -> None:
     """Raise ValueError if there are fewer queries than keys and every branch of the pattern is causal.
 
     For calls without q_offset: the queries are likely to be the last tokens, not the first. queries, keys: numbers of
@@ -307,11 +306,11 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def position(name: str, value: object) -> int:
-    """Return the value, read on the host, of an offset that is an integer tensor of shape ().
+    """Return an offset as a number: an integer tensor of shape () is read on the host.
 
-    name: that of the argument, for errors.
+    name: name of the argument, for errors.
 
-    Raises TypeError for any other tensor. Anything but a tensor is returned unchanged, for `check_sizes` to check.
+    A value that is no tensor is returned unchanged, for `check_sizes` to check. Raises TypeError for other tensors.
     """
     if not isinstance(value, Tensor):
         return value  # type: ignore[return-value]
@@ -332,8 +331,8 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
     """Check offsets and heads of a call; return the number of query heads over all devices.
 
     That is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
-    negative offsets, for more heads than num_heads_global and, except while torch.compile traces, for a pattern of
-    another number of heads.
+    negative offsets, for more heads than num_heads_global and, except while torch.compile traces, for a pattern that
+    does not accept this number of heads.
     """
     head_offset, num_heads_global = place.head_offset, place.num_heads_global
     require_int("q_offset", place.q_offset, minimum=0)
@@ -355,10 +354,11 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """Return the run-time tensors that a pattern needs, held by it or in bindings, sorted by name.
+    """Return the run-time tensors that a pattern needs, sorted by name.
 
-    bindings: {name: tensor} for the tensors that the pattern does not hold. Tensors are copied to the CPU here, once
-        per call, except tables of selected blocks, which stay on their device.
+    Tensors are copied to the CPU here, once per call, except tables of selected blocks, which stay on their device.
+
+    bindings: {name: tensor} for the tensors that the pattern does not hold.
     has_values: False for a call with meta tensors; the result is then empty.
 
     Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice.
@@ -381,7 +381,7 @@ def run_time_tensors(
             raise ValueError(missing(name))
     if not has_values:
         return []
-    stay = _staying(pattern.text)
+    stay = _names_left_on_device(pattern.text)
     values = {name: require_values(name, found[name]) for name in needed}
     return [x if name in stay else x.cpu() for name, x in values.items()]
 
@@ -392,7 +392,7 @@ def _needed_names(pattern: str) -> tuple[str, ...]:
 
 
 @graph_constant
-def _staying(pattern: str) -> tuple[str, ...]:
+def _names_left_on_device(pattern: str) -> tuple[str, ...]:
     """Names of the run-time tensors that stay on their device: tables of selected blocks. pattern: JSON text."""
     return _names_of_block_tables(pattern) if '"kind":"selected_blocks"' in pattern else ()
 

@@ -19,8 +19,8 @@ __all__ = ["alibi", "compose", "relative", "slopes", "softcap", "t5"]
 def slopes(num_heads: int) -> Float[Tensor, " H"]:
     """ALiBi's slope of each head: 2^(-8 / H), 2^(-16 / H), ..., 2^-8 for a power of two H.
 
-    For another H: the slopes for P heads, where P is the largest power of two below H, then the slopes for 2 P heads
-    of index 0, 2, 4, ..., until there are H.
+    For another H: the slopes for P heads, where P is the largest power of two below H; then every second of the slopes
+    for 2 P heads, beginning with the first, until there are H.
     Source: arXiv 2108.12409, section 3, and its code for other numbers of heads.
 
     >>> fd.biases.slopes(4)
@@ -91,7 +91,7 @@ def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int =
     bidirectional: True, as in encoders: half of the buckets are for keys after the query; False: all these keys have
         the bucket of distance 0.
 
-    T5's scores are not scaled: pass scale=1.0 to `attend`. Raises TypeError or ValueError for other values.
+    T5's scores are not scaled: pass scale=1.0 to `attend`. Raises TypeError or ValueError for invalid arguments.
 
     Source: arXiv 1910.10683, section 2.1.
 

@@ -110,11 +110,11 @@ def _steps(
         check_pattern(pattern, **sizes, examples=number, seed=seed + first)
         yield number, "the rule"
 
-    def whole(module: object, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def in_one_call(module: object, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
 
-    def in_two(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention in two calls: the first third of the queries, then the rest."""
+    def in_two_calls(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention in two calls: the first third of the queries, then the rest. Fewer than 3 queries take one call."""
         cut = q.shape[2] // 3
         places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]
@@ -125,7 +125,8 @@ def _steps(
     each = max(_LEAST_CALLS, -(-examples // len(shapes)))
     for turn, first in enumerate(range(0, examples, each)):
         number = min(each, examples - first)
-        tried = {"examples": max(2, number // 4), "calls": Calls(plain=whole, decoded=in_two), "checks": _CHECKS}
+        calls = Calls(plain=in_one_call, decoded=in_two_calls)
+        tried = {"examples": max(2, number // 4), "calls": calls, "checks": _CHECKS}
         shape = shapes[turn % len(shapes)]
         check_attention_module(lambda: attend, pattern, **sizes, **shape, **tried, seed=seed + first)
         yield number, "attend"

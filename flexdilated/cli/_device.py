@@ -22,7 +22,7 @@ from ..masks.plan_cache import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_envi
 from ..observe import VARIABLE as PROFILE_VARIABLE
 from ..observe import folder_from_environment
 from ..tuning import KINDS, MeasuredMachine, device_text, measure_machine
-from ._terminal import EXTRAS, CommandParser, UsageError, find, missing_line, require_file, write_file
+from ._terminal import EXTRAS, CommandParser, UsageError, missing_line, optional_package, require_file, write_file
 
 Finding = tuple[str, str]
 
@@ -67,7 +67,7 @@ def doctor() -> int:
             is_sound, verdict = _trial(engine, device)
             works = works and (is_sound or engine != default)
             trials.append((f"{engine} on {device}{', the default' * (engine == default)}", verdict))
-    extras = [(package, "found" if find(package) else missing_line(package)) for package in EXTRAS]
+    extras = [(package, "found" if optional_package(package) else missing_line(package)) for package in EXTRAS]
     findings = [*_versions(), ("C++ compiler", missing_compiler() or "found"), *extras, *variables, *trials]
     print(tabulate(findings, tablefmt="plain", disable_numparse=True))
     print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")
@@ -92,10 +92,10 @@ def _versions() -> list[Finding]:
 
 
 def _variables() -> tuple[list[Finding], bool]:
-    """Check the FLEXDILATED_* environment variables: ([(name, verdict) of each that is set], True if they are valid).
+    """Check the FLEXDILATED_* environment variables; return ([(name, verdict) of each that is set], True if valid).
 
-    If none is set, the list has one item that says so. An invalid profile folder counts as valid, as attention does not
-    read it.
+    If none is set, the list has one item that says so. Unknown variables and an invalid profile folder count as valid,
+    because attention does not read them.
     """
     findings, all_parse = [], True
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):

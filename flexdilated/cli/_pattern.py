@@ -65,7 +65,7 @@ class AskedPattern:
         """Batch size of the run-time tensors if they differ by batch entry, else 1."""
         return self.pattern.bind(num_heads=self.num_heads, num_queries=self.num_tokens, num_keys=self.num_tokens).batch
 
-    def require(self, *, head: int, batch: int) -> None:
+    def require_in_range(self, *, head: int, batch: int) -> None:
         """Raise UsageError for a head or a batch entry out of range."""
         with refusals():
             require_below("head", head, self.num_heads, "heads")
@@ -101,8 +101,9 @@ def refusals() -> Iterator[None]:
 def asked_from(options: argparse.Namespace) -> AskedPattern:
     """Read the pattern, its run-time tensors and the sizes that the command-line arguments ask for.
 
-    Without --tokens the number of tokens is the largest of the run-time tensors, else that of the pattern's grid, else
-    64K. Without --heads the number of heads is 8, or, if the pattern does not accept 8, the smallest that it accepts.
+    Without --tokens the number of tokens is the largest that a run-time tensor implies; without such tensors it is the
+    largest that the pattern accepts, such as that of its grid; else 64K. Without --heads the number of heads is 8 or,
+    if the pattern does not accept 8, the smallest that it accepts.
     Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens
@@ -113,7 +114,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
         raise UsageError(
             f"the pattern needs run-time tensors: give --bind {missing[0]}=FILE.pt; got none for {missing[0]}"
         )
-    fixed = max(_num_tokens(pattern, *each) for each in tensors.items()) if tensors else most_tokens(pattern)
+    fixed = max(_implied_tokens(pattern, *each) for each in tensors.items()) if tensors else most_tokens(pattern)
     num_tokens = fixed or _TOKENS
     if tokens is not None:
         num_tokens = size_of(tokens)
@@ -152,11 +153,11 @@ def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Tensor
             raise UsageError(f"--bind must name a run-time tensor of the pattern, which needs {needed}; got {name!r}")
         if name in found:
             raise UsageError(f"--bind gives each run-time tensor one value; got two for {name!r}")
-        found[name] = _load(name, file)
+        found[name] = _load_tensor(name, file)
     return found
 
 
-def _load(name: str, file: str) -> Tensor:
+def _load_tensor(name: str, file: str) -> Tensor:
     try:
         with warnings.catch_warnings(action="ignore"):  # of an old format
             tensor = torch.load(file, map_location="cpu", weights_only=True)
@@ -171,10 +172,10 @@ def _load(name: str, file: str) -> Tensor:
     return tensor
 
 
-def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
+def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
 
-    0 for a tensor without values or axes.
+    0 for a tensor without values or axes, and for lengths that are not integers.
     Raises UsageError for invalid or too many values.
     """
     with refusals():
@@ -190,8 +191,9 @@ def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
 def most_tokens(pattern: Expression) -> int | None:
     """Return the largest number of tokens that the pattern accepts, such as that of its grid.
 
-    None if it accepts LARGEST, or neither a power of two nor a number up to 4096. The search assumes that it accepts
-    all numbers between the first that is found and the result.
+    The search starts at the largest power of two that the pattern accepts, else at the largest that it accepts up to
+    4096. It assumes that the pattern accepts all numbers from there to the result. Returns None if it accepts none of
+    these numbers, or if it accepts LARGEST.
     """
 
     def binds(num_tokens: int) -> bool:
@@ -209,9 +211,9 @@ def most_tokens(pattern: Expression) -> int | None:
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
-    """Return `usual` if the pattern accepts that number of heads, else the smallest that it accepts, up to MOST_HEADS.
+    """Return `usual` if the pattern accepts that number of heads, else the smallest that it accepts.
 
-    `usual` too if it accepts none of these.
+    If it accepts no number up to MOST_HEADS, returns `usual`.
     """
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
         with suppress(ValueError):
@@ -228,7 +230,7 @@ def read_pattern(text: str) -> Pattern | Mixture:
     file, colon, name = text.rpartition(":")
     try:
         if colon and file.endswith(".py"):
-            return _of_module(file, name)
+            return _pattern_of_module(file, name)
         if text.endswith(".json"):
             return masks.from_json(Path(text).read_text("utf-8"))
         return masks.parse(text)
@@ -240,7 +242,7 @@ def read_pattern(text: str) -> Pattern | Mixture:
         raise UsageError(str(error)) from None
 
 
-def _of_module(file: str, name: str) -> Pattern | Mixture:
+def _pattern_of_module(file: str, name: str) -> Pattern | Mixture:
     if not Path(file).is_file():
         raise UsageError(f"PATTERN must be an expression or a file that can be read; got {file!r}, which is no file")
     try:

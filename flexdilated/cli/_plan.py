@@ -160,7 +160,10 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
         return size.memory_of(call)
 
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
-        """Memory of a call; from _LINE[0] tokens on, by the line through the calls of _LINE if the pattern allows them.
+        """Memory of a call.
+
+        From _LINE[0] tokens on it lies on the line through the calls of _LINE[0] and _LINE[1] tokens, if the pattern
+        accepts so many.
 
         in_model: True for the call in a layer of the model.
         """
@@ -207,8 +210,8 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
     """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
 
-    peak: bytes as a function of tokens; evaluated at powers of 4 up to 2**24 and at a `most` below 2**30, and taken to
-        be linear elsewhere.
+    peak: bytes as a function of tokens. It is evaluated at powers of 4 from 2**10 to 2**24, and at `most` if that is
+        below 2**30; between and beyond these numbers it is taken to be linear.
 
     A result below `most` is rounded down by `rounded`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
     """

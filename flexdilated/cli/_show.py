@@ -59,7 +59,7 @@ def show(options: argparse.Namespace) -> int:
     Raises UsageError for a head, batch entry or window out of range, and for a file that cannot be written.
     """
     asked = asked_from(options)
-    asked.require(head=options.head, batch=options.batch)
+    asked.require_in_range(head=options.head, batch=options.batch)
     require_file("--plot", options.plot, (".png", ".svg"))
     require_file("--html", options.html, (".html", ".htm"))
     asked = asked.entry(options.batch)
@@ -156,7 +156,7 @@ def explain(options: argparse.Namespace) -> int:
     Raises UsageError for a pair, head, batch entry or block size out of range.
     """
     asked = asked_from(options)
-    asked.require(head=options.head, batch=options.batch)
+    asked.require_in_range(head=options.head, batch=options.batch)
     pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}
     sizes = {"num_heads": asked.num_heads, "num_tokens": asked.num_tokens, "block_size": options.block_size}
     with refusals():

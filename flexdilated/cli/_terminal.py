@@ -75,8 +75,8 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         """Add an argument as `add_argument` does, with conditions for its use.
 
-        If it is given, all arguments `needs` and none of `excludes` must be given, by their `dest`, and its value must
-        be from `least` to `most`; see `Argument`. group: the group of the help to add it to; None: no group.
+        needs, excludes, least, most: as in `Argument`.
+        group: the group of the help to add it to; None: no group.
         """
         text = help.replace("%(default)s", str(default))
         action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
@@ -142,12 +142,12 @@ def status_of(run: Callable[[], int]) -> int:
             if sys.stdout is not None:  # the interpreter's own flush would print a traceback
                 sys.stdout.flush()
     except BrokenPipeError:  # as `head` ends a pipe
-        _discard()
+        _discard_output()
         return _UNREAD
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
-        _discard()
+        _discard_output()
         print_error(f"standard output must be writable; {error.strerror}")
         return 2
 
@@ -157,13 +157,18 @@ def print_error(error: str) -> None:
         print(f"flexdilated: error: {error}", file=sys.stderr, flush=True)
 
 
-def _discard() -> None:
+def _discard_output() -> None:
     """Redirect standard output to the null device, so that the unwritten rest is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Terminal(NamedTuple):
-    """Size of a terminal in characters, and True if it shows 256 ANSI colors (color), non-ASCII characters (shapes)."""
+    """Properties of a terminal.
+
+    columns, lines: its size in characters.
+    color: True if it shows 256 ANSI colors.
+    shapes: True if it shows the non-ASCII characters of pictures.
+    """
 
     columns: int
     lines: int
@@ -201,7 +206,7 @@ def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
         raise UsageError(f"{flag} writes {' or '.join(kinds)} files; got {path}")
     if not path.parent.is_dir():
         raise UsageError(f"{flag} must be in a folder that exists; got {path}")
-    if ".png" in kinds and find("matplotlib") is None:
+    if ".png" in kinds and optional_package("matplotlib") is None:
         raise UsageError(missing_line("matplotlib"))
 
 
@@ -213,7 +218,7 @@ def write_file(path: Path, content: bytes) -> None:
         raise UsageError(f"the file must be one that can be written; {str(path)!r}: {reason}") from None
 
 
-def find(package: str) -> ModuleType | None:
+def optional_package(package: str) -> ModuleType | None:
     """Import a package and return it, or None if it is not installed.
 
     Copies inside setuptools count as not installed: torch adds them to the path of this process when it looks for a
@@ -242,7 +247,7 @@ def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str
     unit: noun for a unit, such as "example".
     total: number of all units.
     """
-    tqdm = find("tqdm")
+    tqdm = optional_package("tqdm")
     if tqdm is None:
         print(missing_line("tqdm"), file=sys.stderr)
         yield lambda done, note: print(f"{unit} {done} of {total}: {note}", flush=True, file=sys.stderr)

@@ -63,20 +63,20 @@ class Cohort:
             return x  # slicing takes microseconds, which count in a step
         return x[self.rows, :, :tokens]
 
-    def at_entries(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
-        """Return score_mod as a function of entries of the cohort, which it gets as entries of the cache's batch.
+    def local_score_mod(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
+        """Return a function like score_mod whose argument b counts the entries of the cohort; None for None.
 
-        None for None.
+        It calls score_mod with the entry's index in the cache's batch.
 
         batch: number of entries of the cache.
         """
         if score_mod is None or len(self.entries) == batch:
             return score_mod
         entries = torch.tensor(self.entries, dtype=torch.int32, device=self.held.keys.device)
-        return through(score_mod, _at_entries, entries)
+        return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Return [(cohort of the entries with one number, that number)].
+        """Split the cohort into cohorts of entries with equal numbers; return [(cohort, number of its entries)].
 
         numbers: one for all entries, or one for each entry of the cache's batch.
         """
@@ -88,10 +88,12 @@ class Cohort:
             for number, places in groups.items()
         ]
 
-    def chosen(self, entries: Sequence[int]) -> list[Cohort]:
-        """Return [this cohort in a new batch of these entries of the cache's batch], or [] if it has none of them.
+    def in_new_batch(self, entries: Sequence[int]) -> list[Cohort]:
+        """Return [cohort of the entries that are also in a new batch], or [] if there are none.
 
-        entries: indices in the cache's batch, in the order of the new batch; they may repeat.
+        In the returned cohort, entries have their indices in the new batch.
+
+        entries: the new batch, as indices in the cache's batch; they may repeat.
         """
         places = {entry: place for place, entry in enumerate(self.entries)}
         found = [index for index, entry in enumerate(entries) if entry in places]
@@ -123,12 +125,12 @@ class Cohort:
 
 
 def grouped(values: Iterable[_Value]) -> dict[_Value, list[int]]:
-    """Return the indices of equal values, ascending, by value."""
+    """Return {value: its indices in `values`, ascending}."""
     groups: dict[_Value, list[int]] = {}
     for index, value in enumerate(values):
         groups.setdefault(value, []).append(index)
     return groups
 
 
-def _at_entries(score_mod: ScoreMod, entries: Int32[Tensor, " C"]) -> ScoreMod:
+def _with_entries(score_mod: ScoreMod, entries: Int32[Tensor, " C"]) -> ScoreMod:
     return lambda score, b, h, q, k: score_mod(score, entries[b], h, q, k)

@@ -94,7 +94,7 @@ class HeldKeys:
                     f"the cache holds at most capacity={self.capacity} keys; {live} that later queries may see and "
                     f"{room} new ones do not fit: raise the capacity, or pass the new tokens in smaller chunks"
                 )
-            self._pack(kept, self.capacity or _with_room(live + room))
+            self._pack(kept, self.capacity or _num_slots_for(live + room))
         self._write(k, v, first)
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
@@ -118,21 +118,23 @@ class HeldKeys:
                 first += part.stop - part.start
 
     def shrink(self, query: int) -> None:
-        """Shrink the buffer if queries from position `query` can see keys in less than about a quarter of it.
+        """Shrink the buffer if less than about a quarter of it is visible to queries from `query` - undo on.
+
+        query: position of the next query.
 
         A buffer with a fixed capacity is not shrunk.
         """
         if self.capacity is None and self.num_slots > _LEAST_SLOTS:
             kept = self.visible(max(0, query - self.undo))
-            num_slots = _with_room(sum(map(len, kept)))
+            num_slots = _num_slots_for(sum(map(len, kept)))
             if 2 * num_slots < self.num_slots:
                 self._pack(kept, num_slots)
 
     def snapshot(self) -> HeldKeys:
         """Copy of the current state that shares the buffers with this object.
 
-        Append to only one of the two, as both write to equal slots. That leaves the tokens of the other intact,
-        unless tokens are dropped first.
+        Append to only one of the two, because both write to the same slots. The other one keeps its tokens, unless the
+        first one dropped tokens before it appended.
         """
         other = copy(self)
         other.runs = list(self.runs)
@@ -206,7 +208,7 @@ class HeldKeys:
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
-        for page, seen in zip(pages, self._seen_from(pages, query, num_queries, sources), strict=True):
+        for page, seen in zip(pages, self._are_visible(pages, query, num_queries, sources), strict=True):
             if seen and kept and kept[-1].stop == page.start:
                 kept[-1] = range(kept[-1].start, page.stop)
             elif seen:
@@ -223,9 +225,9 @@ class HeldKeys:
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
-        return any(self._seen_from([page for pages in gaps for page in pages], query, FOREVER, sources))
+        return any(self._are_visible([page for pages in gaps for page in pages], query, FOREVER, sources))
 
-    def _seen_from(
+    def _are_visible(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
         """For each page (range of positions), True if a query in [query, query + num_queries) may see a key of it.
@@ -256,7 +258,7 @@ def _pages(first: int, stop: int) -> list[range]:
     return [range(max(first, start), min(stop, start + _PAGE)) for start in starts]
 
 
-def _with_room(live: int) -> int:
+def _num_slots_for(live: int) -> int:
     return max(_LEAST_SLOTS, 2 * live)
 
 

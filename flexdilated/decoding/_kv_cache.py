@@ -52,8 +52,9 @@ class KVCache:
     the cache has at most about twice the visible keys, for any number of tokens. The first tokens set sizes, dtype and
     device.
 
-    Batch entries (samples) may be at different positions: give the number of new tokens of each as `lengths`, `crop` to
-    a number for each, and `join` caches. Entries at different positions are computed one after another.
+    Batch entries (samples) may be at different positions: `lengths` is the number of new tokens of each, `crop` takes
+    a number for each, and `join` adds entries of another cache. Entries at different positions are computed one after
+    another.
 
     num_heads: query heads on this device.
     capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
@@ -196,7 +197,7 @@ class KVCache:
         that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
-        numbers = self._check(q, k, v, lengths)
+        numbers = self._checked_lengths(q, k, v, lengths)
         check_sinks(sinks, q)
         check_score_mod(score_mod)
         if isinstance(self.scale, Tensor):
@@ -208,8 +209,9 @@ class KVCache:
         parts, outs = self._split_cohorts(k, v, numbers), []
         for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
-            with _naming(cohort.entries, len(q)):
-                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, cohort.at_entries(score_mod, len(q))))
+            with _entries_in_errors(cohort.entries, len(q)):
+                local = cohort.local_score_mod(score_mod, len(q))
+                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, local))
         refuse_gradients(*outs)  # of tensors that score_mod captures
         self._cohorts = [cohort for cohort, _ in parts]
         whole = *q.shape[:3], v.shape[3]
@@ -233,7 +235,7 @@ class KVCache:
         lengths: number of new tokens of each batch entry, as in `attend`.
         """
         _, k, v = autocast(k, k, v)
-        numbers = self._check(None, k, v, lengths)
+        numbers = self._checked_lengths(None, k, v, lengths)
         refuse_gradients(k, v)
         if numbers == 0:
             return
@@ -242,7 +244,7 @@ class KVCache:
             if not number:
                 continue
             new = (cohort.of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
-            with _naming(cohort.entries, len(k)):
+            with _entries_in_errors(cohort.entries, len(k)):
                 for some_k, some_v in zip(*new, strict=True):
                     cohort.held.append(some_k, some_v, cohort.seen)
                     cohort.seen += some_k.shape[2]
@@ -252,8 +254,7 @@ class KVCache:
     def crop(self, num_tokens: int | Int64[Tensor, " B"]) -> None:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
-        num_tokens: one number for all batch entries, or a tensor with a number for each, such as drafts that were
-            accepted in part.
+        num_tokens: one number for all batch entries, or a tensor with a number for each.
 
         Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token sees the key of a
         removed one, and if queries from position num_tokens may see evicted keys. Going back at most `undo` tokens from
@@ -267,7 +268,7 @@ class KVCache:
             numbers = require_int("num_tokens", num_tokens, minimum=0, maximum=most)
         parts = [part for cohort in self._cohorts for part in cohort.split(numbers)]
         for cohort, number in parts:
-            with _naming(cohort.entries, len(seen)):
+            with _entries_in_errors(cohort.entries, len(seen)):
                 self._check_crop(cohort, number)
                 cohort.crop(number)
         self._cohorts = [cohort for cohort, _ in parts]
@@ -288,14 +289,17 @@ class KVCache:
             raise ValueError(
                 f"entries must name at least one batch entry, each between 0 and {batch - 1}; got {chosen}"
             )
-        self._cohorts = [part for cohort in self._cohorts for part in cohort.chosen(chosen)]
+        self._cohorts = [part for cohort in self._cohorts for part in cohort.in_new_batch(chosen)]
 
     def join(self, other: KVCache) -> None:
         """Append the batch entries of another cache, such as new requests to those that are being decoded.
 
-        They keep their positions, and come after the entries of this cache. other: a cache that was made with equal
-        arguments, and whose tokens have the heads, head dims, dtype and device of those in this cache; its keys are
-        copied, and it does not change. Raises TypeError or ValueError, and changes nothing, for another cache.
+        They keep their positions, and come after the entries of this cache. Their keys are copied.
+
+        other: a cache that was made with equal arguments, and whose tokens have the heads, head dims, dtype and device
+            of those in this cache. It does not change.
+
+        Raises TypeError or ValueError, and changes nothing, if `other` does not fit.
 
         >>> running, new = (fd.KVCache(masks.local_window(left=127, right=0), num_heads=4) for _ in range(2))
         >>> running.append(*torch.randn(2, 3, 4, 100, 64))
@@ -351,13 +355,12 @@ class KVCache:
         return [seen[entry] for entry in range(len(seen))]
 
     def _split_cohorts(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Return copies of the cohorts, split such that all entries of one get equally many new tokens of k and v.
+        """Return [(cohort, number of new tokens of each of its entries)]: copies of the cohorts, split where necessary.
 
-        numbers: as from `_check`.
+        numbers: as from `_checked_lengths`.
 
-        Each cohort comes with its number of new tokens. A call changes these copies, and stores them at its end, so a
-        call that raises changes nothing. They share the buffers: appending writes only after the held keys, or to new
-        buffers.
+        A call changes these copies, and stores them at its end, so a call that raises changes nothing. They share the
+        buffers: appending writes only after the held keys, or to new buffers.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]
@@ -371,7 +374,7 @@ class KVCache:
     def _advance(
         self, cohort: Cohort, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score_mod: ScoreMod | None
     ) -> Tensor:
-        """Append the next tokens of a cohort, and return their output. score_mod: with indices of its entries."""
+        """Append the next tokens of a cohort, and return their output. score_mod: as from `Cohort.local_score_mod`."""
         if not q.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         cohort.held.append(k, v, cohort.seen)
@@ -398,7 +401,7 @@ class KVCache:
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
         return {name: getattr(self, name) for name in names} | where
 
-    def _check(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
+    def _checked_lengths(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
         """Check the arguments of a call; return the number of new tokens of each batch entry, or one number for all."""
         for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):
@@ -418,7 +421,7 @@ class KVCache:
         if lengths is not None:
             numbers = _integers("lengths", lengths, numbers)
         for (first, number), entries in grouped(zip(seen or [0] * len(numbers), numbers, strict=True)).items():
-            with _naming(entries, len(numbers)):
+            with _entries_in_errors(entries, len(numbers)):
                 self._reader.check_tokens(range(first, first + number))
                 if q is not None and number:
                     self._reader.check_end(first, number)
@@ -454,7 +457,7 @@ def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def _naming(entries: Sequence[int], batch: int) -> Iterator[None]:
+def _entries_in_errors(entries: Sequence[int], batch: int) -> Iterator[None]:
     """Context manager that names these batch entries in its ValueErrors, unless they are the whole batch."""
     try:
         yield

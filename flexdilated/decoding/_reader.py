@@ -42,8 +42,8 @@ class Reader:
     The attribute `sources` contains the distinct rules of the heads, by which `HeldKeys` decides which keys to keep;
     `ends` has the ends of chunks.
 
-    Raises ValueError or TypeError for a pattern whose look-ahead is not limited to chunks, with run-time tensors, or
-    with padding='zeros'.
+    Raises ValueError or TypeError for a pattern that has run-time tensors or padding='zeros', or whose look-ahead is
+    not limited to chunks.
     """
 
     def __init__(
@@ -133,26 +133,28 @@ class Reader:
         """
         scale = resolve_scale(self.scale, q.shape[-1])
         features = Features(scale, fixed(score_mod, sum_dtype(q), q.device))
-        compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
+        compute = self._attend_directly if q.shape[2] <= MOST_ROWS else self._attend_by_engine
         return compute(q, k, v, first, held, features)
 
-    def _rows(
+    def _attend_directly(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
+        """Return (output, lse), computed without an engine for MOST_ROWS queries at a time."""
         found, score_mod, end = [], features.score_mod, first + q.shape[2]
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
             keys = range(min(end, self.ends.next(queries.stop)))
             program = row_program(self._head_groups(k), queries, keys, held)
-            rule = None if score_mod is None else self._at_positions(score_mod, first, q.device)
+            rule = None if score_mod is None else self._score_mod_of_call(score_mod, first, q.device)
             found.append(program.forward(few, k, v, features.scale, rule))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
-    def _at_positions(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
-        """Return score_mod as a function of indices of a call's heads and queries, and of key positions.
+    def _score_mod_of_call(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
+        """Return a function like score_mod whose h counts the heads of a call, and q_idx its queries.
+
+        It calls score_mod with global heads and positions. k_idx is a position in both.
 
         first: position of query 0.
         """
@@ -167,27 +169,27 @@ class Reader:
             )
         return self._groups[where]
 
-    def _chunk(
+    def _attend_by_engine(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse.
+        """Return (output, lse): an engine computes each range of visible keys, then results are merged by their lse.
 
-        If the pattern refuses one of these ranges, they are computed without an engine.
+        If the pattern refuses one of these ranges, all keys are computed without an engine.
         """
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):
             # Some patterns refuse runs without all keys that they name.
-            return self._rows(q, k, v, first, held, features)
+            return self._attend_directly(q, k, v, first, held, features)
         if not visible:
             rows = q.shape[:3]
             return v.new_zeros(*rows, v.shape[3]), q.new_full(rows, -torch.inf, dtype=sum_dtype(q))
-        out, lse = self._attend_to(q, k, v, first, visible[0], held, features)
+        out, lse = self._attend_to_range(q, k, v, first, visible[0], held, features)
         for keys in visible[1:]:
-            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held, features)])
+            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to_range(q, k, v, first, keys, held, features)])
         return out, lse
 
-    def _attend_to(
+    def _attend_to_range(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys, features: Features
     ) -> tuple[Tensor, Tensor]:
         (slots,) = held.slices(keys)

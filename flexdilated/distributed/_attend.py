@@ -140,7 +140,8 @@ def attend(
     equal on all ranks; the first call with these arguments compares the ones on which messages depend. Gradients are of
     the sum of all ranks' losses.
 
-    mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
+    mesh: a DeviceMesh of one dimension, over the ranks that share the sequence. Of a larger mesh give the slice of that
+        dimension, such as mesh["sp"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
     schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends each contiguous
         range of a shard (up to two in zigzag order) whole to every rank that needs a key of it; a rank holds at most
@@ -216,7 +217,7 @@ def attend(
     )
     once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
     facts = _facts(q, k, v, features, schedule, pattern.text, call)
-    _agree((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
+    _check_facts((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
@@ -273,7 +274,7 @@ def _facts(
 
 
 @graph_constant
-def _agree(
+def _check_facts(
     place: tuple[str, int, int, str],
     sharding: tuple[int, ...],
     facts: tuple[tuple[str, object], ...],

@@ -73,7 +73,7 @@ class Exchange:
         # If parts are merged, float32 or wider, because CPU kernels would round each part to the dtype of q.
         self.dtype = sum_dtype(q) if self.plan.others.num_keys else q.dtype
 
-    def room(self, num_keys: int) -> KeysAndValues:
+    def new_buffers(self, num_keys: int) -> KeysAndValues:
         k, v = self.k, self.v
         return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
 
@@ -90,7 +90,7 @@ class Exchange:
                 room[:, self.received.heads, self.received.place] = x
 
         rows = [x[:, self.sent.heads, self.sent.place] for x in (self.k, self.v)]
-        with self._swapping(rows, "keys") as arrived:
+        with self._all_to_all(rows, "keys") as arrived:
             del rows
             yield receive
 
@@ -112,12 +112,12 @@ class Exchange:
                     total[:, head, token] += part  # a rank sends at most one row per token and head: no repeated index
 
         rows = [x[:, self.received.heads, self.received.place] for x in grads]
-        with self._swapping(rows, "gradients") as arrived:
+        with self._all_to_all(rows, "gradients") as arrived:
             del grads, rows  # free their memory while this rank computes with its own keys
             yield add_received
 
     @contextmanager
-    def _swapping(
+    def _all_to_all(
         self, rows: Sequence[Float[Tensor, "B S D"]], role: Role
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
         """Context manager that starts one all-to-all of `rows`; yields a function that returns the received vectors.
@@ -179,7 +179,7 @@ def exchange_op(
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
-    parts, others = PartSums(call, q, bindings, own.dtype), own.room(own.plan.others.num_keys)
+    parts, others = PartSums(call, q, bindings, own.dtype), own.new_buffers(own.plan.others.num_keys)
     with own.sending_keys() as receive:
         if q.shape[2]:
             parts.attend(own.plan.own, k, v)
@@ -211,8 +211,9 @@ def exchange_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
-    k_others, v_others: the received keys and values, which the forward returned. The transfer of their gradients
-        overlaps with the computation of the gradients of this rank's keys.
+    The transfer of gradients of received keys overlaps with the computation of those of this rank's keys.
+
+    k_others, v_others: the received keys and values, which the forward returned.
     grad_lse: None if lse has no gradient.
     bindings, constants: as in `exchange_op`.
     """
@@ -242,7 +243,7 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
         `PlainCall.constants` returns.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
-    found = own.room(own.plan.both.num_keys)
+    found = own.new_buffers(own.plan.both.num_keys)
     with own.sending_keys() as receive:
         for whole, x in zip(found, (k, v), strict=True):
             whole[:, :, : x.shape[2]] = x
@@ -349,7 +350,7 @@ def exchange(
         head_offset=call.head_offset,
         num_heads_global=call.num_heads_global,
         block_size=call.block_size,
-        placement=_placement(tuple(call), q.shape[1], k.shape[1], bindings),
+        placement=_placement_text(tuple(call), q.shape[1], k.shape[1], bindings),
     )
     return run(call.engine, q, k_all, v_all, bindings, placed, features.with_dropout(dropout))
 
@@ -364,7 +365,7 @@ def _refuse_run_time_tensors() -> None:
 
 # A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.
 @graph_constant
-def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
+def _placement_text(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
     """Return the positions of this rank's queries, and of its keys followed by the received keys, as JSON text.
 
     values: the fields of the call's `PlainCall` (pattern, sharding and so on).

@@ -35,18 +35,17 @@ class MessageRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Vectors (each of one token and KV head) that a rank receives and sends, in an order equal on both ranks.
+    """Vectors (each of one token and KV head) that a rank receives and sends; sender and receiver use the same order.
 
     received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
-    its queries, in some query head that uses KV head g, may attend to them. sent[target][g]: positions of this rank
-    that `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. The vectors of a
-    message are ordered by KV head, then by token as in these ranges.
-
-    Received vectors go into one tensor (B, G, R, D), where R is the length of the head with most vectors; the padding
-    of shorter heads is never read.
-
+        its queries, in some query head that uses KV head g, may attend to them.
+    sent[target][g]: positions of this rank that rank `target` needs in KV head g.
     local: positions that this rank holds.
     num_tokens: tokens of all ranks.
+
+    A token counts once per KV head; no rank sends to itself. The vectors of a message are ordered by KV head, then by
+    token as in these ranges. Received vectors go into one tensor (B, G, R, D), where R is the length of the head with
+    most vectors; the padding of shorter heads is never read.
     """
 
     received: Tokens
@@ -105,16 +104,16 @@ class ExchangePlan:
     @cached_property
     def others(self) -> Placement:
         """Positions of this rank's queries and, by KV head, of the received keys."""
-        return self._placed_after(())
+        return self._placement(())
 
     @cached_property
     def both(self) -> Placement:
         """Positions of this rank's queries and, by KV head, of its keys followed by the received keys."""
-        return self._placed_after(self.local)
+        return self._placement(self.local)
 
-    def _placed_after(self, first: Ranges) -> Placement:
+    def _placement(self, local_keys: Ranges) -> Placement:
         heads = zip(*self.received, strict=True)
-        keys = tuple((*first, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
+        keys = tuple((*local_keys, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
     def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
@@ -125,8 +124,8 @@ class ExchangePlan:
             first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
             each = counts.flatten()
             row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
-            sent = _heads_of(_counts(self.sent)), local_indices(self.local, ranges)
-            received = _heads_of(counts), first.flatten().repeat_interleave(each) + row
+            sent = _heads_of_rows(_counts(self.sent)), local_indices(self.local, ranges)
+            received = _heads_of_rows(counts), first.flatten().repeat_interleave(each) + row
             self._on[device] = tuple(MessageRows(*(x.to(device) for x in side)) for side in (sent, received))
         return self._on[device]
 
@@ -150,7 +149,7 @@ def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:
     return torch.tensor([[sum(map(len, ranges)) for ranges in by_head] for by_head in tokens], dtype=torch.int64)
 
 
-def _heads_of(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
+def _heads_of_rows(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
     heads = torch.arange(counts.shape[1]).repeat(len(counts))
     return heads.repeat_interleave(counts.flatten())
 

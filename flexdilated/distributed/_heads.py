@@ -165,7 +165,7 @@ def tokens_to_heads(
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
     wholes = [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
-    sources, targets = _of_shards(shards, tensors, split, rank), _of_wholes(wholes, split)
+    sources, targets = _pieces_of_shards(shards, tensors, split, rank), _pieces_of_wholes(wholes, split)
     _all_to_all(sources, targets, like=shards[0], group=group, add=False)
     return wholes
 
@@ -192,7 +192,7 @@ def heads_to_tokens(
     shared = sum(len(taken) for takers in tensors for taken in takers) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
     shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, heads, strict=True)]
-    sources, targets = _of_wholes(wholes, split), _of_shards(shards, tensors, split, rank)
+    sources, targets = _pieces_of_wholes(wholes, split), _pieces_of_shards(shards, tensors, split, rank)
     _all_to_all(sources, targets, like=wholes[0], group=group, add=shared)
     return [shard.to(dtype) for shard in shards]
 
@@ -270,8 +270,8 @@ def _empty_whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, wide
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
-def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> PiecesByRank:
-    """For each receiving rank, views of this rank's tokens in the heads that the receiver needs.
+def _pieces_of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> PiecesByRank:
+    """For each rank r, views of this rank's tokens in the heads that r needs.
 
     One view for each tensor and contiguous range of positions. tensors: for each shard, the heads that each rank needs.
     """
@@ -286,8 +286,8 @@ def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Shard
     ]
 
 
-def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
-    """For each rank, views of that rank's tokens in this rank's heads.
+def _pieces_of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
+    """For each rank r, views of the tokens of r in this rank's heads.
 
     One view for each tensor and contiguous range of positions.
     """

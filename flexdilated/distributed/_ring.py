@@ -86,7 +86,7 @@ def turns_of(
 
 
 def _steps(num_ranks: int) -> Iterator[int]:
-    """Yield, for each turn, the number of ranks by which its target follows a rank, modulo num_ranks: 1, -1, 2, -2, ...
+    """Yield the step of each turn, 1, -1, 2, -2, ... modulo num_ranks: rank r sends to rank r + step.
 
     All ranks use the same order; otherwise messages between three ranks could deadlock.
     """
@@ -98,7 +98,7 @@ def _steps(num_ranks: int) -> Iterator[int]:
 
 
 def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> ShardPart:
-    """Return the part of rank `holder`'s shard that is sent to rank `receiver`; empty if it needs no key of it.
+    """Return the part of rank `holder`'s shard that is sent to rank `receiver`; empty if no key is needed.
 
     A shard has at most two ranges of contiguous positions; each that contains a needed key is sent whole.
     """
@@ -172,7 +172,7 @@ class Ring:
 
     def _visit_received(self, turn: Turn, transfer: Posted, visit: Visit) -> None:
         """Call `visit` with the received part; keeps no reference to its tensors, so that they can be freed."""
-        lease = self.read(transfer, self.codec, self.k, self.dtype)
+        lease = self.decoded(transfer, self.codec, self.k, self.dtype)
         with lease:
             visit(turn, turn.received, *lease.tensor)
 
@@ -181,16 +181,16 @@ class Ring:
 
         mine: this rank's encoded keys and values.
         """
-        lease, length = self.room(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
+        lease, length = self.lease_buffer(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
         send = [(row, turn.target) for x in mine for row in _messages(turn.sent.of(x), len(self.own))]
         receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
         return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
-    def room(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
+    def lease_buffer(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
         """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
 
-        W: bytes of an encoded vector, in uint8; if the codec leaves vectors unchanged, the head dim, in the dtype of
-        `like`.
+        W is the number of bytes of an encoded vector, and the dtype is uint8. If the codec leaves vectors unchanged, W
+        is the head dim, and the dtype is that of `like`.
 
         like: a tensor (B, G, L, D) on the device of the buffer.
         """
@@ -199,7 +199,7 @@ class Ring:
             width, dtype = codec.row_bytes(width, dtype), torch.uint8
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
-    def read(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
+    def decoded(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
         """Lease of the received keys and values, decoded: (2, B, G, S, D) in `dtype`.
 
         The buffer of the message is released unless it is itself the result. like: a tensor (B, G, L, D) in the dtype
@@ -219,7 +219,7 @@ class Ring:
 
 
 class Gradients:
-    """Sums dk, dv (B, G, L, D) for this rank's keys and values; adds the gradients from other ranks turn by turn."""
+    """Gradients dk, dv (B, G, L, D) of this rank's keys and values, to which each turn adds those of another rank."""
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
         self.ring, self.totals = ring, (dk, dv)
@@ -233,7 +233,7 @@ class Gradients:
         """
         self.settle()
         send = [(_encoded(grad, self.codec), turn.source) for grad in grads]
-        lease = self.ring.room(self.codec, len(turn.sent), self.totals[0])
+        lease = self.ring.lease_buffer(self.codec, len(turn.sent), self.totals[0])
         receive = [(x, turn.target) for x in lease.tensor]
         self.begun = turn, post("gradients", self.ring.ranks, send=send, receive=receive, lease=lease)
 
@@ -244,7 +244,7 @@ class Gradients:
         turn, transfer = self.begun
         transfer.wait_for_all()
         like = self.totals[0]
-        with self.ring.read(transfer, self.codec, like, like.dtype) as came:
+        with self.ring.decoded(transfer, self.codec, like, like.dtype) as came:
             for total, grad in zip(self.totals, came, strict=True):
                 turn.sent.of(total).add_(grad)
         self.begun = None

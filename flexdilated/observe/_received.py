@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from .._attend import autocast, planned_call
+from .._attend import autocast, checked_call
 from .._engine_choice import choose_engine
 from .._validate import Place, Scale, check_lse, check_tensors, in_batch
 from ..engines import Call, Features, aten_backward, refuse_transforms, run, sum_dtype
@@ -78,7 +78,7 @@ def attention_received(
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     place = Place(q_offset, k_offset, head_offset, num_heads_global, layout, block_size)
-    q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
+    q, call, tensors, factor = checked_call(q, k, pattern, place, scale, bindings)
     if engine == "flex" and not device_kind(q.device).flex_trains:
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='aten' serves it")
     if engine == "flash":

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._attend import autocast, planned_call
+from .._attend import autocast, checked_call
 from .._validate import Place, Scale, check_lse, check_tensors, in_batch, resolve_scale
 from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
@@ -76,7 +76,7 @@ def block_mass(
     check_lse(lse, q)
     sides = block_sides(block)
     place = Place(q_offset, k_offset, head_offset, num_heads_global)
-    q, call, tensors, factor = planned_call(q, k, pattern, place, scale, bindings)
+    q, call, tensors, factor = checked_call(q, k, pattern, place, scale, bindings)
     refuse_transforms("block_mass", (q, k, lse))
     rows, columns = _BlockAxis(q_offset, q.shape[2], sides[0]), _BlockAxis(k_offset, k.shape[2], sides[1])
     mass = torch.zeros(q.shape[1], rows.blocks, columns.blocks, dtype=sum_dtype(q), device=q.device)

@@ -43,7 +43,7 @@ def test_a_page_and_pictures_are_files(tmp_path, capsys, flag, kind, start):
 
 
 def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flexdilated.cli._terminal.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._terminal.optional_package", lambda package: None)
     assert main(["show", "causal()", "--plot", str(tmp_path / "out.png")]) == 2
     assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed._exchange_plan import ExchangePlan
 from flexdilated.distributed.counts import _tokens, rank_loads
-from flexdilated.distributed.counts._loads import _choose, choose_schedule, token_counts
+from flexdilated.distributed.counts._loads import _choice_by_bytes, choose_schedule, token_counts
 from flexdilated.masks.attended._search import attended_keys
 from flexdilated.masks.core._bound import Extent
 from flexdilated.memory import AttentionSize
@@ -116,7 +116,7 @@ def test_sparse_is_exchanged_and_dense_goes_round(pattern, tokens, ranks, expect
 )
 def test_memory_is_weighed_against_bytes_and_one_sentence_says_why(sizes, name, facts) -> None:
     """What is received, and then what is held, by the schedule that was chosen and by the other."""
-    choice = _choose(*(size << 20 for size in sizes))
+    choice = _choice_by_bytes(*(size << 20 for size in sizes))
     assert choice.name == name
     assert re.findall(r"[\d.]+ (?:MiB|times)|exchange|ring", choice.reason) == facts or not sizes[0]
     if not sizes[0]:

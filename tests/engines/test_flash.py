@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import _engine_choice, masks
-from flexdilated._attend import planned_call
+from flexdilated._attend import checked_call
 from flexdilated._validate import Place
 from flexdilated.engines import Features, _run
 from flexdilated.engines.flex import _flash, _flex_op
@@ -250,7 +250,7 @@ def test_functions_of_masks_keep_to_what_flash_can_lower(entry):
         heads = max(2, entry.num_heads)
         q = torch.empty(1, heads, 8192, 8)
         pattern = entry.pattern(8192)  # has to live on
-        _, call, found, _ = planned_call(q, q, pattern, Place(), None, None)
+        _, call, found, _ = checked_call(q, q, pattern, Place(), None, None)
         rule = call.rules(found)
     for branch in rule.branches():
         mod = branch.mask_mod(num_heads=heads, device=torch.device("meta"))

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 import flexdilated as fd
 from bench._catalogue import names_for
-from flexdilated._attend import planned_call
+from flexdilated._attend import checked_call
 from flexdilated._validate import Place
 from flexdilated.engines.flex._flex_op import run_time_program, static_program
 from flexdilated.engines.flex._program import FlexProgram
@@ -114,7 +114,7 @@ class Case:
         """What the engine runs for these leaves, from the plan cache."""
         layout = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
         place, q, k = Place(self.q_offset, layout=layout, block_size=self.block), leaves["q"], leaves["k"]
-        _, call, tensors, _ = planned_call(q, k, self.pattern(), place, None, self.bindings("cuda"))
+        _, call, tensors, _ = checked_call(q, k, self.pattern(), place, None, self.bindings("cuda"))
         if tensors:
             return run_time_program(call, q.device, tensors, len(q), call.operands(q))
         return static_program(call, q.device, operands=call.operands(q))

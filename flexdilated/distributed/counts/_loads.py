@@ -114,10 +114,10 @@ def choice_of(counts: TokenCounts, *, held_bytes: int, sent_bytes: int) -> Sched
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
     exchanged, ringed, held = (int(each.max()) for each in (counts["exchange"].sum(1), ring.sum(1), kept))
-    return _choose(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, held * held_bytes)
+    return _choice_by_bytes(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, held * held_bytes)
 
 
-def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
+def _choice_by_bytes(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
     numbers = exchange_bytes, ring_bytes, exchange_memory, ring_memory
     if ring_bytes == 0:
         return ScheduleChoice("exchange", "no rank needs a key of another, so nothing is sent", *numbers)

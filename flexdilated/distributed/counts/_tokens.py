@@ -55,7 +55,7 @@ class Chunks:
         return self.stop - self.start
 
     @cached_property
-    def by_turn(self) -> Int64[Tensor, "T W"]:
+    def by_rank(self) -> Int64[Tensor, "T W"]:
         """Indices of each rank's first chunk (row 0) and second (row 1, only if some rank has two); -1 if missing.
 
         T is 1 or 2, and column w is for rank w.
@@ -75,7 +75,7 @@ class Chunks:
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
-    def holding(self, positions: Ranges) -> Int64[Tensor, " n"]:
+    def count(self, positions: Ranges) -> Int64[Tensor, " n"]:
         """Number of these positions in each chunk."""
         first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
         counts = torch.zeros(len(self), dtype=torch.int64)
@@ -93,7 +93,7 @@ _MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit 
 
 @dataclass(frozen=True)
 class DilatedBranch:
-    """Rule for one head: it allows a query and a key in one segment, whose positions both equal offset modulo rate.
+    """Rule for one head: query and key must be in one segment, and both positions must equal offset modulo rate.
 
     segment: length in tokens.
     causal: True if the key must not come after the query.
@@ -138,13 +138,13 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
     """
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
-    for group, times in _distinct(groups, chunks):
+    for group, times in _merge_groups(groups, chunks):
         for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
-            tokens[ranks] += times * _branch_tokens(group, chunks, chunks.by_turn[:, ranks])
+            tokens[ranks] += times * _tokens_of_branches(group, chunks, chunks.by_rank[:, ranks])
     return tokens
 
 
-def _branch_tokens(
+def _tokens_of_branches(
     group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> Int64[Tensor, "R n"]:
     """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
@@ -156,11 +156,11 @@ def _branch_tokens(
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
         head, tail = _needed_bounds(branch, chunks, turns)
-        _, *holders = _lineage(group, index)
+        _, *holders = _containing_branches(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
         # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
-        total += _count(branch, known_head, torch.minimum(head, known_tail))
-        total += _count(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
+        total += _num_active(branch, known_head, torch.minimum(head, known_tail))
+        total += _num_active(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
         covered.append((torch.maximum(head, known_head), torch.minimum(tail, known_tail)))
     return total
 
@@ -177,8 +177,8 @@ def _needed_bounds(
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
-    looks_back = _count(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
-    looks_on = _count(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
+    looks_back = _num_active(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
+    looks_on = _num_active(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
     back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
     head, tail = chunks.start, chunks.stop
@@ -190,15 +190,13 @@ def _needed_bounds(
     return head, tail
 
 
-def _distinct(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups for which `_branch_tokens` gives equal counts of tokens; their numbers of heads are added.
+def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
+    """Merge groups for which `_tokens_of_branches` counts equally many tokens, and add up their numbers of KV heads.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
 
-    Let c be the greatest common divisor of all segment lengths and chunk bounds. Two groups are merged if three
-    conditions hold. Their i-th branches differ at most in the offset. The offsets of their i-th branches give one
-    quotient offset // gcd(rate, c). The residue class of the i-th branch is contained in those of the same earlier
-    branches (by index) in both groups.
+    Let c be the greatest common divisor of all segment lengths and chunk bounds. Two groups are merged if, for each i,
+    their i-th branches have equal segment, rate, causal and offset // gcd(rate, c), and equal `_containing_branches`.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
@@ -206,26 +204,26 @@ def _distinct(groups: Groups, chunks: Chunks) -> Groups:
     times: Counter[object] = Counter()
     for group, each in groups:
         coarse = tuple(replace(branch, offset=branch.offset // gcd(branch.rate, common)) for branch in group)
-        key = coarse, tuple(tuple(_lineage(group, index)) for index in range(len(group)))
+        key = coarse, tuple(tuple(_containing_branches(group, index)) for index in range(len(group)))
         first.setdefault(key, group)
         times[key] += each
     return [(first[key], each) for key, each in times.items()]
 
 
-def _lineage(group: tuple[DilatedBranch, ...], index: int) -> list[int]:
+def _containing_branches(group: tuple[DilatedBranch, ...], index: int) -> list[int]:
     """Return `index`, then each smaller i for which the residue class of group[i] contains that of group[index].
 
     The smaller i are in descending order. The residue class of a branch is the positions that equal its offset modulo
     its rate.
     """
-    lineage = [index]
+    found = [index]
     for at in range(index - 1, -1, -1):
-        if (group[lineage[-1]].offset - group[at].offset) % group[at].rate == 0:
-            lineage.append(at)
-    return lineage
+        if (group[found[-1]].offset - group[at].offset) % group[at].rate == 0:
+            found.append(at)
+    return found
 
 
-def _count(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
+def _num_active(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
     """Number of positions in [begin, end) that equal the branch's offset modulo its rate; 0 if end <= begin."""
     before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
     return (upto - before).clamp_(min=0)
@@ -259,11 +257,11 @@ def tokens_by_chunk(
     tokens = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
     for group, times in groups.items():
         if dilated[group] is None:
-            tokens += times * _group_tokens(group, needs, sharding, chunks)
+            tokens += times * _tokens_of_rules(group, needs, sharding, chunks)
     return tokens, chunks
 
 
-def _group_tokens(
+def _tokens_of_rules(
     group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks
 ) -> Int64[Tensor, "W n"]:
     """Number of tokens of each chunk that each rank needs in a KV head whose query heads have the rules in `group`.
@@ -274,7 +272,7 @@ def _group_tokens(
     for rank in range(sharding.num_ranks):
         queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
         if queries:
-            tokens[rank] = chunks.holding(needs.of_any(queries, (range(sharding.num_tokens),)))
+            tokens[rank] = chunks.count(needs.in_head(queries, (range(sharding.num_tokens),)))
     return tokens
 
 
@@ -283,7 +281,7 @@ RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head t
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
-    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads.
+    """Finds the keys that some queries need in each KV head of this device, by the rules of its query heads.
 
     groups: for each KV head, the distinct rules of its query heads, each with the index of a head that follows it.
     """
@@ -327,9 +325,9 @@ class KVNeeds:
         """For each KV head, the positions among `keys` that some of `queries` need."""
         if not queries or not keys:
             return ((),) * len(self.groups)
-        return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
+        return tuple(self.in_head([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
-    def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
+    def in_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
         runs: pairs ((rule for one head, index of a head that follows it), range of positions of queries in that head).
