@@ -14,7 +14,7 @@ from ..masks.orders import Placement
 from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, OperandSizes, Plan, plan, plan_at
 from ..masks.text import read_text
-from ._ops import read_written, written
+from ._ops import read_constants, write_constants
 
 _FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster than resolved
 
@@ -71,7 +71,7 @@ class Call(NamedTuple):
         are in the shapes of q and k.
         """
         values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
-        return written((self.pattern, self.placement), values), self.q_offset, self.k_offset
+        return write_constants((self.pattern, self.placement), values), self.q_offset, self.k_offset
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
@@ -79,7 +79,7 @@ class Call(NamedTuple):
 
         Sizes and offsets are converted to int, which makes symbolic ones constants in a torch.compile trace.
         """
-        pattern, placement, *others = read_written(constants)
+        pattern, placement, *others = read_constants(constants)
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
         return cls._make((pattern, *map(int, sizes), *others, placement))
 
@@ -193,7 +193,7 @@ def check_heads(constants: str) -> None:
 
     constants: the text in `Call.arguments`. `attend` does not check that in a torch.compile trace.
     """
-    pattern, _, _, num_heads_global, *_ = read_written(constants)
+    pattern, _, _, num_heads_global, *_ = read_constants(constants)
     read_text(pattern).check_heads(num_heads_global)
 
 

@@ -15,7 +15,7 @@ class Features(NamedTuple):
     """Features of a call of attention, apart from its pattern and sizes.
 
     scale: factor on the scores.
-    score_mod: as from `fixed`, or None.
+    score_mod: as from `fixed_score_mod`, or None.
     sinks: a logit for each query head of q, or None.
     dropout_p: probability of dropping an attention weight.
     seed: seed of dropout, drawn after the engine is chosen; None before, and without dropout.

@@ -116,7 +116,7 @@ def _with_score(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tu
     return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, score))
 
 
-def padded_rows(
+def with_padding_keys(
     out: Float[Tensor, "B H N D"],
     lse: Float[Tensor, "B H N"],
     pattern: Expression,
@@ -137,7 +137,7 @@ def padded_rows(
     return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
 
 
-def nothing(
+def without_keys(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"], sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse the head's sink or -inf.

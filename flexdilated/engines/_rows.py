@@ -19,7 +19,7 @@ from ..masks.core import Expression, device_kind, outside_torch_modes
 from ..masks.text import read_text
 from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype
-from ._score_mod import ScoreMod, modified
+from ._score_mod import ScoreMod, apply_score_mod
 from .kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim of queries and keys, E of values
@@ -107,7 +107,7 @@ class RowPart:
         shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
         return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
 
-    def modified(
+    def modified_scores(
         self, scores: Float[Tensor, "B g R n"], score_mod: ScoreMod, num_heads: int
     ) -> Float[Tensor, "B g R n"]:
         """Return the scores after score_mod, with -inf for hidden pairs.
@@ -123,7 +123,7 @@ class RowPart:
         keys = (seen.keys if isinstance(seen.keys, Tensor) else positions(seen.keys))[self.keys].to(device)
         where = b[:, None], heads.repeat(len(scores))[:, None], queries[None], keys[None]
         hidden = None if self.pairs is None else ~self.pairs.to(device)[None, None]
-        found = modified(score_mod, by_head.flatten(0, 1)[:, None], *where, hidden)
+        found = apply_score_mod(score_mod, by_head.flatten(0, 1)[:, None], *where, hidden)
         found = found if hidden is None else found.masked_fill(hidden, -torch.inf)
         return found.reshape(scores.shape)
 
@@ -185,7 +185,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
     if score_mod is not None:
-        out, lse = _weighted(part.modified(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
+        out, lse = _weighted(part.modified_scores(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
     elif device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
@@ -336,7 +336,7 @@ _MOST_VIEWS = 4  # most ranges of keys that are read as views; more are gathered
 _GROUP_BYTES = 1000
 
 
-def takes_rows(call: Call) -> bool:
+def needs_no_plan(call: Call) -> bool:
     """True for calls that need no plan: at most MOST_ROWS queries at consecutive positions, in natural order.
 
     False for self-attention, for a placement and for a requested block size.
@@ -347,7 +347,7 @@ def takes_rows(call: Call) -> bool:
     return few and (call.num_queries, call.q_offset) != (call.num_keys, call.k_offset)
 
 
-def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
+def row_program_of_call(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
     """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
     rule: the pattern with the values of its run-time tensors; None for the call's pattern, if it has no such tensors.
@@ -371,7 +371,7 @@ def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -
     bound = call.bound(read)
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
-    return row_program(branches, queries, keys, _InOrder(keys.start))
+    return row_program(branches, queries, keys, _ConsecutiveKeys(keys.start))
 
 
 def _rules_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) -> int:
@@ -392,7 +392,7 @@ class KeySlots(Protocol):
 
 
 @dataclass(frozen=True)
-class _InOrder:
+class _ConsecutiveKeys:
     """Map of key positions to token indices, for a tensor whose token i is the key at position first + i."""
 
     first: int
@@ -439,11 +439,11 @@ def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[Ro
     for at, (each, length, stop) in enumerate(zip(slots, lengths, stops, strict=True), start=level):
         keys = slice(stop - length, stop)
         pairs = None if seen.pairs is None else seen.pairs[:, keys]
-        parts.append(RowPart(group, rows, each, seen, keys, pairs, _blind(pairs), at))
+        parts.append(RowPart(group, rows, each, seen, keys, pairs, _blind_rows(pairs), at))
     return parts
 
 
-def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
+def _blind_rows(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
     """Return a mask of the rows that see no key; None if every row sees one.
 
     pairs: True where a row sees a key; None if every row sees every key.

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from ...engines import Dropout, own_op
 from ...masks.core import device_kind
-from ._call import begun_elsewhere
+from ._call import waiting_ranks_text
 from ._ranks import Ranks, Role, group_of, record, timeout_of
 
 Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
@@ -123,7 +123,7 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
             f"rank {ranks.rank} of {ranks.size}: {what} failed after {elapsed_s:.1f} s; the timeout of the process "
             f"group is {timeout_of(ranks).total_seconds():g} s. A peer may have died, may hang, or may not run "
             "this forward or backward. "
-            f"{begun_elsewhere(ranks)}"
+            f"{waiting_ranks_text(ranks)}"
             f"\ntorch says: {error}"
         ) from error
 

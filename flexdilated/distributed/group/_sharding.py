@@ -80,11 +80,11 @@ class Sharding:
 
     def length(self, rank: int) -> int:
         """Number of tokens of rank `rank`."""
-        return self.lengths[self._checked(rank)]
+        return self.lengths[self._checked_rank(rank)]
 
     def ranges(self, rank: int) -> Ranges:
         """Positions of rank `rank`: one or two ascending `range`s, or () for no tokens."""
-        chunks = [self._chunk(self._checked(rank))]
+        chunks = [self._chunk(self._checked_rank(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
             if chunks[0].stop == chunks[1].start:
@@ -128,7 +128,7 @@ class Sharding:
             )
         return held
 
-    def _checked(self, rank: int) -> int:
+    def _checked_rank(self, rank: int) -> int:
         return require_int("rank", rank, minimum=0, maximum=self.num_ranks - 1)
 
 
@@ -208,7 +208,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
-    _check(ranks, "unshard", x, dim, split)
+    _check_same_call(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
     whole = own.new_empty(split.num_tokens, *own.shape[1:])
     runs = split.ranges(ranks.rank)
@@ -232,7 +232,7 @@ def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> 
     group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
-    _check(ranks, "the gradient of unshard", whole, dim, split)
+    _check_same_call(ranks, "the gradient of unshard", whole, dim, split)
     rows = whole.movedim(dim, 0).contiguous()
     runs = split.ranges(ranks.rank)
     own = torch.cat([rows[:0], *(rows[run.start : run.stop] for run in runs)])
@@ -271,7 +271,7 @@ own_tokens_sum.register_autograd(
 )
 
 
-def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
+def _check_same_call(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
     """Raise ValueError on all ranks unless they agree in call, dim and split, and in the dtype and other dims of x.
 
     call: name of the operation.

@@ -68,7 +68,7 @@ class Codec:
             return wire if out is None else out.copy_(wire)
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
-        rows, largest = _magnitudes(x)
+        rows, largest = _rows_and_largest(x)
         # A scale of at least the smallest normal number: rows of 0 need no special case, and some devices flush
         # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
@@ -187,13 +187,13 @@ def row_peak(x: Float[Tensor, "... D"]) -> float:
     """
     if x.numel() == 0:
         return 1.0
-    rows, largest = _magnitudes(x)
+    rows, largest = _rows_and_largest(x)
     peaks = (rows / largest).square_().mean(-1, keepdim=True).rsqrt_()
     sound = (largest >= _LEVELS * _FLOAT32.tiny) & (largest <= torch.finfo(torch.bfloat16).max)
     return float(peaks.where(sound, math.inf).where(largest != 0, 1.0).amax())
 
 
-def _magnitudes(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
+def _rows_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
     """Return (the vectors in float32 or wider, the largest magnitude in each vector)."""
     rows = x if x.dtype == torch.float64 else x.float()
     low, high = rows.aminmax(dim=-1, keepdim=True)

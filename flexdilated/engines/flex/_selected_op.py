@@ -19,7 +19,7 @@ from ...masks.text import read_text
 from .._call import Call
 from .._features import Features
 from .._ops import own_op
-from .._score_mod import plain_values
+from .._score_mod import function_key
 from .._tables import table_split_in_text, table_split_of, tensors_of
 from ._flex import compiled_flex, flat, flex_in_graph, kind_of, read_flat, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
@@ -215,7 +215,7 @@ def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor,
 
 
 def _structure(found: Prepared) -> Hashable:
-    return plain_values(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
+    return function_key(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
 
 
 def _call_selected(of, rest, where, rows, classes, q, k, v, *features):
