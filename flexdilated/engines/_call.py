@@ -67,8 +67,8 @@ class Call(NamedTuple):
     def arguments(self) -> tuple[str, int, int]:
         """Return (constants, q_offset, k_offset), arguments of custom ops from which `Call.of` restores the call.
 
-        constants: one text with all fields except the offsets and the numbers of heads and tokens on this device, which
-        are in the shapes of q and k.
+        constants: one text with all other fields, except the numbers of heads and tokens on this device: the shapes of
+            q and k give these.
         """
         values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
         return write_constants((self.pattern, self.placement), values), self.q_offset, self.k_offset
@@ -191,7 +191,9 @@ class Call(NamedTuple):
 def check_heads(constants: str) -> None:
     """Raise ValueError if the pattern is for another number of query heads than the call has on all devices.
 
-    constants: the text in `Call.arguments`. `attend` does not check that in a torch.compile trace.
+    `attend` does not check the number of heads in a torch.compile trace.
+
+    constants: the text in `Call.arguments`.
     """
     pattern, _, _, num_heads_global, *_ = read_constants(constants)
     read_text(pattern).check_heads(num_heads_global)

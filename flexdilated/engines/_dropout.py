@@ -51,11 +51,11 @@ class Dropout(NamedTuple):
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
     def kept_counter(self, places: tuple[int, ...]) -> ScoreMod:
-        """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
+        """Return a function of (score, b, h, q, k) that counts the branches in which dropout keeps the pair.
 
-        places: indices of branches; of the function's arguments, score is ignored.
+        places: indices of the branches.
 
-        The number is int32, or bool for a single branch.
+        The count is int32, or bool for a single branch. The function ignores the score.
         """
 
         def share(score, b, h, q, k):
@@ -65,10 +65,10 @@ class Dropout(NamedTuple):
         return share
 
     def dropping_score_mod(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
-        """Return a score_mod that hides the pairs that dropout drops, for n equal branches, computed as one.
+        """Return a score_mod that applies score_mod and dropout to n equal branches, computed as one.
 
-        The score of a pair that m branches keep becomes score_mod(score), or score if None, plus log(m / n), or -inf if
-        m is 0. The factor 1 / (1 - p) is left to the caller.
+        If dropout keeps a pair in m of the n branches, log(m / n) is added to score_mod(score), or to the score if
+        score_mod is None; if m is 0, the score becomes -inf. The factor 1 / (1 - p) is left to the caller.
 
         places: indices of the n branches.
         """

@@ -43,6 +43,6 @@ class Features(NamedTuple):
         return Dropout(self.dropout_p, self.seed)
 
     def with_dropout(self, dropout: Dropout | None) -> Features:
-        """Return these features with this dropout; without any for None."""
+        """Return these features with this dropout instead of their own; None: without dropout."""
         p, seed = (0.0, None) if dropout is None else dropout
         return self._replace(dropout_p=p, seed=seed)

@@ -42,7 +42,7 @@ class Strands:
     """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
     layout: token in each slot.
-    runs: all heads of the term, in groups that one strided view covers.
+    runs: all heads of the term, in groups; one strided view covers each.
     """
 
     layout: Compact
@@ -63,7 +63,10 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term: a view if there is one run and step 1, else a copy."""
+        """Gather from x the tokens in all slots of the term: a view if there is one run and `layout.step` is 1.
+
+        Otherwise the result is a copy.
+        """
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -259,7 +262,7 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _without_repeats(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged."""
+    """Return each head once if all occur equally often and equal ones are adjacent; else return `heads` unchanged."""
     # The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
@@ -373,11 +376,11 @@ def _located_side(
 ) -> Strands | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    It is a Strands, of views, if the places of each fold are evenly spaced and so are the folds, with equal distances
-    for all heads; else a PickedSide.
+    The result is a Strands, of views, if the places in each fold are evenly spaced, the folds too, and both distances
+    are equal for all heads; else a PickedSide.
 
     heads: the term's heads.
-    tensor_heads: head of the tensor that each of them reads.
+    tensor_heads: head of the tensor that each head of the term reads.
     locate: function (head of the tensor, tokens of the layout) -> indices of these tokens in the tensor.
     """
     tokens = layout.tokens()

@@ -100,7 +100,7 @@ def with_zero_keys(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) after adding count[h, n] keys of score 0 and value 0 to the softmax of row n of head h.
 
-    Patterns that attend to padding count it as such keys.
+    If a pattern attends to padding, each padding token is such a key.
     """
     return _with_score(out, lse, count.to(lse.dtype).log())
 

@@ -57,7 +57,7 @@ def additive_mask(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Ten
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """Return a tensor of random 64-bit integers, equal in every call: the seed is fixed.
+    """Return a tensor of random 64-bit integers, the same in every call: the seed is fixed.
 
     If each number stands for a member of a set, the sum of the numbers of some members is a fingerprint of them.
     """
@@ -245,8 +245,8 @@ def _join_entries(sides: Sequence[Tensor | None], heads: int, slots: int) -> Ten
 def hidden_of_term(term: Term) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
 
-    In a causal term these are the keys after its last query; a term with a dense mask may have hidden queries and keys;
-    other terms have none.
+    In a causal term, the keys after the last query are hidden. A term with CountedPairs may have hidden queries and
+    keys. Other terms have neither.
     """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0

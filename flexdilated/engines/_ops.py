@@ -202,10 +202,10 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradients of an op's last arguments, which have none: ([None, ...], None, ...).
+    """Return what a backward returns for an op's last arguments, which have no gradients: ([None, ...], None, ...).
 
-    bindings: the op's list of run-time tensors, with one None each, in a list.
-    options: the arguments after it, with None each, or [] for an empty list.
+    bindings: the op's list of run-time tensors; its entry is a list with one None for each tensor.
+    options: the arguments after that list; the entry of each is None, or [] for an option that is an empty list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)

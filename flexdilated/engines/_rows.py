@@ -70,8 +70,8 @@ class RowPart:
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
         """Return the part's rows of x (queries, or values per query), grouped by key/value head.
 
-        g key/value heads; R rows of each: the part's queries of each of its query heads in turn. Blind rows, which see
-        no key of the part, are filled with `empty`, as their values could be NaN.
+        Each of the g key/value heads has R rows: for one of its query heads after another, the part's queries. Blind
+        rows, which see no key of the part, are filled with `empty`, as their values could be NaN.
         """
         heads = x[:, self.group.queries, self.rows]
         if self.blind is not None:
@@ -234,7 +234,7 @@ def matrix_backward(
     """Return (dq, dk, dv) of `matrix_forward` in the dtype of the lse.
 
     lse, delta: of each row over all its keys, which may be more than these n; delta is grad_out · out - grad_lse. A row
-        without keys must have lse +inf, by which all its weights are 0.
+        without keys must have lse +inf, so that all its weights are 0.
     bias: added to the scores.
 
     A score's gradient is weight * (grad_out · value - delta).
@@ -265,11 +265,12 @@ class RuleHeads:
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
 ) -> tuple[tuple[RuleHeads, ...], ...]:
-    """Return, for each distinct branch of a pattern, its rules with the heads of this device that have each.
+    """Return, for each distinct branch of a pattern, its rules, each with the heads of this device that have it.
 
-    A rule is the set of pairs that a branch allows in some heads. Each head of this device has one rule of a branch.
+    A rule is the set of pairs that a branch allows in some heads. In a branch, each head of this device has one rule.
 
-    num_heads: number of query heads of this device; they are the heads from head_offset on of num_heads_global.
+    num_heads: number of query heads of this device.
+    head_offset: index of the first of these heads among the num_heads_global heads of all devices.
 
     A branch that occurs m times has log_weight log(m).
     """
@@ -430,8 +431,8 @@ def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[Ro
 
     seen: queries, the keys they see and the mask.
 
-    If that takes more than a few views, the result is a single part, which gathers the keys by index. The parts have
-    consecutive levels (output buffers) from `level` on.
+    If the keys are a tensor of positions, or would take more than a few views, the result is a single part, which
+    gathers them by index. The parts have consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     rows, stops = slice(seen.rows.start, seen.rows.stop, seen.rows.step), [*accumulate(lengths)]
@@ -455,7 +456,8 @@ def _blind_rows(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] |
 def _key_indices(keys: Keys, store: KeySlots) -> tuple[list[Index], list[int]]:
     """Return (indices of the keys' slots in the store, number of keys of each index).
 
-    A few slices, each a view of the tensor; or one index tensor, if `keys` is a tensor or would need many slices.
+    The indices are a few slices, each a view of the tensor; or one index tensor, if `keys` is a tensor or would need
+    many slices.
     """
     if isinstance(keys, Tensor):
         return [store.slots(keys)], [len(keys)]

@@ -44,10 +44,10 @@ class Indices:
 
 
 def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
-    """Return the score_mod as a `Recorded`, its operations now: Python values that it reads are fixed.
+    """Return the score_mod as a `Recorded`: its operations, with the Python values that it reads as constants.
 
-    Tensors are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of torch.compile the result
-    is a function that also checks what score_mod returns.
+    Tensors that it reads are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of
+    torch.compile the result is not a `Recorded`, but a function that calls score_mod and checks its result.
 
     dtype, device: of the scores.
 
@@ -72,7 +72,10 @@ def plain_function(score_mod: ScoreMod) -> ScoreMod:
 
 
 def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: Tensor) -> ScoreMod:
-    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be defined in a module."""
+    """Return translate(score_mod, *tensors) of a fixed score_mod, as a `Recorded` if score_mod is one.
+
+    translate: a function at module level.
+    """
     if isinstance(score_mod, Recorded):
         return score_mod.through(translate, *tensors)
     return translate(score_mod, *tensors)
@@ -151,10 +154,10 @@ def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
 def _replace_hidden_pairs(
     shown: Bool[Tensor, "y t Q K"], q: Int[Tensor, "1 t Q"], k: Int[Tensor, "1 t Q K"]
 ) -> tuple[Int[Tensor, "y t Q"], Int[Tensor, "y t Q K"]]:
-    """Replace each pair that is not allowed by an allowed one of its query.
+    """Return (q, k) in which each pair that is not allowed has the positions of an allowed pair of its query.
 
-    For a query without keys, it is one of the first query of the group that has any; if none has, the group's first
-    pair.
+    A query without allowed pairs takes an allowed pair of the first query of its group that has one; if none has, the
+    group's first pair.
 
     shown: True for allowed pairs.
     """

@@ -1,8 +1,8 @@
 """Arguments of a call over ranks as plain values, and the check, before any message, that they are equal on all ranks.
 
-Every rank computes the plans of all ranks, so with other arguments their messages would not match: gloo then ends the
-process, and NCCL waits. The check uses the group's key-value store, not a collective: so it cannot be matched with
-another rank's transfer, and both ranks end within the group's timeout.
+Every rank computes the plans of all ranks. If arguments differ between ranks, messages do not match: gloo then ends the
+process, and NCCL waits. The check uses the group's key-value store. A collective could be matched with a transfer that
+another rank has begun; the store cannot, so all ranks end within the group's timeout.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PlainCall(NamedTuple):
         return uninitialised_rows(q)
 
     def placed(self, placement: Placement) -> PlacedCall:
-        """Return the arguments of attention by this rank's queries to the keys at positions of `placement` alone."""
+        """Return the PlacedCall of this rank's queries over only those keys whose positions are in `placement`."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size, self.dropout_p)
 
@@ -138,7 +138,7 @@ class PartSums:
     def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far; for no parts, uninitialised.
 
-        sinks: a logit for each head (H,), by which exp(sink) is added to the softmax denominators; or None.
+        sinks: a logit for each head (H,), whose exponential is added to the softmax denominators; or None.
         """
         if self.sums is None:
             return uninitialised_rows(self.q)
@@ -146,7 +146,10 @@ class PartSums:
         return as_promised(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return [dk, dv] of these keys and values, in float32 or wider; add their contribution to dq."""
+        """Return [dk, dv] of keys k and values v, in float32 or wider; add this part's contribution to dq.
+
+        placement: positions of this rank's queries and of these keys.
+        """
         if not self.q.shape[2] or not k.shape[2]:
             return [torch.zeros_like(x, dtype=self.wide) for x in (k, v)]
         assert self.whole is not None
@@ -174,7 +177,7 @@ def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Exp
 
     bindings: the tensors, for a sequence of num_tokens tokens, sorted by name.
 
-    These are read at each call, because a tensor may have changed in place.
+    The values are read at each call, because a tensor may have changed in place.
     """
     if not bindings:
         return read_text(pattern)
@@ -204,8 +207,8 @@ def check_agreement(
     """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
     facts: names and hashable values, compared by `repr` without addresses in memory.
-    once: returns further facts that are slow to compute or may change later; they are compared only when these `facts`
-        are checked for the first time.
+    once: returns further facts, which are slow to compute or may change later. They are compared only if `facts` have
+        not passed before.
 
     All ranks must make equal checks in one order.
 
@@ -271,8 +274,10 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Each rank counts its digest under the prefix `place`, and the last rank compares the counts. call: the facts, as
-    JSON.
+    Under the prefix `place`, each rank adds 1 to the count of its digest. The last rank to come compares the count of
+    its digest with the number of ranks.
+
+    call: the facts, as JSON.
     """
     store = group_of(ranks.name).get_group_store()
     store.set(f"{place}/{ranks.rank}", call)

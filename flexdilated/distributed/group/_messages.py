@@ -28,7 +28,7 @@ class Posted:
     sent: tensors, kept until they are sent.
     lease: lease of the receiving buffer, or None; `drop` releases it.
     arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the received ones only.
-        A backend that makes one transfer of all messages has it in `arriving`.
+        If the backend makes one transfer of all messages, that transfer is in `arriving`, and `leaving` is empty.
     """
 
     role: Role
@@ -47,7 +47,10 @@ class Posted:
         self.sent.clear()
 
     def drop(self) -> None:
-        """Abandon pending transfers (accelerators wait for them) and release the lease; memory may then be reused."""
+        """Abandon pending transfers and release the lease; the memory of the messages may then be reused.
+
+        On accelerators transfers cannot be abandoned, so `drop` waits for them.
+        """
         if not device_kind(self.ranks.device_type).on_host:
             # The device may still write there, so later uses of that memory must be ordered after the transfers.
             with suppress(dist.DistError):

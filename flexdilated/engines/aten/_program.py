@@ -287,9 +287,9 @@ Entries = EntryRange | Packed
 
 
 def _result_by_token(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
-    """Return a step's result by token, (B, X, N, ...) for x (B, X, N, D), in float32 or wider.
+    """Return a step's result in the token order of x (B, X, N, D), as (B, X, N, ...) in float32 or wider.
 
-    Returns None unless the side has every token of every head, in the order of x or as a `WholeSide`.
+    Returns None unless the side has every token of every head, as a `WholeSide` or as one view in the order of x.
 
     slots: the result, in the side's slots.
     """

@@ -92,7 +92,10 @@ class BlockRanges:
         self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        """View (X, S, ...) as (X, blocks, side, ...), without an incomplete last block, so an index moves a block."""
+        """View (X, S, ...) as (X, blocks, side, ...), so that an index selects a block.
+
+        An incomplete last block is left out.
+        """
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
@@ -100,7 +103,7 @@ Stretches = EvenRanges | BlockRanges
 
 
 def even_ranges(starts: list[int] | Tensor, length: int) -> EvenRanges | None:
-    """Return ranges of `length` tokens from `starts` on, if these are evenly spaced and do not descend; else None."""
+    """Return ranges of `length` tokens that begin at `starts`; None if the starts descend or are not evenly spaced."""
     begins = torch.as_tensor(starts).long()
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
@@ -118,8 +121,8 @@ class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
     table: index of the block-sparse mask that the problems are part of; equal heads share one.
-    row: first query block of each problem in that mask.
-    columns: block columns of each problem in it.
+    row: first query block of each problem.
+    columns: key blocks of each problem.
     masks: for each block, index of its mask in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks,
         else m = n; None if every pair is allowed.
     """
@@ -222,7 +225,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 class _Lists:
     """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
 
-    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks.
+    The list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
     num_queries, num_keys: number of tokens.
     masked: True if a block is only partly allowed.
