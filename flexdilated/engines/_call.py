@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return cls._make((pattern, *map(int, sizes), *others, placement))
 
     @property
-    def first(self) -> tuple[int, int, int]:
+    def offsets(self) -> tuple[int, int, int]:
         """Return (global index of the first head, position of the first query, position of the first key)."""
         return self.head_offset, self.q_offset, self.k_offset
 
@@ -117,7 +117,7 @@ class Call(NamedTuple):
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
-    def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
+    def cached_rules(self, bindings: Sequence[Tensor]) -> Expression:
         """Return the pattern with the values of its run-time tensors, like `rules`, but from a cache if they are small.
 
         bindings: these tensors, sorted by name.

@@ -125,8 +125,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term has Q slots for queries and K for keys. E batch entries and X query heads, each 1 if equal for all. A side is
-    None if none of its slots is hidden.
+    A term has Q slots for queries and K for keys. E is the number of batch entries, or 1 if their masks are equal. X is
+    the number of query heads, or 1 likewise. A side is None if none of its slots is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -203,7 +203,8 @@ def _hidden_mask(
     heads: index of each head's table.
     slots: number of slots of a head.
 
-    Blocks that another table lists are included. Returns None if no table lists a block with such a slot.
+    The mask may include slots of a block that only another table lists. Returns None if no table lists a block with a
+    slot that is in no allowed pair.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True

@@ -30,7 +30,7 @@ def exports_to_onnx() -> bool:
 
 
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
-    """Return the number of the pattern's branches that allow each pair and, with dropout, keep it.
+    """Return, for each pair, the number of branches that allow it and, with dropout, in which dropout keeps it.
 
     Without dropout, B is 1 if the rule is the same for all batch entries.
     """

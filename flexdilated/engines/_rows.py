@@ -302,7 +302,10 @@ def group_heads(
 
 
 def _groups(rule: RuleHeads, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
-    """Yield groups with equally many of the rule's heads per key/value head and evenly spaced key/value heads."""
+    """Yield the head groups of a rule.
+
+    The key/value heads of a group are evenly spaced, and each serves equally many of the rule's query heads.
+    """
     shared = num_heads // num_kv_heads
     queries: dict[int, list[int]] = {}
     for head in rule.heads:
@@ -340,9 +343,8 @@ _GROUP_BYTES = 1000
 def needs_no_plan(call: Call) -> bool:
     """True for calls that need no plan: at most MOST_ROWS queries at consecutive positions, in natural order.
 
-    False for self-attention, for a placement and for a requested block size.
-    Self-attention (queries and keys at equal positions) repeats its sizes, so its plan is found in the cache, and is
-    then faster.
+    False for self-attention (queries and keys at equal positions), for a placement and for a requested block size. The
+    sizes of self-attention repeat, so its plan is in the cache, and a cached plan is faster than none.
     """
     few = call.num_queries <= MOST_ROWS and call.rate == 1 and not call.block_size and not call.placement
     return few and (call.num_queries, call.q_offset) != (call.num_keys, call.k_offset)

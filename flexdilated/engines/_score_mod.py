@@ -82,7 +82,10 @@ def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: T
 
 
 def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
-    """Return the tensors that a fixed score_mod reads; in a graph its result for score 0, which depends on them."""
+    """Return the tensors that a fixed score_mod reads.
+
+    In a graph they are not known; there the result is the score_mod's value for score 0, which depends on them.
+    """
     if isinstance(score_mod, Recorded):
         return score_mod.tensors
     with torch.inference_mode(False), torch.enable_grad():
@@ -139,7 +142,7 @@ def apply_score_mod(
 
 
 def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
-    """Return a score_mod of scores of shape () that hands them on in shape (1,).
+    """Return a score_mod that takes a score of shape () and calls `score_mod` with the score in shape (1,).
 
     In a graph, torch.vmap cannot add a symbolic integer, such as a size that score_mod reads, to a float of shape ().
     """

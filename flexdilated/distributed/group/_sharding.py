@@ -138,7 +138,7 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 
     x must be equal on all ranks; that is not checked.
 
-    mesh: one dimension.
+    mesh: a DeviceMesh of one dimension.
     dim: dimension of the tokens; the default is that of (B, H, N, D).
     sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
@@ -163,7 +163,7 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
     """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
-    mesh: one dimension.
+    mesh: a DeviceMesh of one dimension.
     dim: dimension of the tokens; the default is that of (B, H, L, D).
     sharding: None means equal shards, `Sharding(W * L, W)`.
 

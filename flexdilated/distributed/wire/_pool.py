@@ -68,8 +68,7 @@ class Lease:
     def release(self) -> None:
         """Return the buffer to its pool; later calls do nothing.
 
-        On CUDA the current stream must be ordered after all uses of the tensor: the next lease waits
-        for no other stream.
+        On CUDA the current stream must be ordered after all uses of the tensor: the next lease waits for no other.
         """
         if self._pool is not None:
             self._pool._take_back(self)

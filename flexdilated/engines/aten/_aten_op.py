@@ -286,7 +286,7 @@ def _term_programs(
     written = call.pattern
     if not bindings:
         return [(EntryRange(slice(None)), program_of(call, None, kind, choice, operands, written=written))]
-    rule = call.kept_rules(bindings)
+    rule = call.cached_rules(bindings)
     packed, visible = _joined_entries(call, rule, batch), None
     if packed is not None:
         call, groups = packed

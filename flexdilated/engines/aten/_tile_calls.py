@@ -225,7 +225,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 class _Lists:
     """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
 
-    The list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
+    A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
     num_queries, num_keys: number of tokens.
     masked: True if a block is only partly allowed.

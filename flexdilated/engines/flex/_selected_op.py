@@ -126,7 +126,7 @@ def prepared(call: Call, device: torch.device, bindings: Sequence[Tensor], *, bl
         unit = unit_of(leaf.block, call.q_offset)
         assert unit is not None
         of = SelectedBlocksOf(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
-        head, query, key_first = (torch.tensor(at, device=device) for at in call.first)
+        head, query, key_first = (torch.tensor(at, device=device) for at in call.offsets)
         where = Where(head, query, key_first, call.q_offset % leaf.block[0], _tables_of(call, count))
         held = tuple(table.on(device) for table in tables(rule))
         classes = None if held or unit else _classes(call, rule, leaf.block, device)
