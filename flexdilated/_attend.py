@@ -28,7 +28,18 @@ from ._validate import (
     run_time_tensors,
     scaled,
 )
-from .engines import Call, Dropout, Features, ScoreMod, fixed, is_transformed, options_text, padded_rows, run, sum_dtype
+from .engines import (
+    Call,
+    Dropout,
+    Features,
+    ScoreMod,
+    fixed_score_mod,
+    is_transformed,
+    options_text,
+    run,
+    sum_dtype,
+    with_padding_keys,
+)
 from .masks import Layout, Mixture, Pattern
 from .masks.core import advises, require_bool, require_expression, require_probability
 from .masks.planning import block_sides
@@ -194,7 +205,7 @@ def attend(
     place = Place(*first, head_offset, num_heads_global, layout, block_size)
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
     q, call, tensors, factor = checked_call(q, k, pattern, place, scale, bindings)
-    score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
+    score_mod = fixed_score_mod(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=return_lse or pattern.pads)
     chosen = choose_engine(engine, q, k, v, pattern, features, call.block_size)
     if tensors and chosen != "reference" and is_transformed():
@@ -284,7 +295,7 @@ def _knows_autocast(kind: str) -> bool:
 def _with_zero_keys(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
     """Return (out, lse) after adding the pattern's zero keys (score 0, value 0) of padding to each row's softmax."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
-    return padded_rows(
+    return with_padding_keys(
         out,
         lse,
         pattern,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._attend import autocast
 from .._validate import OTHER_KEYWORDS, Scale, check_score_mod, check_sinks, check_tensors, scaled
-from ..engines import MOST_ROWS, ScoreMod, fixed, sum_dtype, with_sinks
+from ..engines import MOST_ROWS, ScoreMod, fixed_score_mod, sum_dtype, with_sinks
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, shortened
 from ._cohort import Cohort, grouped
@@ -205,7 +205,7 @@ class KVCache:
         refuse_gradients(q, k, v, sinks)
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
-        score_mod = fixed(score_mod, sum_dtype(q), q.device)
+        score_mod = fixed_score_mod(score_mod, sum_dtype(q), q.device)
         parts, outs = self._split_cohorts(k, v, numbers), []
         for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))

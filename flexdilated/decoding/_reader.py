@@ -15,13 +15,13 @@ from ..engines import (
     HeadGroup,
     RuleHeads,
     ScoreMod,
+    at_offsets,
     branch_rules,
-    fixed,
+    fixed_score_mod,
     group_heads,
     merge,
     row_program,
     run,
-    shifted,
     sum_dtype,
     through,
 )
@@ -132,7 +132,7 @@ class Reader:
         No query may see a key after the last query: see `check_end`.
         """
         scale = resolve_scale(self.scale, q.shape[-1])
-        features = Features(scale, fixed(score_mod, sum_dtype(q), q.device))
+        features = Features(scale, fixed_score_mod(score_mod, sum_dtype(q), q.device))
         compute = self._attend_directly if q.shape[2] <= MOST_ROWS else self._attend_by_engine
         return compute(q, k, v, first, held, features)
 
@@ -159,7 +159,7 @@ class Reader:
         first: position of query 0.
         """
         heads = torch.arange(self.head_offset, self.head_offset + self.num_heads, device=device)
-        return through(score_mod, shifted, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))
+        return through(score_mod, at_offsets, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))
 
     def _head_groups(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device

@@ -26,7 +26,17 @@ from .._validate import (
     run_time_tensors,
     scaled,
 )
-from ..engines import Features, ScoreMod, fixed, nothing, one_width, padded_rows, placed_engine, sum_dtype, with_seed
+from ..engines import (
+    Features,
+    ScoreMod,
+    fixed_score_mod,
+    one_width,
+    placed_engine,
+    sum_dtype,
+    with_padding_keys,
+    with_seed,
+    without_keys,
+)
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -195,7 +205,7 @@ def attend(
     elif schedule == "auto":
         chosen = _auto_schedule(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
     q, factor = scaled(q, scale, index(q.shape[-1]))  # a constant of a graph
-    score_mod = fixed(score_mod, sum_dtype(q), q.device)
+    score_mod = fixed_score_mod(score_mod, sum_dtype(q), q.device)
     needs_lse = return_lse or pattern.pads or chosen == "ring"
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)
     chosen_engine = placed_engine(choose_engine(engine, q, k, v, pattern, features), q.device)
@@ -220,7 +230,7 @@ def attend(
     _check_facts((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
-        out, lse = nothing(q, k, v, sinks)
+        out, lse = without_keys(q, k, v, sinks)
     elif chosen == "ring":
         out, lse = ring_op(q, k, v, sinks, tensors, call.constants)
     else:
@@ -229,7 +239,7 @@ def attend(
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
         positions, tokens = shards.positions(ranks.rank, q.device), shards.num_tokens
-        out, lse = padded_rows(
+        out, lse = with_padding_keys(
             out, lse, pattern, positions, head_offset=head_offset, num_heads=heads, num_tokens=tokens
         )
     if not return_lse:

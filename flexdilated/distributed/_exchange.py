@@ -23,7 +23,7 @@ from ..engines import (
     copies,
     no_gradients,
     own_op,
-    refuse,
+    refusing_backward,
     run,
     set_gradient,
     sum_dtype,
@@ -192,7 +192,7 @@ def exchange_op(
 @exchange_op.register_fake
 def _(q, k, v, sinks, bindings, constants):
     call = PlainCall.of(constants)
-    return *call.rows_of(q), *_empty_keys(q, k, bindings, call, own=False)
+    return *call.fake_rows(q), *_empty_keys(q, k, bindings, call, own=False)
 
 
 @own_op("flexdilated::exchange_attention_backward")
@@ -223,7 +223,7 @@ def exchange_backward_op(
     with own.sending_gradients(parts.gradients(own.plan.others, k_others, v_others)) as add_received:
         grads = parts.gradients(own.plan.own, k, v)
         add_received(grads)
-    return parts.of_queries(), as_promised(grads[0], k), as_promised(grads[1], v)
+    return parts.query_gradient(), as_promised(grads[0], k), as_promised(grads[1], v)
 
 
 @exchange_backward_op.register_fake
@@ -307,7 +307,7 @@ _REFUSAL = "the exchange has no second derivative; engine='reference' has one, o
 
 set_gradient(exchange_op, exchange_backward_op, refusal=_REFUSAL, over_ranks=True)
 exchange_keys_op.register_autograd(_keys_backward, setup_context=_remember_keys)
-exchange_keys_backward_op.register_autograd(refuse(_REFUSAL))
+exchange_keys_backward_op.register_autograd(refusing_backward(_REFUSAL))
 
 
 def exchange(

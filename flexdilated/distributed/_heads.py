@@ -28,7 +28,18 @@ from .._validate import (
     run_time_tensors,
     scaled,
 )
-from ..engines import Call, Features, ScoreMod, fixed, nothing, one_width, own_op, padded_rows, run, sum_dtype
+from ..engines import (
+    Call,
+    Features,
+    ScoreMod,
+    fixed_score_mod,
+    one_width,
+    own_op,
+    run,
+    sum_dtype,
+    with_padding_keys,
+    without_keys,
+)
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -105,7 +116,7 @@ def attend_heads(
     heads = check_sizes(pattern, q, Place(head_offset=head_offset, num_heads_global=num_heads_global))
     tensors = run_time_tensors(pattern, bindings)
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
-        out, lse = nothing(q, k, v, sinks)
+        out, lse = without_keys(q, k, v, sinks)
         return (out, lse) if return_lse else out
     H, G, W = index(q.shape[1]), index(k.shape[1]), ranks.size
     if H % W:
@@ -116,7 +127,7 @@ def attend_heads(
         )
     mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
-    score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
+    score_mod = fixed_score_mod(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
     q, factor = scaled(q, scale, q.shape[-1])
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)
     chosen, width = choose_engine(engine, q, k, v, pattern, features), v.shape[-1]
@@ -136,7 +147,7 @@ def attend_heads(
     row_lse = column.squeeze(-1)
     if padded.pads:
         positions, tokens = sharding.positions(ranks.rank, q.device), sharding.num_tokens
-        out, row_lse = padded_rows(
+        out, row_lse = with_padding_keys(
             out, row_lse, padded, positions, head_offset=head_offset, num_heads=heads, num_tokens=tokens
         )
     return (out, row_lse) if return_lse else out

@@ -4,7 +4,7 @@ from ._call import Call
 from ._dropout import Dropout, with_seed, without_seed
 from ._features import Features
 from ._gather import merge_, side_of
-from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
+from ._merge import WholeRows, add_sinks, merge, sum_dtype, with_padding_keys, with_sinks, with_zero_keys, without_keys
 from ._operands import one_width
 from ._ops import (
     autograd_on,
@@ -13,28 +13,28 @@ from ._ops import (
     is_transformed,
     no_gradients,
     own_op,
-    read_written,
-    refuse,
+    read_constants,
     refuse_transforms,
+    refusing_backward,
     set_gradient,
     tensors_in,
-    written,
+    write_constants,
 )
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import exports_to_onnx, modified_scores, multiplicity, reference_attention
 from ._rows import MOST_ROWS, HeadGroup, RuleHeads, branch_rules, group_heads, row_program
 from ._run import run
-from ._score_mod import ScoreMod, fixed, shifted, tensors_read, through
-from ._tuned import TuningKey, chosen, num_measured, results
+from ._score_mod import ScoreMod, at_offsets, fixed_score_mod, tensors_read, through
+from ._tuned import TuningKey, measured_choice, num_measured, results
 from .aten import (
     GATHERED_BYTES,
     KernelCalls,
     Program,
     QueryRows,
     Step,
-    as_given,
     aten,
     aten_backward,
+    in_format_of,
     make_program,
     program_of,
 )

@@ -14,7 +14,7 @@ from ..masks.orders import Placement
 from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, OperandSizes, Plan, plan, plan_at
 from ..masks.text import read_text
-from ._ops import read_written, written
+from ._ops import read_constants, write_constants
 
 _FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster than resolved
 
@@ -67,11 +67,11 @@ class Call(NamedTuple):
     def arguments(self) -> tuple[str, int, int]:
         """Return (constants, q_offset, k_offset), arguments of custom ops from which `Call.of` restores the call.
 
-        constants: one text with all fields except the offsets and the numbers of heads and tokens on this device, which
-        are in the shapes of q and k.
+        constants: one text with all other fields, except the numbers of heads and tokens on this device: the shapes of
+            q and k give these.
         """
         values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
-        return written((self.pattern, self.placement), values), self.q_offset, self.k_offset
+        return write_constants((self.pattern, self.placement), values), self.q_offset, self.k_offset
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
@@ -79,12 +79,12 @@ class Call(NamedTuple):
 
         Sizes and offsets are converted to int, which makes symbolic ones constants in a torch.compile trace.
         """
-        pattern, placement, *others = read_written(constants)
+        pattern, placement, *others = read_constants(constants)
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
         return cls._make((pattern, *map(int, sizes), *others, placement))
 
     @property
-    def first(self) -> tuple[int, int, int]:
+    def offsets(self) -> tuple[int, int, int]:
         """Return (global index of the first head, position of the first query, position of the first key)."""
         return self.head_offset, self.q_offset, self.k_offset
 
@@ -117,7 +117,7 @@ class Call(NamedTuple):
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
-    def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
+    def cached_rules(self, bindings: Sequence[Tensor]) -> Expression:
         """Return the pattern with the values of its run-time tensors, like `rules`, but from a cache if they are small.
 
         bindings: these tensors, sorted by name.
@@ -191,9 +191,11 @@ class Call(NamedTuple):
 def check_heads(constants: str) -> None:
     """Raise ValueError if the pattern is for another number of query heads than the call has on all devices.
 
-    constants: the text in `Call.arguments`. `attend` does not check that in a torch.compile trace.
+    `attend` does not check the number of heads in a torch.compile trace.
+
+    constants: the text in `Call.arguments`.
     """
-    pattern, _, _, num_heads_global, *_ = read_written(constants)
+    pattern, _, _, num_heads_global, *_ = read_constants(constants)
     read_text(pattern).check_heads(num_heads_global)
 
 

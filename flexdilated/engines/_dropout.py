@@ -41,21 +41,21 @@ class Dropout(NamedTuple):
             has the broadcast shape.
         """
         # The numbers of a row and of a key are hashed well; of a pair, of which there are many more, in few operations.
-        row = _hashed(self.seed[0] + _wrapped(place * _STEP))
+        row = _hash(self.seed[0] + _as_int32(place * _STEP))
         for x in (b, h, q):
-            row = _hashed(row ^ x.to(torch.int32))
+            row = _hash(row ^ x.to(torch.int32))
         # Odd factors are invertible modulo 2^32: no row or key maps all its pairs to one number.
-        pair = (row | 1) * (_hashed(self.seed[1] ^ k.to(torch.int32)) | 1)
-        pair = (pair ^ _shifted(pair, 15)) * _SECOND
+        pair = (row | 1) * (_hash(self.seed[1] ^ k.to(torch.int32)) | 1)
+        pair = (pair ^ _shift_right(pair, 15)) * _SECOND
         # Uniform signed 32-bit numbers are below -2^31 + p * 2^32 with probability p.
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
-    def shares(self, places: tuple[int, ...]) -> ScoreMod:
-        """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
+    def kept_counter(self, places: tuple[int, ...]) -> ScoreMod:
+        """Return a function of (score, b, h, q, k) that counts the branches in which dropout keeps the pair.
 
-        places: indices of branches; of the function's arguments, score is ignored.
+        places: indices of the branches.
 
-        The number is int32, or bool for a single branch.
+        The count is int32, or bool for a single branch. The function ignores the score.
         """
 
         def share(score, b, h, q, k):
@@ -64,15 +64,15 @@ class Dropout(NamedTuple):
 
         return share
 
-    def hides(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
-        """Return a score_mod that hides the pairs that dropout drops, for n equal branches, computed as one.
+    def dropping_score_mod(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
+        """Return a score_mod that applies score_mod and dropout to n equal branches, computed as one.
 
-        The score of a pair that m branches keep becomes score_mod(score), or score if None, plus log(m / n), or -inf if
-        m is 0. The factor 1 / (1 - p) is left to the caller.
+        If dropout keeps a pair in m of the n branches, log(m / n) is added to score_mod(score), or to the score if
+        score_mod is None; if m is 0, the score becomes -inf. The factor 1 / (1 - p) is left to the caller.
 
         places: indices of the n branches.
         """
-        shares = self.shares(places)
+        shares = self.kept_counter(places)
 
         def hide(score, b, h, q, k):
             share = shares(score, b, h, q, k)
@@ -94,17 +94,17 @@ def without_seed(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], Dro
     return ([*tensors], None) if not p else ([*tensors[:-1]], Dropout(p, tensors[-1]))
 
 
-def _hashed(x: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
-    x = (x ^ _shifted(x, 16)) * _FIRST
-    x = (x ^ _shifted(x, 15)) * _SECOND
-    return x ^ _shifted(x, 16)
+def _hash(x: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
+    x = (x ^ _shift_right(x, 16)) * _FIRST
+    x = (x ^ _shift_right(x, 15)) * _SECOND
+    return x ^ _shift_right(x, 16)
 
 
-def _wrapped(number: int) -> int:
+def _as_int32(number: int) -> int:
     """Return the signed 32-bit integer that is congruent to the number modulo 2^32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _shifted(x: Shaped[Tensor, "..."], by: int) -> Shaped[Tensor, "..."]:
+def _shift_right(x: Shaped[Tensor, "..."], by: int) -> Shaped[Tensor, "..."]:
     """Shift the bits of 32-bit integers to the right and fill with zeros, also for negative numbers."""
     return (x >> by) & ((1 << (32 - by)) - 1)

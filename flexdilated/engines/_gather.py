@@ -32,7 +32,7 @@ class HeadRun:
     step: int
     start: int
 
-    def alone(self, place: int) -> HeadRun:
+    def of_head(self, place: int) -> HeadRun:
         """Return the head run of one head of this run, the term's head `place`."""
         return HeadRun(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
@@ -42,7 +42,7 @@ class Strands:
     """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
     layout: token in each slot.
-    runs: all heads of the term, in groups that one strided view covers.
+    runs: all heads of the term, in groups; one strided view covers each.
     """
 
     layout: Compact
@@ -63,7 +63,10 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term: a view if there is one run and step 1, else a copy."""
+        """Gather from x the tokens in all slots of the term: a view if there is one run and `layout.step` is 1.
+
+        Otherwise the result is a copy.
+        """
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -77,9 +80,9 @@ class Strands:
 
         heads, tokens: sizes of the full tensor.
         """
-        return slots.flatten(2, 3) if self.every(heads, tokens) else None
+        return slots.flatten(2, 3) if self.has_all_tokens(heads, tokens) else None
 
-    def every(self, heads: int, tokens: int) -> bool:
+    def has_all_tokens(self, heads: int, tokens: int) -> bool:
         one_run = self.runs == (HeadRun(0, heads, 0, 1, 0),)
         return one_run and self.layout.step == 1 and self.layout.folds * self.layout.num_slots == tokens
 
@@ -128,7 +131,7 @@ class Strands:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeSide:
     """Reader and writer of one side of a term that has all tokens of all heads of a tensor, in any order.
 
     layout: the term's order of tokens.
@@ -143,7 +146,7 @@ class Whole:
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
         return self._reorder(x).unsqueeze(2)
 
-    def every(self, heads: int, tokens: int) -> bool:
+    def has_all_tokens(self, heads: int, tokens: int) -> bool:
         return True
 
     def all_tokens(self, slots: Shaped[Tensor, "B X 1 S ..."], heads: int, tokens: int) -> Tensor | None:
@@ -168,7 +171,7 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
-class Picked:
+class PickedSide:
     """Reader and writer of one side of a term by an index tensor of shape (heads, folds, slots).
 
     Slot s of fold f of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
@@ -184,10 +187,10 @@ class Picked:
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
         """Gather from x the tokens in all slots of the term, into a new tensor."""
-        taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
+        taken = [few.index_select(2, index) for few, index, _ in self._head_views(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
-    def every(self, heads: int, tokens: int) -> bool:
+    def has_all_tokens(self, heads: int, tokens: int) -> bool:
         return False
 
     def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
@@ -195,12 +198,12 @@ class Picked:
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed."""
-        for few, index, own in self._parts(x):
+        for few, index, own in self._head_views(x):
             few.index_add_(2, index, slots[:, own].flatten(2, 3))
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Write the vector in each slot to the slot's token in x, in place."""
-        for few, index, own in self._parts(x):
+        for few, index, own in self._head_views(x):
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
@@ -223,7 +226,7 @@ class Picked:
         self.put(out, sums[0])
         self.put(lse, sums[1])
 
-    def _parts(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
+    def _head_views(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
         """Yield (view of some heads of x, flat token index of their slots, slice of the term's heads that read them).
 
         No view has one head of x twice, so each can be written to.
@@ -231,12 +234,12 @@ class Picked:
         index = self.index.to(x.device, torch.int64).flatten(1)
         for run in _runs(self.heads, tuple(range(len(self.heads))) if len(index) > 1 else (0,) * len(self.heads)):
             # A view of repeated heads (step 0) cannot be written to.
-            for few in [run] if run.step > 0 else [run.alone(place) for place in range(run.begin, run.end)]:
+            for few in [run] if run.step > 0 else [run.of_head(place) for place in range(run.begin, run.end)]:
                 some = slice(few.first, few.first + (few.end - few.begin - 1) * few.step + 1, few.step)
                 yield x[:, some], index[few.begin if len(index) > 1 else 0], slice(few.begin, few.end)
 
 
-TokenGather = Strands | Whole | Picked
+TokenGather = Strands | WholeSide | PickedSide
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
@@ -245,21 +248,21 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
     layout: token in each slot of the term.
     heads: head of the tensor that each head of the term reads.
 
-    The result is Whole for an order of all tokens, Strands if the slots are strided views, else Picked.
+    The result is a WholeSide for an order of all tokens, Strands if the slots are strided views, else a PickedSide.
     """
     if isinstance(layout, Permutation):
-        return Whole(layout, given, heads)
+        return WholeSide(layout, given, heads)
     if isinstance(layout, Folded):
-        return Picked(_once(heads), layout.tokens().int())
+        return PickedSide(_without_repeats(heads), layout.tokens().int())
     if layout.fold_starts is None:
         return Strands(layout, _runs(heads, layout.starts))
     if len(set(layout.starts)) > 1:
-        return Picked(heads, layout.tokens().int())
-    return Picked(_once(heads), layout.tokens()[:1].int())
+        return PickedSide(heads, layout.tokens().int())
+    return PickedSide(_without_repeats(heads), layout.tokens()[:1].int())
 
 
-def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged."""
+def _without_repeats(heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Return each head once if all occur equally often and equal ones are adjacent; else return `heads` unchanged."""
     # The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
@@ -349,7 +352,7 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
 
 
-def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Picked:
+def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | PickedSide:
     """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
     placement: positions of the tokens in k and v.
@@ -370,14 +373,14 @@ def _located_side(
     heads: tuple[int, ...],
     tensor_heads: tuple[int, ...],
     locate: Locate,
-) -> Strands | Picked:
+) -> Strands | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    It is a Strands, of views, if the places of each fold are evenly spaced and so are the folds, with equal distances
-    for all heads; else a Picked.
+    The result is a Strands, of views, if the places in each fold are evenly spaced, the folds too, and both distances
+    are equal for all heads; else a PickedSide.
 
     heads: the term's heads.
-    tensor_heads: head of the tensor that each of them reads.
+    tensor_heads: head of the tensor that each head of the term reads.
     locate: function (head of the tensor, tokens of the layout) -> indices of these tokens in the tensor.
     """
     tokens = layout.tokens()
@@ -388,15 +391,15 @@ def _located_side(
         if key not in found:
             found[key] = locate(head, tokens[index])
     slots = torch.stack([found[head, int(tokens[index, 0, 0])] for index, head in enumerate(tensor_heads)])
-    strided = _strided(slots, heads)
+    strided = _as_compact(slots, heads)
     if strided is None:
-        return Picked(tensor_heads, slots.int())
+        return PickedSide(tensor_heads, slots.int())
     strands = side_of(strided, Layout(1), tensor_heads)
     assert isinstance(strands, Strands)
     return strands
 
 
-def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
+def _as_compact(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
     """Return token indices as a Compact: an arithmetic progression per head, repeated over equally spaced folds.
 
     Returns None if they have another form.

@@ -100,7 +100,7 @@ def with_zero_keys(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) after adding count[h, n] keys of score 0 and value 0 to the softmax of row n of head h.
 
-    Patterns that attend to padding count it as such keys.
+    If a pattern attends to padding, each padding token is such a key.
     """
     return _with_score(out, lse, count.to(lse.dtype).log())
 
@@ -116,7 +116,7 @@ def _with_score(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tu
     return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, score))
 
 
-def padded_rows(
+def with_padding_keys(
     out: Float[Tensor, "B H N D"],
     lse: Float[Tensor, "B H N"],
     pattern: Expression,
@@ -137,7 +137,7 @@ def padded_rows(
     return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
 
 
-def nothing(
+def without_keys(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"], sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse the head's sink or -inf.

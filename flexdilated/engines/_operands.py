@@ -51,13 +51,13 @@ def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Boo
     return ids, torch.cat(distinct)
 
 
-def added(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+def additive_mask(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """Return an additive mask for the kernels: 0 where a pair is allowed, -inf elsewhere."""
     return torch.where(allowed, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """Return a tensor of random 64-bit integers, equal in every call: the seed is fixed.
+    """Return a tensor of random 64-bit integers, the same in every call: the seed is fixed.
 
     If each number stands for a member of a set, the sum of the numbers of some members is a fingerprint of them.
     """
@@ -125,8 +125,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term has Q slots for queries and K for keys. E batch entries and X query heads, each 1 if equal for all. A side is
-    None if none of its slots is hidden.
+    A term has Q slots for queries and K for keys. E is the number of batch entries, or 1 if their masks are equal. X is
+    the number of query heads, or 1 likewise. A side is None if none of its slots is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -144,7 +144,7 @@ class HiddenSlots:
 
         dim: axis of the queries in x.
         """
-        return _cleared(x, self.queries, dim, value)
+        return _fill_hidden(x, self.queries, dim, value)
 
     def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
         """Return x with 0 at keys that are hidden from all query heads of their key/value head; x itself if none are.
@@ -153,10 +153,10 @@ class HiddenSlots:
 
         dim: axis of the keys in x.
         """
-        return _cleared(x, self.keys, dim, 0.0)
+        return _fill_hidden(x, self.keys, dim, 0.0)
 
 
-def _cleared(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: float) -> Tensor:
+def _fill_hidden(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: float) -> Tensor:
     if hidden is None:
         return x
     if hidden.shape[1] not in (1, x.shape[1]):
@@ -181,16 +181,16 @@ def hidden_slots(
     seen_q[row[blocks.full]], seen_k[column[blocks.full]] = 1, 1
     # Blocks whose row and column each have a full block need no evaluation.
     doubtful = (~blocks.full & ~((seen_q[row, 0] > 0) & (seen_k[column, 0] > 0))).nonzero().squeeze(1)
-    for some, by_row, by_column in _marks(rule, blocks, doubtful, ids, masks):
+    for some, by_row, by_column in _slots_in_pairs(rule, blocks, doubtful, ids, masks):
         seen_q.index_add_(0, row[some], by_row.int())
         seen_k.index_add_(0, column[some], by_column.int())
     heads = list(blocks.heads) if blocks.num_tables > 1 else [0]
-    queries = _unseen(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
-    keys = _unseen(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
+    queries = _hidden_mask(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
+    keys = _hidden_mask(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
     return HiddenSlots(queries, keys)
 
 
-def _unseen(
+def _hidden_mask(
     seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"], num_tables: int, heads: list[int], slots: int
 ) -> Bool[Tensor, "1 X S"] | None:
     """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
@@ -203,7 +203,8 @@ def _unseen(
     heads: index of each head's table.
     slots: number of slots of a head.
 
-    Blocks that another table lists are included. Returns None if no table lists a block with such a slot.
+    The mask may include slots of a block that only another table lists. Returns None if no table lists a block with a
+    slot that is in no allowed pair.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True
@@ -227,11 +228,11 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
         for rule in [each.table_rule()]
     ]
     heads = 1 if all(listed.num_tables == 1 for listed in blocks) else len(term.heads)
-    queries = _joined([each.queries for each in found], heads, term.q.num_slots)
-    return HiddenSlots(queries, _joined([each.keys for each in found], heads, term.k.num_slots))
+    queries = _join_entries([each.queries for each in found], heads, term.q.num_slots)
+    return HiddenSlots(queries, _join_entries([each.keys for each in found], heads, term.k.num_slots))
 
 
-def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
+def _join_entries(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
     """Concatenate the masks of hidden slots of batch entries to (entries, heads, slots); None if all are None.
 
     None in `sides` is an entry without hidden slots. A mask of a single head is repeated for all heads.
@@ -245,22 +246,22 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
 def hidden_of_term(term: Term) -> HiddenSlots:
     """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
 
-    In a causal term these are the keys after its last query; a term with a dense mask may have hidden queries and keys;
-    other terms have none.
+    In a causal term, the keys after the last query are hidden. A term with CountedPairs may have hidden queries and
+    keys. Other terms have neither.
     """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0
-        return HiddenSlots(_some(~seen.any(2)), _some(~seen.any(1)))
+        return HiddenSlots(_mask_or_none(~seen.any(2)), _mask_or_none(~seen.any(1)))
     queries, keys = term.q.num_slots, term.k.num_slots
     after = term.shape == "causal" and keys > queries
     return HiddenSlots(None, (torch.arange(keys) >= queries)[None, None] if after else None)
 
 
-def _some(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
+def _mask_or_none(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
     return hidden[None] if bool(hidden.any()) else None
 
 
-def _marks(
+def _slots_in_pairs(
     rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor, masks: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (indices of n blocks, mask of queries in an allowed pair, mask of keys in an allowed pair).

@@ -110,8 +110,8 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     return make
 
 
-def written(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
-    """Write constants of a call as one text, which `read_written` reads.
+def write_constants(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
+    """Write constants of a call as one text, which `read_constants` reads.
 
     Custom ops take it as an argument, because a text is a constant of graphs and exported programs.
 
@@ -121,8 +121,8 @@ def written(texts: Sequence[str], values: Iterable[str | int | float | tuple[int
     return "\n".join([", ".join([f"{each!r}" for each in values]), *texts])
 
 
-def read_written(constants: str) -> tuple[Any, ...]:
-    """Read a text made by `written`: returns (*texts, *values)."""
+def read_constants(constants: str) -> tuple[Any, ...]:
+    """Read a text made by `write_constants`: returns (*texts, *values)."""
     values, *texts = constants.split("\n")
     return *texts, *_values(values)
 
@@ -135,7 +135,7 @@ def _values(line: str) -> tuple[Any, ...]:
 def functions_in(constants: str) -> object:
     """Return an object that keeps the Python functions in the constants' patterns alive while it is referenced.
 
-    constants: a text made by `written`, whose texts are patterns; custom patterns name functions.
+    constants: a text made by `write_constants`, whose texts are patterns; custom patterns name functions.
 
     Graphs hold the object as long as they need the functions.
     """
@@ -175,7 +175,7 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | No
 
     op.register_autograd(backward, setup_context=remember)
     if refusal is not None:
-        backward_op.register_autograd(refuse(refusal))
+        backward_op.register_autograd(refusing_backward(refusal))
 
 
 @contextmanager
@@ -202,16 +202,16 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradients of an op's last arguments, which have none: ([None, ...], None, ...).
+    """Return what a backward returns for an op's last arguments, which have no gradients: ([None, ...], None, ...).
 
-    bindings: the op's list of run-time tensors, with one None each, in a list.
-    options: the arguments after it, with None each, or [] for an empty list.
+    bindings: the op's list of run-time tensors; its entry is a list with one None for each tensor.
+    options: the arguments after that list; the entry of each is None, or [] for an option that is an empty list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)
 
 
-def refuse(words: str) -> Callable[..., NoReturn]:
+def refusing_backward(words: str) -> Callable[..., NoReturn]:
     """Return the backward of an op without a gradient, a function that raises RuntimeError(words)."""
 
     def backward(ctx, *grads) -> NoReturn:

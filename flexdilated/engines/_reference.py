@@ -30,11 +30,11 @@ def exports_to_onnx() -> bool:
 
 
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
-    """Return the number of the pattern's branches that allow each pair and, with dropout, keep it.
+    """Return, for each pair, the number of branches that allow it and, with dropout, in which dropout keeps it.
 
     Without dropout, B is 1 if the rule is the same for all batch entries.
     """
-    b, h, q, k = _places(bound, device)
+    b, h, q, k = _pair_indices(bound, device)
     entries = bound.pattern.num_entries()
     shape = (entries if dropout is None else bound.batch, bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -45,7 +45,7 @@ def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = N
     return total
 
 
-def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pair_indices(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return batch entries (B, 1, 1, 1), global heads (H, 1, 1), positions of queries (1, N, 1) and keys (1, 1, M)."""
     b = torch.arange(bound.batch, device=device)[:, None, None, None]
     h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
@@ -59,7 +59,7 @@ def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound
     each = score_mod
     for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
         each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
-    return each(scores, *(x.flatten() for x in _places(bound, scores.device))).to(scores.dtype)
+    return each(scores, *(x.flatten() for x in _pair_indices(bound, scores.device))).to(scores.dtype)
 
 
 def reference_attention(

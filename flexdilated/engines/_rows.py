@@ -19,7 +19,7 @@ from ..masks.core import Expression, device_kind, outside_torch_modes
 from ..masks.text import read_text
 from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype
-from ._score_mod import ScoreMod, modified
+from ._score_mod import ScoreMod, apply_score_mod
 from .kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim of queries and keys, E of values
@@ -70,8 +70,8 @@ class RowPart:
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
         """Return the part's rows of x (queries, or values per query), grouped by key/value head.
 
-        g key/value heads; R rows of each: the part's queries of each of its query heads in turn. Blind rows, which see
-        no key of the part, are filled with `empty`, as their values could be NaN.
+        Each of the g key/value heads has R rows: for one of its query heads after another, the part's queries. Blind
+        rows, which see no key of the part, are filled with `empty`, as their values could be NaN.
         """
         heads = x[:, self.group.queries, self.rows]
         if self.blind is not None:
@@ -107,7 +107,7 @@ class RowPart:
         shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
         return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
 
-    def modified(
+    def modified_scores(
         self, scores: Float[Tensor, "B g R n"], score_mod: ScoreMod, num_heads: int
     ) -> Float[Tensor, "B g R n"]:
         """Return the scores after score_mod, with -inf for hidden pairs.
@@ -123,7 +123,7 @@ class RowPart:
         keys = (seen.keys if isinstance(seen.keys, Tensor) else positions(seen.keys))[self.keys].to(device)
         where = b[:, None], heads.repeat(len(scores))[:, None], queries[None], keys[None]
         hidden = None if self.pairs is None else ~self.pairs.to(device)[None, None]
-        found = modified(score_mod, by_head.flatten(0, 1)[:, None], *where, hidden)
+        found = apply_score_mod(score_mod, by_head.flatten(0, 1)[:, None], *where, hidden)
         found = found if hidden is None else found.masked_fill(hidden, -torch.inf)
         return found.reshape(scores.shape)
 
@@ -185,7 +185,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
     if score_mod is not None:
-        out, lse = _weighted(part.modified(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
+        out, lse = _weighted(part.modified_scores(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
     elif device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
@@ -234,7 +234,7 @@ def matrix_backward(
     """Return (dq, dk, dv) of `matrix_forward` in the dtype of the lse.
 
     lse, delta: of each row over all its keys, which may be more than these n; delta is grad_out · out - grad_lse. A row
-        without keys must have lse +inf, by which all its weights are 0.
+        without keys must have lse +inf, so that all its weights are 0.
     bias: added to the scores.
 
     A score's gradient is weight * (grad_out · value - delta).
@@ -265,11 +265,12 @@ class RuleHeads:
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
 ) -> tuple[tuple[RuleHeads, ...], ...]:
-    """Return, for each distinct branch of a pattern, its rules with the heads of this device that have each.
+    """Return, for each distinct branch of a pattern, its rules, each with the heads of this device that have it.
 
-    A rule is the set of pairs that a branch allows in some heads. Each head of this device has one rule of a branch.
+    A rule is the set of pairs that a branch allows in some heads. In a branch, each head of this device has one rule.
 
-    num_heads: number of query heads of this device; they are the heads from head_offset on of num_heads_global.
+    num_heads: number of query heads of this device.
+    head_offset: index of the first of these heads among the num_heads_global heads of all devices.
 
     A branch that occurs m times has log_weight log(m).
     """
@@ -301,7 +302,10 @@ def group_heads(
 
 
 def _groups(rule: RuleHeads, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
-    """Yield groups with equally many of the rule's heads per key/value head and evenly spaced key/value heads."""
+    """Yield the head groups of a rule.
+
+    The key/value heads of a group are evenly spaced, and each serves equally many of the rule's query heads.
+    """
     shared = num_heads // num_kv_heads
     queries: dict[int, list[int]] = {}
     for head in rule.heads:
@@ -336,18 +340,17 @@ _MOST_VIEWS = 4  # most ranges of keys that are read as views; more are gathered
 _GROUP_BYTES = 1000
 
 
-def takes_rows(call: Call) -> bool:
+def needs_no_plan(call: Call) -> bool:
     """True for calls that need no plan: at most MOST_ROWS queries at consecutive positions, in natural order.
 
-    False for self-attention, for a placement and for a requested block size.
-    Self-attention (queries and keys at equal positions) repeats its sizes, so its plan is found in the cache, and is
-    then faster.
+    False for self-attention (queries and keys at equal positions), for a placement and for a requested block size. The
+    sizes of self-attention repeat, so its plan is in the cache, and a cached plan is faster than none.
     """
     few = call.num_queries <= MOST_ROWS and call.rate == 1 and not call.block_size and not call.placement
     return few and (call.num_queries, call.q_offset) != (call.num_keys, call.k_offset)
 
 
-def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
+def row_program_of_call(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
     """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
     rule: the pattern with the values of its run-time tensors; None for the call's pattern, if it has no such tensors.
@@ -371,7 +374,7 @@ def program_of_rows(call: Call, rule: Expression | None, device: torch.device) -
     bound = call.bound(read)
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
-    return row_program(branches, queries, keys, _InOrder(keys.start))
+    return row_program(branches, queries, keys, _ConsecutiveKeys(keys.start))
 
 
 def _rules_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) -> int:
@@ -392,7 +395,7 @@ class KeySlots(Protocol):
 
 
 @dataclass(frozen=True)
-class _InOrder:
+class _ConsecutiveKeys:
     """Map of key positions to token indices, for a tensor whose token i is the key at position first + i."""
 
     first: int
@@ -430,8 +433,8 @@ def _parts(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> lis
 
     seen: queries, the keys they see and the mask.
 
-    If that takes more than a few views, the result is a single part, which gathers the keys by index. The parts have
-    consecutive levels (output buffers) from `level` on.
+    If the keys are a tensor of positions, or would take more than a few views, the result is a single part, which
+    gathers them by index. The parts have consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     rows, stops = slice(seen.rows.start, seen.rows.stop, seen.rows.step), [*accumulate(lengths)]
@@ -439,11 +442,11 @@ def _parts(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> lis
     for at, (each, length, stop) in enumerate(zip(slots, lengths, stops, strict=True), start=level):
         keys = slice(stop - length, stop)
         pairs = None if seen.pairs is None else seen.pairs[:, keys]
-        parts.append(RowPart(group, rows, each, seen, keys, pairs, _blind(pairs), at))
+        parts.append(RowPart(group, rows, each, seen, keys, pairs, _blind_rows(pairs), at))
     return parts
 
 
-def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
+def _blind_rows(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
     """Return a mask of the rows that see no key; None if every row sees one.
 
     pairs: True where a row sees a key; None if every row sees every key.
@@ -455,7 +458,8 @@ def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None
 def _key_indices(keys: Keys, store: KeySlots) -> tuple[list[Index], list[int]]:
     """Return (indices of the keys' slots in the store, number of keys of each index).
 
-    A few slices, each a view of the tensor; or one index tensor, if `keys` is a tensor or would need many slices.
+    The indices are a few slices, each a view of the tensor; or one index tensor, if `keys` is a tensor or would need
+    many slices.
     """
     if isinstance(keys, Tensor):
         return [store.slots(keys)], [len(keys)]

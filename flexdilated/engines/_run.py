@@ -10,7 +10,7 @@ from ..masks import Bound, Layout
 from ..masks.core import Expression, outside_torch_modes
 from ._call import Call
 from ._features import Features
-from ._merge import nothing, sum_dtype
+from ._merge import sum_dtype, without_keys
 from ._operands import one_width
 from ._reference import exports_to_onnx, reference_attention
 from .aten import aten
@@ -37,7 +37,7 @@ def run(
     and lse is -inf, or the sinks if there are any. Raises ValueError for an unknown engine.
     """
     if 0 in q.shape or 0 in k.shape:
-        return nothing(q, k, v, features.sinks)
+        return without_keys(q, k, v, features.sinks)
     if engine in ("aten", "flash") and q.shape[-1] != v.shape[-1]:
         out, lse = run(engine, *one_width(q, k, v), bindings, call, features)
         return out[..., : v.shape[-1]], lse

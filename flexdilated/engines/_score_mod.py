@@ -43,11 +43,11 @@ class Indices:
         return self.translate(function, *self.numbers)
 
 
-def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
-    """Return the score_mod as a `Recorded`, its operations now: Python values that it reads are fixed.
+def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
+    """Return the score_mod as a `Recorded`: its operations, with the Python values that it reads as constants.
 
-    Tensors are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of torch.compile the result
-    is a function that also checks what score_mod returns.
+    Tensors that it reads are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of
+    torch.compile the result is not a `Recorded`, but a function that calls score_mod and checks its result.
 
     dtype, device: of the scores.
 
@@ -57,7 +57,7 @@ def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) 
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
     if torch.compiler.is_compiling():
-        return _checked(score_mod)
+        return _with_checked_result(score_mod)
     try:
         recorded = record(score_mod, (dtype, *[torch.int32] * 4), device)
     except RecordError as error:
@@ -66,20 +66,26 @@ def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) 
     return recorded
 
 
-def plain(score_mod: ScoreMod) -> ScoreMod:
+def plain_function(score_mod: ScoreMod) -> ScoreMod:
     """Return a fixed score_mod as a plain function, which torch.compile takes best."""
     return score_mod.function if isinstance(score_mod, Recorded) else score_mod
 
 
 def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: Tensor) -> ScoreMod:
-    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be defined in a module."""
+    """Return translate(score_mod, *tensors) of a fixed score_mod, as a `Recorded` if score_mod is one.
+
+    translate: a function at module level.
+    """
     if isinstance(score_mod, Recorded):
         return score_mod.through(translate, *tensors)
     return translate(score_mod, *tensors)
 
 
 def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
-    """Return the tensors that a fixed score_mod reads; in a graph its result for score 0, which depends on them."""
+    """Return the tensors that a fixed score_mod reads.
+
+    In a graph they are not known; there the result is the score_mod's value for score 0, which depends on them.
+    """
     if isinstance(score_mod, Recorded):
         return score_mod.tensors
     with torch.inference_mode(False), torch.enable_grad():
@@ -87,7 +93,7 @@ def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
         return [score_mod(q.new_zeros(()), *indices)]
 
 
-def _checked(score_mod: ScoreMod) -> ScoreMod:
+def _with_checked_result(score_mod: ScoreMod) -> ScoreMod:
     def new_score(score, b, h, q, k):
         found = score_mod(score, b, h, q, k)
         if not isinstance(found, Tensor):
@@ -105,7 +111,7 @@ def _require_score(shape: Sequence[int]) -> None:
         raise ValueError(f"{rule}; got shape {tuple(shape)}")
 
 
-def modified(
+def apply_score_mod(
     score_mod: ScoreMod,
     scores: Float[Tensor, "x t Q K"],
     b: Int[Tensor, "x t"],
@@ -126,7 +132,7 @@ def modified(
     b, h, q, k = (x.int() for x in (b, h, q, k))
     q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
     if hidden is not None:
-        q, k = _allowed_instead(~hidden.expand(-1, -1, q.shape[2], -1), q, k)
+        q, k = _replace_hidden_pairs(~hidden.expand(-1, -1, q.shape[2], -1), q, k)
     of_all = None if len(q) == 1 else 0
     q, k = (q[0], k[0]) if of_all is None else (q, k)
     every = torch.vmap(score_mod, in_dims=(0, None, None, None, 0))
@@ -136,7 +142,7 @@ def modified(
 
 
 def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
-    """Return a score_mod of scores of shape () that hands them on in shape (1,).
+    """Return a score_mod that takes a score of shape () and calls `score_mod` with the score in shape (1,).
 
     In a graph, torch.vmap cannot add a symbolic integer, such as a size that score_mod reads, to a float of shape ().
     """
@@ -148,13 +154,13 @@ def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
     return new_score
 
 
-def _allowed_instead(
+def _replace_hidden_pairs(
     shown: Bool[Tensor, "y t Q K"], q: Int[Tensor, "1 t Q"], k: Int[Tensor, "1 t Q K"]
 ) -> tuple[Int[Tensor, "y t Q"], Int[Tensor, "y t Q K"]]:
-    """Replace each pair that is not allowed by an allowed one of its query.
+    """Return (q, k) in which each pair that is not allowed has the positions of an allowed pair of its query.
 
-    For a query without keys, it is one of the first query of the group that has any; if none has, the group's first
-    pair.
+    A query without allowed pairs takes an allowed pair of the first query of its group that has one; if none has, the
+    group's first pair.
 
     shown: True for allowed pairs.
     """
@@ -179,7 +185,7 @@ def indices_of(term: Term, device: torch.device) -> Indices:
         numbers = map(scalar, (term.q.width, term.q.segment, term.q.step, *chain(*ends)))
         return Indices(in_segments, (heads, *starts, *numbers))
     if term.q.is_natural and term.k.is_natural:
-        return Indices(shifted, (heads, scalar(term.q_offset), scalar(term.k_offset)))
+        return Indices(at_offsets, (heads, scalar(term.q_offset), scalar(term.k_offset)))
     positions = (
         side.tokens(device)[:, 0].clamp(min=0).expand(len(term.heads), -1) + offset
         for side, offset in ((term.q, term.q_offset), (term.k, term.k_offset))
@@ -242,7 +248,7 @@ def in_segments(
     return at_positions
 
 
-def shifted(
+def at_offsets(
     function: ScoreMod, heads: Int64[Tensor, " H"], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
 ) -> ScoreMod:
     """Return a function of (score, batch, head, query index, key index) for a kernel over all tokens in order.
@@ -256,7 +262,7 @@ def shifted(
     return at_positions
 
 
-def plain_values(x: object, depth: int = 4) -> Hashable:
+def function_key(x: object, depth: int = 4) -> Hashable:
     """Return a key of a function: its code and the numbers and strings it captures, constants of a traced graph.
 
     Default arguments and captured functions, lists, tuples, dicts and sets are included up to `depth` levels. Deeper
@@ -266,11 +272,11 @@ def plain_values(x: object, depth: int = 4) -> Hashable:
         return x
     if depth and isinstance(x, FunctionType):
         held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]  # an empty one has none
-        return x.__code__, *(plain_values(each, depth - 1) for each in (*held, *(x.__defaults__ or ())))
+        return x.__code__, *(function_key(each, depth - 1) for each in (*held, *(x.__defaults__ or ())))
     if depth and isinstance(x, list | tuple):
-        return tuple(plain_values(each, depth - 1) for each in x)
+        return tuple(function_key(each, depth - 1) for each in x)
     if depth and isinstance(x, dict):
-        return tuple((plain_values(key, depth - 1), plain_values(each, depth - 1)) for key, each in x.items())
+        return tuple((function_key(key, depth - 1), function_key(each, depth - 1)) for key, each in x.items())
     if depth and isinstance(x, set | frozenset):
-        return frozenset(plain_values(each, depth - 1) for each in x)
+        return frozenset(function_key(each, depth - 1) for each in x)
     return type(x)

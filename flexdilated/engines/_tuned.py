@@ -26,8 +26,8 @@ class TuningKey(NamedTuple):
 results: dict[TuningKey, tuple[Choice, bool]] = {}  # the fastest; True if it was measured with the backward
 
 
-def chosen(call: Call, q: Tensor) -> Choice | None:
-    """Return the planner options measured fastest for a call with tensors like q; None if it was not measured."""
+def measured_choice(call: Call, q: Tensor) -> Choice | None:
+    """Return the planner options that were fastest when the call was measured, with tensors like q; None if never."""
     return results.get(TuningKey.of(call, q), (None,))[0] if results else None
 
 

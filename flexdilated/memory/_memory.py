@@ -28,8 +28,8 @@ from ..engines import (
     ScoreMod,
     WholeRows,
     allowed_on,
-    as_given,
-    fixed,
+    fixed_score_mod,
+    in_format_of,
     make_flex_program,
     make_program,
     merge_,
@@ -393,11 +393,11 @@ def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, 
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = program.forward(q, k, v, 1.0)
-        return as_given(out, q), lse
+        return in_format_of(out, q), lse
 
     def backward(q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> list[Tensor]:
         grads = program.backward(q, k, v, whole, 1.0)
-        return [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
+        return [in_format_of(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
 
     return _dry_run(size, forward, backward, pads=True)
 
@@ -419,14 +419,14 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
         out, lse = rows().forward(q, k, v, 1.0)
         if others is not None:
             merge_(out, lse, *others.forward(q, k, v, 1.0))
-        return as_given(out, q), lse
+        return in_format_of(out, q), lse
 
     def backward(q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> list[Tensor]:
         grads = rows().backward(q, k, v, whole, 1.0)
         if others is not None:
             beside = others.backward(q, k, v, whole, 1.0)
             grads = tuple(total.add_(part) for total, part in zip(grads, beside, strict=True))
-        return [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
+        return [in_format_of(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
 
     return _dry_run(size, forward, backward, pads=True)
 
@@ -442,7 +442,7 @@ def _portable_memory(
     if settings.drops:
         features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
     steps = tuple(_without_values(step) for step in program.steps)
-    score_mod = fixed(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    score_mod = fixed_score_mod(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int32, Int64, UInt8
 from torch import Tensor
 
 from .._torch_private import tree_leaves, tree_map_only
-from ..engines import read_written, written
+from ..engines import read_constants, write_constants
 from ..masks import Mixture, Pattern, cache
 from ..masks.blocks import allowed_pairs
 from ..masks.core import And, Box, Extent, Progression, device_kind, outside_torch_modes
@@ -111,12 +111,12 @@ class SelectionCall(NamedTuple):
     @property
     def arguments(self) -> tuple[str, int]:
         """(all fields except q_offset as one text, q_offset): the form in which custom ops take them."""
-        return written(self[:2], self[2:-1]), self.q_offset
+        return write_constants(self[:2], self[2:-1]), self.q_offset
 
     @classmethod
     def of(cls, constants: str, q_offset: int) -> SelectionCall:
         """Build a call from its `arguments`; q_offset may be symbolic."""
-        return cls._make((*read_written(constants), q_offset))
+        return cls._make((*read_constants(constants), q_offset))
 
     def rows(self, q: Tensor, k: Tensor) -> QueryBlocks:
         return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refuse, sum_dtype
+from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refusing_backward, sum_dtype
 from ..masks import Pattern
 from ..masks.core import Extent, outside_torch_modes
 from ..masks.patterns import rules_of_entries
@@ -352,7 +352,7 @@ def _backward(ctx, grad_blocks, grad_places, grad_scores, *_):
 
 
 select_blocks.register_autograd(_backward, setup_context=_remember)
-select_blocks_backward.register_autograd(refuse("the scores of a selection have no second derivative"))
+select_blocks_backward.register_autograd(refusing_backward("the scores of a selection have no second derivative"))
 
 
 @own_op("flexdilated::selection_sides")

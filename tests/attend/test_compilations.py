@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import ScoreMod
-from flexdilated.engines._score_mod import plain_values
+from flexdilated.engines._score_mod import function_key
 from flexdilated.engines.aten import Program
 from flexdilated.engines.flex import _flex
 from tests.support.compilers import as_it_is, without_inductor
@@ -245,5 +245,5 @@ def capturing(value: object) -> Callable[[Tensor], object]:
 )
 def test_what_functions_captured_tells_them_apart(values) -> None:
     """Those that are told apart are compiled each for itself; torch gives up after eight of the others."""
-    assert len({plain_values(capturing(value)) for value in values}) == len(values)
-    assert len({plain_values(capturing(deepcopy(value))) for value in (values[0], values[0])}) == 1
+    assert len({function_key(capturing(value)) for value in values}) == len(values)
+    assert len({function_key(capturing(deepcopy(value))) for value in (values[0], values[0])}) == 1

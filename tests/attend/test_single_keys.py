@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Call, Dropout, Features, WholeRows, fixed
+from flexdilated.engines import Call, Dropout, Features, WholeRows, fixed_score_mod
 from flexdilated.engines.flex import _portable_op
 from flexdilated.engines.flex._portable_op import portable_run
 from flexdilated.engines.kernels import _key_lists
@@ -125,7 +125,7 @@ def test_memory_is_predicted(tokens, widths, kv_heads, drops, beside, scored) ->
         for heads, dim in ((4, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1]))
     )
     call = Call.at(q, k, pattern.text, num_heads_global=4)
-    features = Features(0.25, fixed(score_mod, q.dtype, q.device)).with_dropout(
+    features = Features(0.25, fixed_score_mod(score_mod, q.dtype, q.device)).with_dropout(
         Dropout.drawn(0.2, q.device) if drops else None
     )
     with torch.no_grad(), LiveBytes(q, k, v) as live:

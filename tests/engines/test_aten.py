@@ -121,7 +121,7 @@ TOKENS = 6000
 def always_apart(without_masks, monkeypatch):
     """Keys are hidden apart from the rule however few they are, and in calls of any number of queries."""
     monkeypatch.setattr(KeySet, "are_scattered", True)
-    monkeypatch.setattr(_aten_op, "takes_rows", lambda key: False)
+    monkeypatch.setattr(_aten_op, "needs_no_plan", lambda key: False)
     monkeypatch.setattr(_aten_op, "_joined_entries", lambda *_: None)
 
 

@@ -14,7 +14,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines import Call, WholeRows
-from flexdilated.engines._rows import program_of_rows
+from flexdilated.engines._rows import row_program_of_call
 from flexdilated.engines.aten._aten_op import plan_aten
 from flexdilated.engines.aten._program import Program, make_program
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
@@ -157,7 +157,7 @@ def test_shapes_types_and_devices_are_those_of_the_operators(monkeypatch, chosen
 @pytest.mark.parametrize("pattern", ON_META, ids=str)
 def test_results_of_few_rows_lie_on_the_device(pattern):
     q, k = torch.empty(1, 2, 3, 8, device="meta"), torch.empty(1, 2, 32, 8, device="meta")
-    program = program_of_rows(Call(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ()), None, q.device)
+    program = row_program_of_call(Call(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ()), None, q.device)
     found = program.forward(q, k, k, 1.0)
     found += program.backward(q, k, k, WholeRows(q, q[..., 0], q, None), 1.0)
     assert [each.device for each in found] == [q.device] * 5

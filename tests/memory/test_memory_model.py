@@ -15,7 +15,7 @@ from flexdilated import masks
 from flexdilated.engines import Dropout, Features, Portable, WholeRows
 from flexdilated.engines._call import Call
 from flexdilated.engines.aten._aten_op import _term_programs, attention, gradients
-from flexdilated.engines.aten._program import as_given
+from flexdilated.engines.aten._program import in_format_of
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.core import Expression
 from flexdilated.masks.planning import GATHERED_BYTES
@@ -76,11 +76,11 @@ def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
     ((_, program),) = _term_programs(key, [], size.batch)
     with LiveBytes(q, k, v) as forward:
         out, lse = program.forward(q, k, v, 1.0)
-        out = as_given(out, q)
+        out = in_format_of(out, q)
     grad = torch.ones_like(out)
     with LiveBytes(q, k, v, out, lse, grad) as backward:
         grads = program.backward(q, k, v, WholeRows(out, lse, grad), 1.0)
-        grads = [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
+        grads = [in_format_of(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
     return forward.peak, backward.peak
 
 

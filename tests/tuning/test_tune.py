@@ -12,7 +12,7 @@ from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.engines import _tuned
 from flexdilated.engines._call import Call
-from flexdilated.engines._tuned import TuningKey, chosen
+from flexdilated.engines._tuned import TuningKey, measured_choice
 from flexdilated.engines.aten import Program
 from flexdilated.masks.planning._candidates import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._cost import OperandSizes
@@ -106,12 +106,12 @@ def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
         torch.testing.assert_close(fd.attend(q, k, v, WINDOW, autotune=True), exact, rtol=1e-4, atol=1e-5)
         assert calls == [False]
     call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
-    assert chosen(call, q) == Choice(False, (("natural", (256,)),))
+    assert measured_choice(call, q) == Choice(False, (("natural", (256,)),))
     misses = masks.cache().stats().misses
     torch.testing.assert_close(fd.attend(q, k, v, WINDOW), exact, rtol=1e-4, atol=1e-5)
     assert masks.cache().stats().misses == misses, "the plan that won is there"
-    assert chosen(call, q.double()) is None, "another dtype is another call"
-    assert chosen(call._replace(num_keys=9), q) is None
+    assert measured_choice(call, q.double()) is None, "another dtype is another call"
+    assert measured_choice(call._replace(num_keys=9), q) is None
 
 
 def test_a_gradient_asks_for_the_backward_too(monkeypatch):

@@ -1,8 +1,8 @@
 """Arguments of a call over ranks as plain values, and the check, before any message, that they are equal on all ranks.
 
-Every rank computes the plans of all ranks, so with other arguments their messages would not match: gloo then ends the
-process, and NCCL waits. The check uses the group's key-value store, not a collective: so it cannot be matched with
-another rank's transfer, and both ranks end within the group's timeout.
+Every rank computes the plans of all ranks. If arguments differ between ranks, messages do not match: gloo then ends the
+process, and NCCL waits. The check uses the group's key-value store. A collective could be matched with a transfer that
+another rank has begun; the store cannot, so all ranks end within the group's timeout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ...engines import (
     WholeRows,
     add_sinks,
     merge_,
-    read_written,
+    read_constants,
     sum_dtype,
-    written,
+    write_constants,
 )
 from ...masks.core import Expression, require_probability
 from ...masks.orders import Placement
@@ -74,28 +74,28 @@ class PlainCall(NamedTuple):
     @property
     def constants(self) -> str:
         """The values as one text, which custom ops take as argument `constants`; `of` reads it."""
-        return written(self[:1], self[1:])
+        return write_constants(self[:1], self[1:])
 
     @classmethod
     def of(cls, constants: str) -> Self:
         """Read a call from the text that its property `constants` returned."""
-        return cls._make(read_written(constants))
+        return cls._make(read_constants(constants))
 
-    def rows_of(self, q: Tensor) -> tuple[Tensor, Tensor]:
+    def fake_rows(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return uninitialised (out, lse) for q (B, H, L, D), for the fake implementations of ops.
 
         Raises ValueError if the pattern is for another number of heads, which `attend` does not check in a trace.
         """
         read_text(self.pattern).check_heads(self.num_heads_global)
-        return empty_rows(q)
+        return uninitialised_rows(q)
 
     def placed(self, placement: Placement) -> PlacedCall:
-        """Return the arguments of attention by this rank's queries to the keys at positions of `placement` alone."""
+        """Return the PlacedCall of this rank's queries over only those keys whose positions are in `placement`."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size, self.dropout_p)
 
 
-def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
+def uninitialised_rows(q: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
@@ -138,15 +138,18 @@ class PartSums:
     def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far; for no parts, uninitialised.
 
-        sinks: a logit for each head (H,), by which exp(sink) is added to the softmax denominators; or None.
+        sinks: a logit for each head (H,), whose exponential is added to the softmax denominators; or None.
         """
         if self.sums is None:
-            return empty_rows(self.q)
+            return uninitialised_rows(self.q)
         out, lse = self.sums if sinks is None else add_sinks(*self.sums, sinks)
         return as_promised(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return [dk, dv] of these keys and values, in float32 or wider; add their contribution to dq."""
+        """Return [dk, dv] of keys k and values v, in float32 or wider; add this part's contribution to dq.
+
+        placement: positions of this rank's queries and of these keys.
+        """
         if not self.q.shape[2] or not k.shape[2]:
             return [torch.zeros_like(x, dtype=self.wide) for x in (k, v)]
         assert self.whole is not None
@@ -155,7 +158,7 @@ class PartSums:
         self.dq = dq.to(self.wide) if self.dq is None else self.dq.add_(dq)
         return [dk.to(self.wide), dv.to(self.wide)]
 
-    def of_queries(self) -> Tensor:
+    def query_gradient(self) -> Tensor:
         """Return dq over the parts so far, in the dtype and memory format of q; 0 for no parts."""
         return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
 
@@ -174,7 +177,7 @@ def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Exp
 
     bindings: the tensors, for a sequence of num_tokens tokens, sorted by name.
 
-    These are read at each call, because a tensor may have changed in place.
+    The values are read at each call, because a tensor may have changed in place.
     """
     if not bindings:
         return read_text(pattern)
@@ -204,8 +207,8 @@ def check_agreement(
     """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
     facts: names and hashable values, compared by `repr` without addresses in memory.
-    once: returns further facts that are slow to compute or may change later; they are compared only when these `facts`
-        are checked for the first time.
+    once: returns further facts, which are slow to compute or may change later. They are compared only if `facts` have
+        not passed before.
 
     All ranks must make equal checks in one order.
 
@@ -226,7 +229,7 @@ def check_agreement(
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
             f"{_absent_text(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A "
-            f"peer may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
+            f"peer may have died, may hang, or may not make this rank's new call: {_call_text(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
         raise ValueError(verdict)
@@ -246,7 +249,7 @@ def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, objec
     return {f"run-time tensor {name!r}": digest(x) for name, x in zip(names(pattern), tensors, strict=True)}
 
 
-def begun_elsewhere(ranks: Ranks) -> str:
+def waiting_ranks_text(ranks: Ranks) -> str:
     """Return a sentence on the ranks that wait at the next check of arguments, which this rank has not reached.
 
     It states their arguments; "" if no rank waits, or the store cannot be read.
@@ -255,7 +258,7 @@ def begun_elsewhere(ranks: Ranks) -> str:
     place, store = _checks.setdefault(group, _Checks()).next_place, group.get_group_store()
     try:
         there = [rank for rank in ranks.others if store.check([f"{place}/{rank}"])]
-        calls = [f"rank {rank}: {_as_call(json.loads(store.get(f'{place}/{rank}')))}" for rank in there]
+        calls = [f"rank {rank}: {_call_text(json.loads(store.get(f'{place}/{rank}')))}" for rank in there]
     except RuntimeError:  # the process that serves the store may be the one that died
         return ""
     return f"Meanwhile other ranks have begun a call with other arguments ({'; '.join(calls)})." if calls else ""
@@ -271,8 +274,10 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Each rank counts its digest under the prefix `place`, and the last rank compares the counts. call: the facts, as
-    JSON.
+    Under the prefix `place`, each rank adds 1 to the count of its digest. The last rank to come compares the count of
+    its digest with the number of ranks.
+
+    call: the facts, as JSON.
     """
     store = group_of(ranks.name).get_group_store()
     store.set(f"{place}/{ranks.rank}", call)
@@ -280,7 +285,7 @@ def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
     if store.add(f"{place}/come", 1) == ranks.size:
         verdict = _AGREED
         if store.add(f"{place}/{digest}", 0) != ranks.size:
-            verdict = disagreement([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
+            verdict = disagreement_text([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
         store.set(f"{place}/verdict", verdict)
     else:
         store.wait([f"{place}/verdict"], timeout_of(ranks))
@@ -303,7 +308,7 @@ def _absent_text(ranks: Ranks, place: str) -> str:
         return "the process that keeps the group's store"
 
 
-def disagreement(calls: Sequence[dict[str, str]]) -> str:
+def disagreement_text(calls: Sequence[dict[str, str]]) -> str:
     """Return an error text that names the arguments that differ between ranks, and up to 8 calls with their ranks.
 
     calls[rank]: the arguments of that rank's call, names and values.
@@ -312,7 +317,7 @@ def disagreement(calls: Sequence[dict[str, str]]) -> str:
     differing = [name for name in every if len({call.get(name) for call in calls}) > 1]
     holders: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
-        holders.setdefault(_as_call({name: call.get(name, "not given") for name in differing}), []).append(rank)
+        holders.setdefault(_call_text({name: call.get(name, "not given") for name in differing}), []).append(rank)
     shown = [
         f"{_ranks_text(who)} {'has' if len(who) == 1 else 'have'} {call}"
         for call, who in list(holders.items())[:_SHOWN]
@@ -329,5 +334,5 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
-def _as_call(facts: Mapping[str, str]) -> str:
+def _call_text(facts: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in facts.items())

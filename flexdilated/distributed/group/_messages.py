@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from ...engines import Dropout, own_op
 from ...masks.core import device_kind
-from ._call import begun_elsewhere
+from ._call import waiting_ranks_text
 from ._ranks import Ranks, Role, group_of, record, timeout_of
 
 Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
@@ -28,7 +28,7 @@ class Posted:
     sent: tensors, kept until they are sent.
     lease: lease of the receiving buffer, or None; `drop` releases it.
     arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the received ones only.
-        A backend that makes one transfer of all messages has it in `arriving`.
+        If the backend makes one transfer of all messages, that transfer is in `arriving`, and `leaving` is empty.
     """
 
     role: Role
@@ -47,7 +47,10 @@ class Posted:
         self.sent.clear()
 
     def drop(self) -> None:
-        """Abandon pending transfers (accelerators wait for them) and release the lease; memory may then be reused."""
+        """Abandon pending transfers and release the lease; the memory of the messages may then be reused.
+
+        On accelerators transfers cannot be abandoned, so `drop` waits for them.
+        """
         if not device_kind(self.ranks.device_type).on_host:
             # The device may still write there, so later uses of that memory must be ordered after the transfers.
             with suppress(dist.DistError):
@@ -123,7 +126,7 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
             f"rank {ranks.rank} of {ranks.size}: {what} failed after {elapsed_s:.1f} s; the timeout of the process "
             f"group is {timeout_of(ranks).total_seconds():g} s. A peer may have died, may hang, or may not run "
             "this forward or backward. "
-            f"{begun_elsewhere(ranks)}"
+            f"{waiting_ranks_text(ranks)}"
             f"\ntorch says: {error}"
         ) from error
 

@@ -31,7 +31,10 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: object) -> Ranks:
-        """The ranks of a mesh of one dimension with this process. Raises TypeError or ValueError for anything else."""
+        """The ranks of a one-dimensional DeviceMesh that contains this process.
+
+        Raises TypeError or ValueError for anything else.
+        """
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh must be a torch.distributed DeviceMesh; got {type(mesh).__name__}")
         if mesh.ndim != 1:
@@ -97,10 +100,13 @@ def _backends(group: str) -> str:
 class Traffic:
     """Payload bytes sent and received, and number of transfers, by role, since the process began or since `reset`.
 
-    The roles are "keys": keys and values for the queries of other ranks; "gradients": those of keys and values, sent
-    back; "heads": exchanges of head parallelism; "shards": `unshard` and its gradient, also in `SelectedAttention` with
-    a mesh; "set-up": the check that all ranks agree, the choice of codec "auto", and the seed of dropout. A transfer is
-    one collective, or one message to or from another rank.
+    A transfer is one collective, or one message to or from another rank. The roles are:
+
+    * "keys": keys and values for the queries of other ranks.
+    * "gradients": gradients of these keys and values, sent back.
+    * "heads": exchanges of head parallelism.
+    * "shards": `unshard` and its gradient, also in `SelectedAttention` with a mesh.
+    * "set-up": the check that all ranks agree, the choice of codec "auto", and the seed of dropout.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
     """
@@ -129,7 +135,7 @@ _traffic = Traffic()
 
 
 def traffic() -> Traffic:
-    """The `Traffic` of this process: bytes sent and received and transfers since it began or since `reset`.
+    """The `Traffic` of this process: counts of bytes and transfers since the process began, or since `Traffic.reset`.
 
     >>> print(sum(fd.distributed.traffic().sent.values()), 'bytes')
     0 bytes

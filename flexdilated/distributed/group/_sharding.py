@@ -38,9 +38,9 @@ class Sharding:
         causal pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
 
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
-        have one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd length the first
-        half has one token more. After construction the field always holds the lengths, so two shardings are equal if
-        they have one order and assign equal positions to all ranks.
+        have one token more. In zigzag order a rank's two chunks are halves of its shard; if its length is odd, the
+        first chunk has one token more. After construction the field always holds the lengths, so two shardings are
+        equal if they have one order and assign equal positions to all ranks.
 
     Raises TypeError or ValueError for other values.
 
@@ -69,7 +69,7 @@ class Sharding:
         return cls(num_tokens, len(lengths), ORDERS[order], lengths)
 
     def numbers(self) -> tuple[int, ...]:
-        """Return (num_tokens, index of the order, tokens of rank 0, of rank 1, ...), for custom ops; `of` reads it."""
+        """Return (num_tokens, index of the order in ORDERS, *lengths), an argument of custom ops, which `of` reads."""
         return (index(self.num_tokens), ORDERS.index(self.order), *[index(length) for length in self.lengths])
 
     @property
@@ -80,11 +80,11 @@ class Sharding:
 
     def length(self, rank: int) -> int:
         """Number of tokens of rank `rank`."""
-        return self.lengths[self._checked(rank)]
+        return self.lengths[self._checked_rank(rank)]
 
     def ranges(self, rank: int) -> Ranges:
         """Positions of rank `rank`: one or two ascending `range`s, or () for no tokens."""
-        chunks = [self._chunk(self._checked(rank))]
+        chunks = [self._chunk(self._checked_rank(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
             if chunks[0].stop == chunks[1].start:
@@ -128,7 +128,7 @@ class Sharding:
             )
         return held
 
-    def _checked(self, rank: int) -> int:
+    def _checked_rank(self, rank: int) -> int:
         return require_int("rank", rank, minimum=0, maximum=self.num_ranks - 1)
 
 
@@ -138,13 +138,13 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 
     x must be equal on all ranks; that is not checked.
 
-    mesh: one dimension.
+    mesh: a DeviceMesh of one dimension.
     dim: dimension of the tokens; the default is that of (B, H, N, D).
     sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
-    Gradients are of the sum of all ranks' losses, and each rank's x is a separate variable: x.grad is the gradient of
-    this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
-    parameters before x too: DDP sums their gradients (and divides by W).
+    Each rank's x is a separate variable, and gradients are of the sum of all ranks' losses. So x.grad is 0 except at
+    this rank's tokens, and its sum over the ranks is the gradient of the shared x. Gradients of parameters from which x
+    is computed must be summed over the ranks too: DDP does so (and divides by W).
 
     Raises TypeError or ValueError for other arguments, such as an x of fewer than all N tokens.
 
@@ -163,15 +163,16 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
     """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
-    mesh: one dimension.
+    mesh: a DeviceMesh of one dimension.
     dim: dimension of the tokens; the default is that of (B, H, L, D).
     sharding: None means equal shards, `Sharding(W * L, W)`.
 
     All ranks must have one dtype, and one shape except along dim; a rank may have no tokens.
 
-    Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum over ranks of the gradients of these
-    tokens, in float32 or wider, in the order of the ranks. So every rank must run the backward. If all W ranks compute
-    one loss from the whole, that sum is W times its gradient: divide by W, or let DDP do it.
+    Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum, over all ranks, of the gradients
+    that each rank computes for this rank's tokens. It is summed in float32 or wider, in the order of the ranks. So
+    every rank must run the backward. If all W ranks compute the same loss from the whole, x.grad is W times the
+    gradient of that loss: divide by W, or let DDP do it.
 
     Raises ValueError on all ranks if their arguments differ, and torch.distributed.DistError if another rank fails.
 
@@ -208,7 +209,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
-    _check(ranks, "unshard", x, dim, split)
+    _check_same_call(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
     whole = own.new_empty(split.num_tokens, *own.shape[1:])
     runs = split.ranges(ranks.rank)
@@ -226,13 +227,13 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """Reduce-scatter: return this rank's tokens, along dim, of the sum of all ranks' `whole`.
 
-    The sum is in float32 or wider and in the order of the ranks.
+    The sum is computed in float32 or wider, in the order of the ranks, and returned in the dtype of `whole`.
 
     sharding: `Sharding.numbers()`.
     group: name of the process group.
     """
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
-    _check(ranks, "the gradient of unshard", whole, dim, split)
+    _check_same_call(ranks, "the gradient of unshard", whole, dim, split)
     rows = whole.movedim(dim, 0).contiguous()
     runs = split.ranges(ranks.rank)
     own = torch.cat([rows[:0], *(rows[run.start : run.stop] for run in runs)])
@@ -271,7 +272,7 @@ own_tokens_sum.register_autograd(
 )
 
 
-def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
+def _check_same_call(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
     """Raise ValueError on all ranks unless they agree in call, dim and split, and in the dtype and other dims of x.
 
     call: name of the operation.

@@ -68,7 +68,7 @@ class Codec:
             return wire if out is None else out.copy_(wire)
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
-        rows, largest = _magnitudes(x)
+        rows, largest = _rows_and_largest(x)
         # A scale of at least the smallest normal number: rows of 0 need no special case, and some devices flush
         # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
@@ -82,9 +82,10 @@ class Codec:
     def decode(
         self, wire: UInt8[Tensor, "... R"], head_dim: int, dtype: torch.dtype, out: Float[Tensor, "... D"] | None = None
     ) -> Float[Tensor, "... D"]:
-        """Decoded vectors; head_dim and dtype as before encoding.
+        """Return the decoded vectors, in `out` if given, else in a new tensor of this dtype.
 
-        out: any strides, any floating dtype.
+        head_dim, dtype: of the vectors before they were encoded.
+        out: a tensor of any strides and any floating dtype.
         """
         assert wire.shape[-1] == self.row_bytes(head_dim, dtype), f"{head_dim} numbers of {dtype} are no {wire.shape}"
         if out is None:
@@ -110,7 +111,9 @@ def codec_named(name: str | None) -> Codec:
 
 
 def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
-    """Codec for the gradients, of this dtype, of keys and values that were sent with `codec`.
+    """Codec for the gradients of keys and values that were sent with `codec`.
+
+    dtype: of the gradients.
 
     If keys and values were sent unchanged, so are gradients. Otherwise float64 and float32 gradients become bf16;
     bfloat16 and float16 ones are sent unchanged. Receivers sum them in float32 or wider.
@@ -182,18 +185,18 @@ def codec_for(
 def row_peak(x: Float[Tensor, "... D"]) -> float:
     """Largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
 
-    A vector of zeros has ratio 1, as has a tensor without vectors.
-    Infinite if a vector is not finite, exceeds the range of bfloat16, or has an int8 scale that is no normal float32.
+    The ratio of a vector of zeros is 1, and so is the result for a tensor without vectors. The result is infinite if a
+    vector is not finite, exceeds the range of bfloat16, or is not 0 but has an int8 scale that is no normal float32.
     """
     if x.numel() == 0:
         return 1.0
-    rows, largest = _magnitudes(x)
+    rows, largest = _rows_and_largest(x)
     peaks = (rows / largest).square_().mean(-1, keepdim=True).rsqrt_()
     sound = (largest >= _LEVELS * _FLOAT32.tiny) & (largest <= torch.finfo(torch.bfloat16).max)
     return float(peaks.where(sound, math.inf).where(largest != 0, 1.0).amax())
 
 
-def _magnitudes(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
+def _rows_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
     """Return (the vectors in float32 or wider, the largest magnitude in each vector)."""
     rows = x if x.dtype == torch.float64 else x.float()
     low, high = rows.aminmax(dim=-1, keepdim=True)

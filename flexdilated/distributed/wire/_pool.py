@@ -68,7 +68,7 @@ class Lease:
     def release(self) -> None:
         """Return the buffer to its pool; later calls do nothing.
 
-        On CUDA the current stream must be ordered after all uses of the tensor: the next lease waits for it alone.
+        On CUDA the current stream must be ordered after all uses of the tensor: the next lease waits for no other.
         """
         if self._pool is not None:
             self._pool._take_back(self)
@@ -222,7 +222,9 @@ def name_of(pool: PoolChoice) -> str:
 
 
 def pool_named(name: str, device: torch.device) -> BufferPool | None:
-    """Return the pool of a text from `name_of`: for "auto" the shared pool of this device, for "" None.
+    """Return the pool of this name: for "auto" the shared pool of the device, for "" None.
+
+    name: text from `name_of`.
 
     Raises RuntimeError if the pool no longer exists, as in a compiled graph that outlives it.
     """

@@ -30,10 +30,10 @@ from .._call import Call, check_heads
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import own_op, set_gradient
-from .._rows import RowProgram, program_of_rows, takes_rows
+from .._rows import RowProgram, needs_no_plan, row_program_of_call
 from .._tables import table_problems, table_split_of, without_table
-from .._tuned import chosen
-from ._program import Entries, EntryRange, Packed, Program, as_given, make_program
+from .._tuned import measured_choice
+from ._program import Entries, EntryRange, Packed, Program, in_format_of, make_program
 from ._query_rows import QueryRows
 
 _Executable = Program | QueryRows | RowProgram
@@ -141,7 +141,7 @@ def attention(
     if sinks is not None:
         # A sink scales whole rows, so the backward, which gets this out and lse, needs no sinks.
         out, lse = add_sinks(out, lse, sinks)
-    return out if wide else as_given(out, q), lse
+    return out if wide else in_format_of(out, q), lse
 
 
 def _over_entries(
@@ -225,7 +225,7 @@ def gradients(
     if others is not None:
         beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
         dq, dk, dv = (total.add_(part) for total, part in zip((dq, dk, dv), beside, strict=True))
-    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
+    return (dq, dk, dv) if wide else (in_format_of(dq, q), in_format_of(dk, k), in_format_of(dv, v))
 
 
 @aten_backward.register_fake
@@ -246,7 +246,7 @@ def _programs_for(
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
     """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
 
-    The executable is QueryRows for tables of selected blocks, RowProgram for calls on CPU that `takes_rows` if they
+    The executable is QueryRows for tables of selected blocks, RowProgram for calls on CPU with `needs_no_plan` if they
     have no measured options, otherwise a Program. With a table, pairs that do not need it are a second call, as (call,
     run-time tensors), to be merged by lse.
     """
@@ -256,15 +256,17 @@ def _programs_for(
         entries = [slice(None)] if len(rows) == 1 else [slice(entry, entry + 1) for entry in range(len(rows))]
         others = None if selection.others is None else without_table(call, selection, bindings)
         return [(EntryRange(some), each) for some, each in zip(entries, rows, strict=True)], others
-    choice = chosen(call, q)
-    if not takes_rows(call) or not device_kind(q.device).on_host or choice is not None:
+    choice = measured_choice(call, q)
+    if not needs_no_plan(call) or not device_kind(q.device).on_host or choice is not None:
         return _term_programs(call, bindings, q.shape[0], q.device.type, choice, call.operands(q)), None
     if not bindings:
-        return [(EntryRange(slice(None)), program_of_rows(call, None, q.device))], None
+        return [(EntryRange(slice(None)), row_program_of_call(call, None, q.device))], None
     found = []
     for rows, of_rows in rules_of_entries(call.rules(bindings), q.shape[0]):
         rule, start = without_start(of_rows)
-        found.append((EntryRange(rows), program_of_rows(call._replace(q_offset=call.q_offset + start), rule, q.device)))
+        found.append(
+            (EntryRange(rows), row_program_of_call(call._replace(q_offset=call.q_offset + start), rule, q.device))
+        )
     return found, None
 
 
@@ -284,7 +286,7 @@ def _term_programs(
     written = call.pattern
     if not bindings:
         return [(EntryRange(slice(None)), program_of(call, None, kind, choice, operands, written=written))]
-    rule = call.kept_rules(bindings)
+    rule = call.cached_rules(bindings)
     packed, visible = _joined_entries(call, rule, batch), None
     if packed is not None:
         call, groups = packed

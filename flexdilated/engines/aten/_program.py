@@ -18,7 +18,7 @@ from ...masks import cache
 from ...masks.core import Bound
 from ...masks.orders import Compact, Layout, Placement
 from ...masks.planning import SLOTS_AT_ONCE, CountedPairs, Plan, Term
-from .._gather import Picked, TokenGather, Whole, claim_rows, term_sides
+from .._gather import PickedSide, TokenGather, WholeSide, claim_rows, term_sides
 from .._merge import WholeRows, sum_dtype
 from .._operands import HiddenSlots, hidden_of_term, readable
 from ..kernels import _kernel
@@ -106,7 +106,7 @@ class Program:
     @property
     def nbytes(self) -> int:
         """Estimated size in bytes: block lists with their masks, gather indices, and 1000 for each step."""
-        sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, Picked))
+        sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, PickedSide))
         lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
         return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
 
@@ -114,24 +114,24 @@ class Program:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
         """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
-        q, k, v = (self._enter(readable(x)) for x in (q, self._clear_keys(k), self._clear_keys(v)))
+        q, k, v = (self._to_plan_order(readable(x)) for x in (q, self._clear_keys(k), self._clear_keys(v)))
         sums: tuple[Tensor, Tensor] | None = None
         for step, operands in self._operands(q, k, v):
             part = step.forward(operands, scale)
             if sums is None:
-                out, lse = (_start(step.queries, each, q) for each in part)
+                out, lse = (_result_by_token(step.queries, each, q) for each in part)
                 if out is not None and lse is not None:
                     sums = out, lse
                     continue
-                sums = _empty(q) if self.complete else _nothing(q)
+                sums = _uninitialised_rows(q) if self.complete else _rows_without_keys(q)
             if step.fresh:
-                assert not isinstance(step.queries, Whole)  # a fresh Whole comes first, and its result is the sum
+                assert not isinstance(step.queries, WholeSide)  # a fresh one comes first, and its result is the sum
                 step.queries.put(sums[0], part[0])
                 step.queries.put(sums[1], part[1])
             else:
                 step.queries.merge(*sums, *part)
-        out, lse = _nothing(q) if sums is None else sums
-        return self._leave(out), self._leave(lse).contiguous()
+        out, lse = _rows_without_keys(q) if sums is None else sums
+        return self._to_given_order(out), self._to_given_order(lse).contiguous()
 
     def backward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
@@ -142,8 +142,8 @@ class Program:
         whole: out, lse and their gradients, of rows that may have more keys than the program.
         """
         operands, grad_out, out = whole.with_column(q, self._clear_keys(k), self._clear_keys(v))
-        operands = tuple(self._enter(readable(x)) for x in operands)
-        grad_out, out, lse = (self._enter(x) for x in (readable(grad_out), readable(out), whole.lse))
+        operands = tuple(self._to_plan_order(readable(x)) for x in operands)
+        grad_out, out, lse = (self._to_plan_order(x) for x in (readable(grad_out), readable(out), whole.lse))
         totals: list[Tensor | None] = [None, None, None]
         for step, x in self._operands(*operands):
             grads = step.backward(x, grad_out, out, lse, scale)
@@ -153,7 +153,7 @@ class Program:
                 for total, grad, side, x in zip(totals, grads, sides, operands, strict=True)
             ]
         dq, dk, dv = (
-            self._leave(_nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
+            self._to_given_order(_rows_without_keys(x)[0] if total is None else total)[..., : q.shape[-1]]
             for total, x in zip(totals, operands, strict=True)
         )
         return dq, self._clear_keys(dk), self._clear_keys(dv)
@@ -162,7 +162,7 @@ class Program:
         """Yield each step with its gathered q, k and v; consecutive steps over equal keys share one copy of k and v."""
         visible = None
         if self.visible is not None:
-            visible = self._enter(self.visible[:, None].expand(len(k), k.shape[1], -1))
+            visible = self._to_plan_order(self.visible[:, None].expand(len(k), k.shape[1], -1))
         side, keys = None, None
         for step in self.steps:
             if keys is None or step.keys != side:
@@ -174,11 +174,11 @@ class Program:
         """Zero the keys that `visible` hides, in x (B, G, M, D): a weight of 0 times NaN would be NaN in a kernel."""
         return x if self.visible is None else x.masked_fill(~self.visible[:, None, :, None], 0)
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _to_plan_order(self, x: Tensor) -> Tensor:
         """Reorder the tokens, dim 2 of x, from the order of the tensors to that of the plan."""
         return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).invert(x, dim=2)
 
-    def _leave(self, x: Tensor) -> Tensor:
+    def _to_given_order(self, x: Tensor) -> Tensor:
         return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).apply(x, dim=2)
 
 
@@ -200,8 +200,8 @@ def make_program(
     placement: positions of the tokens if the plan is for tokens at arbitrary positions; None if they are consecutive.
     """
     groups = plan.bound.num_heads // num_kv_heads
-    terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
-    laid_out = _in_order([(*term_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
+    terms = [part for whole in plan.terms for part in _portions_of(whole, slots_at_once)]
+    laid_out = _sort_terms([(*term_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
     fresh, complete = claim_rows([queries for queries, _, _ in laid_out], plan.bound.num_heads, plan.bound.num_queries)
     steps = tuple(
         _step(term, queries, keys, block_size, is_fresh)
@@ -216,7 +216,7 @@ def _step(term: Term, queries: TokenGather, keys: TokenGather, block_size: tuple
     return Step(term, queries, keys, calls, hidden, fresh)
 
 
-def _in_order(
+def _sort_terms(
     laid_out: list[tuple[TokenGather, TokenGather, Term]], bound: Bound
 ) -> list[tuple[TokenGather, TokenGather, Term]]:
     """Sort the (queries, keys, term) of a program into the order in which its terms are computed.
@@ -228,7 +228,7 @@ def _in_order(
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
     def rank(index: int) -> tuple[bool, int]:
-        return not laid_out[index][0].every(bound.num_heads, bound.num_queries), places[index]
+        return not laid_out[index][0].has_all_tokens(bound.num_heads, bound.num_queries), places[index]
 
     return [laid_out[index] for index in sorted(range(len(laid_out)), key=rank)]
 
@@ -244,7 +244,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
     )
 
 
-def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
+def _portions_of(term: Term, most_slots: int) -> tuple[Term, ...]:
     """If a term's queries are copied, return it split into terms of at most `most_slots` slots; else (term,).
 
     Slots count in all heads and folds. A term of one head and one fold may exceed the limit.
@@ -286,10 +286,10 @@ class Packed:
 Entries = EntryRange | Packed
 
 
-def _start(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
-    """Return a step's result by token, (B, X, N, ...) for x (B, X, N, D), in float32 or wider.
+def _result_by_token(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
+    """Return a step's result in the token order of x (B, X, N, D), as (B, X, N, ...) in float32 or wider.
 
-    Returns None unless the side has every token of every head, in the order of x or as a `Whole`.
+    Returns None unless the side has every token of every head, as a `WholeSide` or as one view in the order of x.
 
     slots: the result, in the side's slots.
     """
@@ -298,13 +298,13 @@ def _start(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
     return None if tokens is None else tokens.to(sum_dtype(x))
 
 
-def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
+def _uninitialised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised (out, lse) for queries x (B, H, N, D): shapes (B, H, N, D) and (B, H, N), float32 or wider."""
     wide = sum_dtype(x)
     return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
 
 
-def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_without_keys(x: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries x (B, H, N, D) without any keys: zeros as x, and -inf (B, H, N), in float32 or wider."""
     out = torch.zeros_like(x, dtype=sum_dtype(x))
     return out, out.new_full(x.shape[:3], -torch.inf)
@@ -312,15 +312,15 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _accumulate(total: Tensor | None, grad: Tensor, side: TokenGather, x: Tensor) -> Tensor:
     if total is None:
-        first = _start(side, grad, x)
+        first = _result_by_token(side, grad, x)
         if first is not None:
             return first
-        total = _nothing(x)[0]
+        total = _rows_without_keys(x)[0]
     side.add(total, grad.to(total.dtype))
     return total
 
 
-def as_given(x: Tensor, like: Tensor) -> Tensor:
+def in_format_of(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype and memory format of `like`, as the op's fake implementation declares; copy if needed."""
     strides = _strides_of_empty_like(like)
     # A kernel may return any stride for a dim of size 1.

@@ -20,7 +20,7 @@ from ...masks.blocks import allowed_pairs
 from ...masks.core import Pattern
 from ...masks.planning import TableProblems
 from .._merge import WholeRows, shares_of, sum_dtype
-from .._operands import added
+from .._operands import additive_mask
 from ..kernels._kernel import flash_backward, flash_forward
 
 # H query heads, G key/value heads, N queries, M keys, D head dim, C blocks of K keys
@@ -85,7 +85,7 @@ class Problems:
     def mask(self, groups: int, dtype: torch.dtype) -> Float[Tensor, "n 1 Qg LK"] | None:
         if self.shown is None:
             return None
-        mask = added(self.shown, dtype)
+        mask = additive_mask(self.shown, dtype)
         return (mask if groups == 1 else mask.repeat_interleave(groups, 1)).unsqueeze(1)
 
     def clear_rows_(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:

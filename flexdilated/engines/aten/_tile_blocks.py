@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ...masks.planning import GATHERED_BYTES
 from .._merge import sum_dtype
-from .._operands import added
+from .._operands import additive_mask
 from ..kernels._kernel import KernelTensors, filled, flash_backward, flash_forward
 from ._tile_calls import KernelCall, KernelCalls
 
@@ -51,7 +51,7 @@ def forward(
     A query without a listed block has output 0 and lse -inf. A query whose listed blocks allow it no key must be 0 in
     x.q; its lse may be 0, which the caller must replace by -inf.
     """
-    q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
+    q, k, v = x.q, _pad_slots(x.k, calls.key_slots), _pad_slots(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q))
     for each in _portions(x, calls):
@@ -74,7 +74,7 @@ def backward(
 
     out and lse may belong to a softmax over more keys. lse must be +inf, not -inf, for a query without keys.
     """
-    q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
+    q, k, v = x.q, _pad_slots(x.k, calls.key_slots), _pad_slots(x.v, calls.key_slots)
     dq = (torch.empty_like if calls.complete else torch.zeros_like)(q, dtype=lse.dtype)
     dk, dv = (torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
     for each in _portions(x, calls):
@@ -94,7 +94,7 @@ def backward(
 
 def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
     """Yield the kernel calls of all batch entries and heads, split to bound the bytes that each gathers."""
-    hidden = None if x.visible is None else _padded(added(x.visible, x.q.dtype), calls.key_slots)
+    hidden = None if x.visible is None else _pad_slots(additive_mask(x.visible, x.q.dtype), calls.key_slots)
     for call in calls.calls:
         own_masks = call.masks is not None and len(call.masks) > 1
         mask = None if own_masks else calls.mask_of(call, x.q.dtype)
@@ -104,8 +104,8 @@ def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
             if own_masks:
                 mask = calls.mask_of(part, x.q.dtype)
             together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
-            for at_q, at_k in _places(x, calls.heads[call.table], together):
-                many = None if mask is None else _repeated(mask, times=x.q[at_q].shape[0])
+            for at_q, at_k in _tensor_indices(x, calls.heads[call.table], together):
+                many = None if mask is None else _repeat_masks(mask, times=x.q[at_q].shape[0])
                 if hidden is None:
                     yield _Portion(part, at_q, at_k, many, None)
                     continue
@@ -115,7 +115,7 @@ def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
                 yield _Portion(part, at_q, at_k, many, blind if bool(blind.any()) else None)
 
 
-def _places(x: KernelTensors, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
+def _tensor_indices(x: KernelTensors, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
     """Yield (index of q, index of k and v), each (batch entry, heads, folds), that together cover these query heads.
 
     An index has up to `together` folds of one head or, if there is one fold and no grouped-query attention, up to
@@ -129,11 +129,11 @@ def _places(x: KernelTensors, heads: tuple[int, ...], together: int) -> Iterator
                     some = slice(begin, begin + together)
                     yield (batch, head, some), (batch, head // groups, some)
         else:
-            for some in _evenly_spaced(heads, together):
+            for some in _head_slices(heads, together):
                 yield (batch, some, 0), (batch, some, 0)
 
 
-def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
+def _head_slices(heads: tuple[int, ...], most: int) -> Iterator[slice]:
     """Cut ascending heads into runs of at most `most` evenly spaced ones; yield each run as a slice of head indices."""
     begin = 0
     while begin < len(heads):
@@ -145,7 +145,7 @@ def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
         begin = end
 
 
-def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
+def _repeat_masks(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
     """Repeat m > 1 masks for `times` heads or folds, n = times * m; a single mask is returned once, n = 1."""
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
@@ -155,6 +155,6 @@ def _problems(tiles: Tensor) -> Tensor:
     return tiles.flatten(0, 1).unsqueeze(1)
 
 
-def _padded(x: Tensor, slots: int) -> Tensor:
+def _pad_slots(x: Tensor, slots: int) -> Tensor:
     """Pad (B, G, F, K, ...) with zeros along K to size `slots`."""
     return x if x.shape[3] == slots else pad(x, (0, 0) * (x.dim() - 4) + (0, slots - x.shape[3]))

@@ -16,14 +16,14 @@ from torch.nn.functional import pad
 
 from ...masks.blocks import BlockPlaces, Blocks, Rule, evaluate
 from ...masks.planning import Term
-from .._operands import HiddenSlots, added, distinct_masks, hidden_slots, random_numbers
+from .._operands import HiddenSlots, additive_mask, distinct_masks, hidden_slots, random_numbers
 
 # X heads or folds, S slots, n ranges of slots (one for each problem), L slots in a range or blocks in a list
 # E listed blocks, m block lists, U distinct masks
 
 
 @dataclass(frozen=True)
-class Even:
+class EvenRanges:
     """Evenly spaced ranges of tokens: range i is `length` tokens from start + i * step on, for i below `count`.
 
     Ranges may overlap; with step 0 all are equal.
@@ -34,7 +34,7 @@ class Even:
     count: int
     length: int
 
-    def select(self, begin: int, end: int) -> Even:
+    def select(self, begin: int, end: int) -> EvenRanges:
         return replace(self, start=self.start + begin * self.step, count=min(end, self.count) - begin)
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
@@ -56,7 +56,7 @@ class Even:
         # Pieces of at most `step` slots at one offset in every range do not overlap.
         for begin in range(0, self.length, self.step):
             width = min(self.step, self.length - begin)
-            piece = Even(self.start + begin, self.step, self.count, width)
+            piece = EvenRanges(self.start + begin, self.step, self.count, width)
             piece.of(x).add_(part[:, :, begin : begin + width])
 
 
@@ -92,21 +92,24 @@ class BlockRanges:
         self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        """View (X, S, ...) as (X, blocks, side, ...), without an incomplete last block, so an index moves a block."""
+        """View (X, S, ...) as (X, blocks, side, ...), so that an index selects a block.
+
+        An incomplete last block is left out.
+        """
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
-Stretches = Even | BlockRanges
+Stretches = EvenRanges | BlockRanges
 
 
-def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
-    """Return ranges of `length` tokens from `starts` on, if these are evenly spaced and do not descend; else None."""
+def even_ranges(starts: list[int] | Tensor, length: int) -> EvenRanges | None:
+    """Return ranges of `length` tokens that begin at `starts`; None if the starts descend or are not evenly spaced."""
     begins = torch.as_tensor(starts).long()
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
         return None
     # A single range has no gap; its length serves as the step.
-    return Even(int(begins[0]), int(gaps) if len(gaps) else length, len(begins), length)
+    return EvenRanges(int(begins[0]), int(gaps) if len(gaps) else length, len(begins), length)
 
 
 _MAX_JOINED_SLOTS = 1024  # taller problems gain no speed and split badly over threads
@@ -118,8 +121,8 @@ class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
     table: index of the block-sparse mask that the problems are part of; equal heads share one.
-    row: first query block of each problem in that mask.
-    columns: block columns of each problem in it.
+    row: first query block of each problem.
+    columns: key blocks of each problem.
     masks: for each block, index of its mask in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks,
         else m = n; None if every pair is allowed.
     """
@@ -184,17 +187,17 @@ class KernelCalls:
         if call.masks is None:
             return None
         if self.masks is None:
-            tiles, which = self._evaluated(call), torch.arange(call.masks.numel())
+            tiles, which = self._block_masks(call), torch.arange(call.masks.numel())
         else:
             distinct, which = call.masks.flatten().unique(return_inverse=True)
             tiles = self.masks[distinct]
         which = which.view(call.masks.shape)
         # For each query row the blocks of a list are gathered in sequence, so one copy gives the layout of the mask.
         rows = which[:, None] * tiles.shape[1] + torch.arange(call.queries.length)[:, None]
-        mask = added(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
+        mask = additive_mask(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
         return mask[:, :, : call.keys.length]
 
-    def _evaluated(self, call: KernelCall) -> Tensor:
+    def _block_masks(self, call: KernelCall) -> Tensor:
         length = call.columns.shape[1]
         row = call.row.repeat_interleave(length)
         places = BlockPlaces(torch.full_like(row, call.table), row, call.columns.flatten())
@@ -222,7 +225,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 class _Lists:
     """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
 
-    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks.
+    A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
     num_queries, num_keys: number of tokens.
     masked: True if a block is only partly allowed.
@@ -307,7 +310,7 @@ def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> I
     left = torch.arange(len(lists.row))
     for key in ([*shape, lists.code], shape):
         last, others = key is shape, []
-        for group in _equal(torch.stack(key, 1)[left]):
+        for group in _equal_rows(torch.stack(key, 1)[left]):
             group = left[group]
             pairs = int(lists.num_queries[group[0]] * lists.num_keys[group[0]])
             least = 1 if last else -(-_LEAST_PAIRS // pairs)
@@ -324,7 +327,7 @@ def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> I
         left = torch.cat(others).sort().values if others else left[:0]
 
 
-def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
+def _equal_rows(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
     """Group the rows of a matrix by value: for each distinct row, the ascending indices of the rows equal to it."""
     if not len(key):
         return ()
@@ -364,8 +367,8 @@ def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: i
 def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"]) -> KernelCall:
     length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
     unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
-    queries: Stretches | None = evenly(chosen.row * blocks.q_block, height)
-    keys: Stretches | None = evenly(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
+    queries: Stretches | None = even_ranges(chosen.row * blocks.q_block, height)
+    keys: Stretches | None = even_ranges(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
     if queries is None:
         rows = chosen.row[:, None] + torch.arange(-(-height // blocks.q_block))
         queries = BlockRanges(rows, blocks.q_block, height)

@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from ..._torch_private import equal_sizes_apart
 from ...masks.core import Recorded, device_kind
 from .._features import Features
-from .._merge import add, merge, nothing
+from .._merge import add, merge, without_keys
 from .._operands import within_reach
 from .._ops import own_op
-from .._score_mod import plain
+from .._score_mod import plain_function
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpack_tables
 from ._slots import SideGather
@@ -53,7 +53,7 @@ def run_flex(
     """
     returns_lse, sinks = features.return_lse, features.sinks
     if not program.steps:
-        out, lse = nothing(q, k, v, sinks)
+        out, lse = without_keys(q, k, v, sinks)
         return out, lse if returns_lse else None
     if kernel is None and not device_kind(q.device).flex_trains:
         q, k = _pad_head_dim(q), _pad_head_dim(k)
@@ -74,7 +74,7 @@ def run_flex(
 
 def as_arguments(features: Features) -> tuple[Any, ...]:
     """Return the features as arguments of a compiled function; scale and dropout_p as text, so they are constants."""
-    score_mod = None if features.score_mod is None else plain(features.score_mod)
+    score_mod = None if features.score_mod is None else plain_function(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
 
 
@@ -234,7 +234,7 @@ def _attend(
     q, k, v = (within_reach(x, is_flash=is_flash(features.kernel_options)) for x in (q, k, v))
     score_mod, dropout = features.score_mod, features.dropout
     if dropout is not None:
-        score_mod = dropout.hides(structure.places, score_mod)
+        score_mod = dropout.dropping_score_mod(structure.places, score_mod)
     if score_mod is not None:
         score_mod = step.indices.at_positions(score_mod)
     out, lse = call_kernel(

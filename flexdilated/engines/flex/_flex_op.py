@@ -20,7 +20,7 @@ from .._features import Features
 from .._merge import merge
 from .._operands import MOST_ELEMENTS, HiddenSlots, readable
 from .._ops import own_op
-from .._tuned import chosen
+from .._tuned import measured_choice
 from ._flash import flash_cannot
 from ._flex import run_flex
 from ._kernel_call import is_flash
@@ -341,7 +341,7 @@ def _attend(
     if bindings:
         program = run_time_program(call, q.device, bindings, len(q), call.operands(q))
     else:
-        program = static_program(call, q.device, chosen(call, q), call.operands(q))
+        program = static_program(call, q.device, measured_choice(call, q), call.operands(q))
     return run_flex(program, q, k, v, features)
 
 
@@ -373,7 +373,7 @@ def _attend_with_table(
 def _traced_program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
     if bindings:
         return blank_program(call, q.device, bindings, int(q.shape[0]), call.operands(q))
-    return static_program(call, q.device, chosen(call, q), call.operands(q))
+    return static_program(call, q.device, measured_choice(call, q), call.operands(q))
 
 
 MAKERS["program"] = _traced_program

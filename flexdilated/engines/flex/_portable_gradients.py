@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._merge import WholeRows, sinks_gradient
-from .._ops import refuse
+from .._ops import refusing_backward
 from ._portable_run import Portable
 
 # B batch, H query heads, N queries, E head dim of values
@@ -124,4 +124,4 @@ class _RefuseDerivative(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
         return x.clone()
 
-    backward = staticmethod(refuse(_NO_THIRD))
+    backward = staticmethod(refusing_backward(_NO_THIRD))

@@ -81,7 +81,7 @@ def portable_run(call: Call, q: Tensor, bindings: list[Tensor], features: Featur
         return Portable(_program(call, bindings, q), features)
     lists = KeyLists.of(table_problems(call, selection, bindings, len(q))).on(q.device)
     program = NO_STEPS if selection.others is None else _program(*without_table(call, selection, bindings), q)
-    return Portable(program, features, of_table=ListedKeys(lists, call.first, selection.place, selection.places))
+    return Portable(program, features, of_table=ListedKeys(lists, call.offsets, selection.place, selection.places))
 
 
 def _program(call: Call, bindings: list[Tensor], q: Tensor) -> FlexProgram:

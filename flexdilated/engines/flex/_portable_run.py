@@ -15,7 +15,7 @@ from ...masks.core import Recorded
 from ...masks.planning import KeyLists
 from .._features import Features
 from .._gather import merge_
-from .._merge import OutAndLse, WholeRows, add_sinks, merge, nothing, sum_dtype, with_sinks
+from .._merge import OutAndLse, WholeRows, add_sinks, merge, sum_dtype, with_sinks, without_keys
 from .._ops import autograd_on
 from .._score_mod import ScoreMod
 from ..kernels._key_lists import ListProblems
@@ -92,7 +92,7 @@ class Portable:
         if self.of_table is not None:
             parts.append(attention(self.of_table.problems(*x), self._scores_of_table(), *x, recorded=recorded))
         if not parts:
-            out, lse = nothing(q, k, v, sinks)
+            out, lse = without_keys(q, k, v, sinks)
             return out.contiguous(), lse
         out, lse = parts[0] if len(parts) == 1 else _merged(*parts, recorded=recorded)
         if sinks is not None:
@@ -197,7 +197,7 @@ class Portable:
         shares, factor = None, 1.0
         dropout, score_mod = self.features.dropout, self.features.score_mod
         if dropout is not None:
-            shares, factor = at(dropout.shares(places)), 1 / (1 - dropout.p) / len(places)
+            shares, factor = at(dropout.kept_counter(places)), 1 / (1 - dropout.p) / len(places)
         score_mod = None if score_mod is None else at(score_mod)
         return Weighting(self.features.scale, score_mod, self.learned, shares, factor)
 

@@ -25,7 +25,7 @@ from ...masks.orders import Placement
 from ...masks.patterns import HeldRows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import HiddenSlots, hidden_of_blocks
-from .._score_mod import Indices, indices_of, plain_values
+from .._score_mod import Indices, function_key, indices_of
 from ..kernels._portable import ListLengths
 from ._flash import HOPPER, capability
 from ._slots import SideGather, SlotRule, natural_order_gather, sides_of
@@ -139,7 +139,7 @@ class FlexProgram:
         Masks read the numbers of patterns from tensors. Other values that mask functions capture, and the numbers of
         gathers, such as a dilation rate, are graph constants and in the key.
         """
-        steps = ((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
+        steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
 
 

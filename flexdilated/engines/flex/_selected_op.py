@@ -19,7 +19,7 @@ from ...masks.text import read_text
 from .._call import Call
 from .._features import Features
 from .._ops import own_op
-from .._score_mod import plain_values
+from .._score_mod import function_key
 from .._tables import table_split_in_text, table_split_of, tensors_of
 from ._flex import as_arguments, compiled_flex, flex_in_graph, from_arguments, kind_of, require_compiling
 from ._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
@@ -128,7 +128,7 @@ def prepare_call(
         unit = unit_of(leaf.block, call.q_offset)
         assert unit is not None
         of = SelectedBlockSizes(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
-        head, query, key_first = (torch.tensor(at, device=device) for at in call.first)
+        head, query, key_first = (torch.tensor(at, device=device) for at in call.offsets)
         where = CallOffsets(head, query, key_first, call.q_offset % leaf.block[0], _table_indices(call, count))
         held = tuple(table.on(device) for table in tables(rule))
         classes = None if held or unit else _classes(call, rule, leaf.block, device)
@@ -217,7 +217,7 @@ def _rows_of(table: Int64[Tensor, "*b T R W"], found: PreparedCall) -> Int64[Ten
 
 
 def _structure(found: PreparedCall) -> Hashable:
-    return plain_values(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
+    return function_key(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
 
 
 def _call_selected(of, rest, where, rows, classes, q, k, v, *features):

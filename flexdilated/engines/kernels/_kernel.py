@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _torch_private
 from ...masks.core import device_kind
-from .._operands import added, readable
+from .._operands import additive_mask, readable
 from . import _kernel_cuda
 
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
@@ -116,7 +116,7 @@ class _Folding:
         """
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
-            rows = self.enter(added(x.visible, x.q.dtype))
+            rows = self.enter(additive_mask(x.visible, x.q.dtype))
             return rows.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1).unsqueeze(2)
         if bias is None or self.keep_heads or len(bias) == 1:
             return None if bias is None else bias[None]

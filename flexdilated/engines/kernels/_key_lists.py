@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...masks.core import device_kind
 from ...masks.planning import GATHERED_BYTES, KeyLists
-from .._score_mod import ScoreMod, modified
+from .._score_mod import ScoreMod, apply_score_mod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 # X head sets of g query heads that share lists and a key/value head; x pairs of a batch entry and a head set
@@ -59,7 +59,7 @@ class ListChunk:
         heads = self.head.transpose(1, 2).flatten(0, 1)
         of_heads = scores.transpose(1, 2).flatten(0, 1).unsqueeze(2)
         entry = self.entry.repeat_interleave(g, 0)
-        found = modified(score_mod, of_heads, entry, heads, self.query[:, None], self.key, self.hidden)
+        found = apply_score_mod(score_mod, of_heads, entry, heads, self.query[:, None], self.key, self.hidden)
         return found.squeeze(2).unflatten(0, (x, g)).transpose(1, 2)
 
     def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t g L"]:

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from .._score_mod import ScoreMod, modified
+from .._score_mod import ScoreMod, apply_score_mod
 from ._key_lists import ENOUGH, ListChunk, ListProblems, few_of_each_kind
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -132,7 +132,7 @@ class _BlockChunk:
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
 
     def modified(self, score_mod: ScoreMod, scores: Float[Tensor, "x t Q LK"]) -> Float[Tensor, "x t Q LK"]:
-        return modified(score_mod, scores, *self.places, self.hidden)
+        return apply_score_mod(score_mod, scores, *self.places, self.hidden)
 
     def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
         """Call `shares`, as in `Weighting`, with the indices of every pair of the chunk, and return the results."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..._attend import attend
 from ..._over_ranks import OverRanks, over_ranks
-from ...engines import padded_rows
+from ...engines import with_padding_keys
 from ...masks import Mixture, Pattern, dilated, every, longnet
 from ...masks.patterns import on_host
 from ...nn import skip_entries, without_padding
@@ -403,7 +403,7 @@ class DilatedSelfAttention(nn.Module):
         # The number of zero keys depends on the length of each sequence.
         positions, rows = sequences.positions(q), {"head_offset": 0, "num_heads": q.shape[1]}
         entries = zip(*(x.split(1) for x in found), lengths, strict=True)
-        padded = [padded_rows(out, lse, pattern, positions, **rows, num_tokens=n) for out, lse, n in entries]
+        padded = [with_padding_keys(out, lse, pattern, positions, **rows, num_tokens=n) for out, lse, n in entries]
         outs, lses = zip(*padded, strict=True)
         return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
 
