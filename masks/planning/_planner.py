@@ -163,7 +163,7 @@ def plan_with_table(
         rows = table.only_row[..., :most]
         num_kv_heads = bound.num_heads // operands.groups
         problems = TableProblems.of(replace(bound, pattern=split.rest), num_kv_heads, rows, table.block, table.first)
-        term = TableTerm.of(rule, problems, operands.head_dim, operands.element_bytes)
+        term = TableTerm.of_problems(rule, problems, operands.head_dim, operands.element_bytes)
         name = "table, keys gathered" if problems.gathers else "table, queries grouped"
         own = Option(rule, 1, name, (term,), machine, layout, operands)
         others = ()

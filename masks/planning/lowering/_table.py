@@ -333,7 +333,7 @@ class TableTerm(Term):
     element_bytes: int
 
     @classmethod
-    def of(cls, rule: Pattern, problems: TableProblems, width: int, element_bytes: int) -> TableTerm:
+    def of_problems(cls, rule: Pattern, problems: TableProblems, width: int, element_bytes: int) -> TableTerm:
         """Return the term of all heads, queries and keys of the problems' call, in natural order.
 
         rule: the pattern of its pairs, the table included.
