@@ -77,7 +77,7 @@ def _measured(entry: Entry, num_tokens: int, most: int, checked: int, repeats: i
         "density": described.density,
         "block_density": described.block_density,
         "waste": described.waste,
-        "layout": ", ".join(dict.fromkeys(branch.options[0].name for branch in described.branches)),
+        "layout": ", ".join(dict.fromkeys(branch.options[0].layout for branch in described.branches)),
         "built_tokens": built,
         "build_rate": rate,
         "build_s": run_apart(_seconds, build, entry, built, repeats),
@@ -119,7 +119,7 @@ def _seconds(work: Callable[..., object], entry: Entry, num_tokens: int, repeats
 def order(pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> masks.Layout | None:
     """The one order of all tokens that comes nearest to the plan; None for the natural one."""
     described = masks.describe(pattern, num_tokens, num_heads=num_heads)
-    chosen = {branch.options[0].name for branch in described.branches}
+    chosen = {branch.options[0].layout for branch in described.branches}
     layout = masks.layout(pattern, num_tokens)
     return None if chosen & {"natural", "windows"} or layout.rate == 1 else layout
 

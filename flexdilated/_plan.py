@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -32,7 +32,7 @@ from .masks.core import (
     tokens_text,
 )
 from .masks.inspection import describe_plan
-from .masks.planning import Option, Plan, TableTerm, Term, plan_with_table, reads_table
+from .masks.planning import KeyLists, Option, Plan, TableTerm, Term, plan_with_table
 from .masks.planning import plan as plan_terms
 from .memory import AttentionMemory, allowed_by
 from .nn import ModelMemory, attention_size, model_memory
@@ -359,7 +359,7 @@ def plan(
             "measure=True times engine 'aten': leave out dropout_p, score_mod and engine='portable'; "
             f"got a call by engine {size.engine!r}"
         )
-    if measure and reads_table(bound, size.engine):
+    if measure and size.reads_table(bound):
         raise ValueError(
             "measure=True compares the planner's ways, and a table of selected blocks is computed in one way: leave "
             f"measure out, and time attend; got {pattern!r:.80}"
@@ -369,7 +369,7 @@ def plan(
 
 def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
     allowed, operands = allowed_by(size.engine, size.device), size.attention(size.num_tokens).operands(size.engine)
-    planned = plan_with_table if reads_table(bound, size.engine) else plan_terms
+    planned = partial(plan_with_table, engine=size.engine) if size.reads_table(bound) else plan_terms
     best = planned(bound, device=size.device, allowed=allowed, operands=operands)
     described = describe_plan(best, head_dim=size.head_dim, value_dim=size.value_dim)
     timed = ()
@@ -393,6 +393,8 @@ def _branch_label(number: int, option: Option) -> int | str:
 
 def _shape_text(term: Term) -> str:
     if isinstance(term, TableTerm):
+        if isinstance(term.problems, KeyLists):
+            return "lists of single keys"
         return "table of blocks of {} x {}".format(*term.problems.block)
     return f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
 
@@ -408,7 +410,7 @@ def _planned_terms(best: Plan) -> Iterator[PlannedTerm]:
             for term in chosen.terms
         )
         for term, times in alike.items():
-            yield PlannedTerm(_branch_label(number, chosen), chosen.name, *term, times)
+            yield PlannedTerm(_branch_label(number, chosen), chosen.layout, *term, times)
 
 
 def _weighed_options(best: Plan) -> Iterator[WeighedOption]:
@@ -416,7 +418,7 @@ def _weighed_options(best: Plan) -> Iterator[WeighedOption]:
         for option in options:
             cost, is_chosen = option.cost, option is options[0]
             work = cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds
-            yield WeighedOption(_branch_label(number, option), option.name, *work, is_chosen)
+            yield WeighedOption(_branch_label(number, option), option.layout, *work, is_chosen)
 
 
 def _facts(found: PlanReport) -> list[tuple[str, str]]:

@@ -9,8 +9,8 @@ import torch
 from ._engine_choice import planned_engine
 from ._validate import check_score_mod, check_zero_keys
 from .engines import ScoreMod
-from .masks.core import Expression, require_choice, require_int, require_probability
-from .masks.planning import Plan
+from .masks.core import Bound, Expression, require_choice, require_int, require_probability
+from .masks.planning import Plan, reads_table
 from .memory import AttentionMemory, AttentionSize, attention_memory
 from .nn import ModelSize
 
@@ -74,6 +74,10 @@ class PlanSize:
     def _engine(self, *, drops: bool) -> str:
         size = self.device, self.dtype, min(self.head_dim, self.value_dim)
         return planned_engine(self.named_engine, *size, score_mod=self.score_mod, drops=drops)
+
+    def reads_table(self, bound: Bound) -> bool:
+        """True if the engine reads a table of keys or blocks in this pattern, without block lists of its pairs."""
+        return reads_table(bound, self.engine)
 
     @property
     def embed_dim(self) -> int:

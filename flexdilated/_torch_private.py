@@ -126,6 +126,12 @@ NAMES = {
     "TorchDispatchMode": Name(
         "torch.utils._python_dispatch:TorchDispatchMode", "sees each operation, to count memory and to trace rules"
     ),
+    "sparse_indices": Name(
+        "torch:Tensor._indices", "reads the indices of a sparse tensor as it holds them", "masks.sparse is called"
+    ),
+    "sparse_values": Name(
+        "torch:Tensor._values", "reads the values of a sparse tensor as it holds them", "masks.sparse is called"
+    ),
     "tree_leaves": Name("torch.utils._pytree:tree_leaves", "lists the tensors in nested arguments"),
     "tree_map_only": Name("torch.utils._pytree:tree_map_only", "moves the tensors in nested arguments"),
     # Operators of this package

@@ -382,7 +382,11 @@ def run_time_tensors(
     if not has_values:
         return []
     stay = _names_left_on_device(pattern.text)
-    values = {name: require_values(name, found[name]) for name in needed}
+    if torch.compiler.is_compiling():
+        values = {name: require_values(name, found[name]) for name in needed}
+    else:
+        leaves = {leaf.name: leaf for leaf in run_time_leaves(pattern)}
+        values = {name: leaves[name].transported(found[name]) for name in needed}
     return [x if name in stay else x.cpu() for name, x in values.items()]
 
 

@@ -49,6 +49,7 @@ from .patterns import (
     same_document,
     selected_blocks,
     selected_keys,
+    sparse,
     strided,
     visible_keys,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "set_machine",
     "show",
     "snapped",
+    "sparse",
     "strided",
     "to_json",
     "visible_keys",

@@ -314,7 +314,7 @@ def _auto_schedule(
     sizes |= {"head_dim": head_dim, "head_offset": head_offset, "num_heads_global": num_heads_global}
     sizes |= {"batch": index(q.shape[0]), "wire_row_bytes": coded.row_bytes(head_dim, q.dtype)}
     if not bindings:
-        return _counted_schedule(pattern.text, sharding.numbers(), tuple(sizes.items()))
+        return _schedule_as_constant(pattern.text, sharding.numbers(), tuple(sizes.items()))
     if torch.compiler.is_compiling():
         raise ValueError(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
@@ -324,5 +324,5 @@ def _auto_schedule(
 
 
 @graph_constant
-def _counted_schedule(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> RankSchedule:
+def _schedule_as_constant(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> RankSchedule:
     return choose_schedule(read_text(pattern), Sharding.of(sharding), **dict(sizes)).name

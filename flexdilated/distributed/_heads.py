@@ -219,7 +219,7 @@ def _remember_shards(ctx, inputs, output) -> None:
     ctx.heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
 
 
-def _shards_backward(ctx, grads):
+def _tokens_to_heads_backward(ctx, grads):
     returned = {}
     for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one transfer per dtype
         some = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
@@ -232,12 +232,12 @@ def _remember_wholes(ctx, inputs, output) -> None:
     _, _, *ctx.options = inputs
 
 
-def _wholes_backward(ctx, grads):
+def _heads_to_tokens_backward(ctx, grads):
     return tokens_to_heads(list(grads), *ctx.options, "", 0.0, False), None, None, None, None
 
 
-tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shards)
-heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_wholes)
+tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_remember_shards)
+heads_to_tokens.register_autograd(_heads_to_tokens_backward, setup_context=_remember_wholes)
 
 
 def _rank_and_heads(

@@ -31,6 +31,7 @@ from .aten import (
     KernelCalls,
     Program,
     QueryRows,
+    SingleKeys,
     Step,
     aten,
     aten_backward,

@@ -192,7 +192,9 @@ def _attend(
             lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)
     else:
         out, lse = matrix_forward(rows, keys, values, scale=scale, bias=bias)
-    return out, lse + part.group.log_weight if part.group.log_weight else lse
+    if part.group.log_weight:
+        lse = lse + part.group.log_weight
+    return out, lse
 
 
 def matrix_forward(

@@ -1,38 +1,43 @@
-"""Calls with a table of selected blocks: their split into the table and other pairs, and the table's problems."""
+"""Calls with a table of keys or blocks: their split into the table and other pairs, and the table's problems."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from torch import Tensor
 
-from ..masks.core import Expression, outside_torch_modes
-from ..masks.patterns import TableSplit, names, table_split
-from ..masks.planning import TableProblems
+from ..masks.core import Bound, Expression, outside_torch_modes
+from ..masks.patterns import TableSplit, lists_keys, names, table_split
+from ..masks.planning import KeyLists, TableProblems
 from ..masks.text import read_text
 from ._call import Call
 
+Entry = TypeVar("Entry")
+
 
 def table_split_of(call: Call) -> TableSplit | None:
-    """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
+    """Split the call's pattern into a table of keys or blocks, a mask on their pairs, and a pattern of other pairs.
 
-    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
-    cannot be separated, if tokens are not at consecutive positions in natural order, or if the first key does not begin
-    a block.
+    The table lists the keys of each query, or the key blocks that each query block selects. Returns None if the pattern
+    has no such table or it cannot be separated, if tokens are not at consecutive positions in natural order, or if the
+    first key does not begin a block.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
-    return None if found is None or call.k_offset % found.leaf.block[1] else found
+    if found is None or lists_keys(found.leaf):
+        return found
+    return None if call.k_offset % found.leaf.block[1] else found
 
 
 @lru_cache(maxsize=256)
 def table_split_in_text(text: str) -> TableSplit | None:
-    """Split a pattern, given as JSON, into a table of selected blocks, a mask on their pairs, and other pairs.
+    """Split a pattern, given as JSON, into a table of keys or blocks, a mask on their pairs, and other pairs.
 
-    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or
-    it cannot be separated from the rest.
+    Returns None if the pattern has no such table or it cannot be separated from the rest.
     """
-    return table_split(read_text(text)) if '"kind":"selected_blocks"' in text else None
+    has_table = any(f'"kind":"{kind}"' in text for kind in ("selected_blocks", "sparse"))
+    return table_split(read_text(text)) if has_table else None
 
 
 def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
@@ -67,16 +72,34 @@ def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor]
 
     Raises ValueError unless the numbers of entries in the table and in the rule are 1 or `batch`.
     """
-    leaf, rest = selection.leaf, selection.rest
+    leaf = selection.leaf
     (table,) = tensors_of(call, leaf, bindings)
     rows, first = leaf.rows(table, call.extent)
+    entries = _with_rules(call, selection, bindings, batch, rows)
+    return [TableProblems.of(bound, call.num_kv_heads, own, leaf.block, first) for bound, own in entries]
+
+
+@outside_torch_modes
+def key_lists(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> KeyLists:
+    """Return the keys of each query that a call's table of single keys lists and the rule of its pairs allows.
+
+    Arguments and errors are those of `table_problems`.
+    """
+    (table,) = tensors_of(call, selection.leaf, bindings)
+    rows = selection.leaf.key_rows(table, call.extent)
+    return KeyLists.of(list(_with_rules(call, selection, bindings, batch, rows)))
+
+
+def _with_rules(
+    call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, entries: Sequence[Entry]
+) -> Iterator[tuple[Bound, Entry]]:
+    """Yield (rule of the pairs in the table, with the call's sizes; table), for each batch entry or for all at once."""
+    rest = selection.rest
     rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
     rule.require_entries(batch)
-    if len(rows) not in (1, batch):
+    if len(entries) not in (1, batch):
         raise ValueError(
-            f"selected blocks must have one table, or one for each of {batch} batch entries; got {len(rows)}"
+            f"a table of keys or blocks must have one batch entry, or one for each of {batch}; got {len(entries)}"
         )
-    return [
-        TableProblems.of(call.bound(rule.entry(each)), call.num_kv_heads, rows[each % len(rows)], leaf.block, first)
-        for each in range(max(len(rows), rule.num_entries()))
-    ]
+    for each in range(max(len(entries), rule.num_entries())):
+        yield call.bound(rule.entry(each)), entries[each % len(entries)]

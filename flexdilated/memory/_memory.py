@@ -26,6 +26,7 @@ from ..engines import (
     Program,
     QueryRows,
     ScoreMod,
+    SingleKeys,
     WholeRows,
     allowed_on,
     fixed_score_mod,
@@ -47,6 +48,7 @@ from ..masks.planning import (
     KeyLists,
     OperandSizes,
     Plan,
+    TableProblems,
     TableTerm,
     plan,
     plan_with_table,
@@ -96,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
         self._hidden = hidden or {}
         self._known: dict[int, weakref.ref[UntypedStorage]] = {}
         for x in held:
-            self._hold(x)
+            self._track(x)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -109,7 +111,7 @@ class LiveBytes(TorchDispatchMode):
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
             return results  # the engine needs only its strides
         for x in (tensors := tensors_in((results,))):
-            self._hold(x)
+            self._track(x)
         if hidden is not None and hidden.kept:
             self._count(hidden.kept)
             weakref.finalize(tensors[-1].untyped_storage(), self._count, -hidden.kept).atexit = False
@@ -119,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         """Reset the peak to the bytes alive now."""
         self.peak = self.live
 
-    def _hold(self, x: Tensor) -> None:
+    def _track(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         key = id(storage)  # stays valid while the storage exists
         if key in self._known:
@@ -321,7 +323,7 @@ class _CallSettings:
         allowed, bound = allowed_by(self.engine, self.device), _call_of(pattern, size).bound(pattern)
         how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
         if reads_table(bound, self.engine):
-            return plan_with_table(bound, **how)
+            return plan_with_table(bound, engine=self.engine, **how)
         return plan(bound, choice=self.choice, **how)
 
 
@@ -405,9 +407,13 @@ def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, 
 def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine aten for a plan with a table."""
     assert best.table is not None
-    problems = best.table.problems.of_largest_batch(max(size.dims), size.dtype.itemsize)
+    problems = best.table.problems
+    if isinstance(problems, TableProblems):
+        problems = problems.of_largest_batch(max(size.dims), size.dtype.itemsize)
 
-    def rows() -> QueryRows:  # one for each run: real calls keep nothing between forward and backward
+    def rows() -> QueryRows | SingleKeys:  # one for each run: real calls keep nothing between forward and backward
+        if isinstance(problems, KeyLists):
+            return SingleKeys(replace(problems), (0, 0, 0))
         return QueryRows(replace(problems))
 
     rest = best.beside_table
@@ -449,7 +455,8 @@ def _portable_memory(
     def with_table() -> Portable:  # one for each run: a call without a score_mod keeps no lists for the backward
         if table is None:
             return run
-        lists = KeyLists.of([replace(table.problems)])
+        assert isinstance(table.problems, KeyLists)
+        lists = replace(table.problems)
         return replace(run, of_table=ListedKeys(lists, (0, 0, 0), 0, tuple(range(len(program.steps)))))
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

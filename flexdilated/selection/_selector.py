@@ -186,7 +186,7 @@ class BlockSelector(nn.Module):
         return self.within if within is None else self.within & _require_set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
-        """`rule` | `always`: the pattern whose run-time tensors `bindings` may name."""
+        """Return the union of `rule` and the selector's `always`, or `rule` itself if that is None."""
         return rule if self.always is None else rule | self.always
 
     def prepared(

@@ -302,7 +302,8 @@ def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
 
 _RUN_TIME_COMPOSITIONS = (
     *("and", "per_document", "or", "without", "both", "and", "per_document", "per_document"),
-    *("selected", "selected beside", "selected in documents", "mask", "same_document", "per_sample", "queries_from"),
+    *("selected", "selected beside", "selected in documents", "mask", "sparse", "same_document", "per_sample"),
+    "queries_from",
 )
 
 
@@ -317,7 +318,7 @@ def run_time_compositions(
     """Draw run-time patterns that fit `sizes`, alone or combined with a pattern within the limits of `grammar`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
-        per_sample and selected_blocks. Those of other patterns are in `grammar`.
+        sparse, per_sample and selected_blocks. Those of other patterns are in `grammar`.
     kinds: the compositions to choose from.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
@@ -332,8 +333,8 @@ def run_time_compositions(
             return draw(st.sampled_from([chosen, pattern & chosen, pattern | chosen, pattern & ~chosen]))
         beside = pattern | chosen
         return draw(grammar.sets()) & beside if kind == "selected beside" else beside & draw(spans[0])
-    if kind in ("mask", "same_document"):
-        leaf = draw(_mask(words, sizes) if kind == "mask" else _same_document(words, sizes))
+    if kind in ("mask", "sparse", "same_document"):
+        leaf = draw({"mask": _mask, "sparse": _sparse, "same_document": _same_document}[kind](words, sizes))
         return draw(st.sampled_from([leaf, pattern & leaf, pattern | leaf, pattern & ~leaf]))
     if kind == "per_sample":
         patterns = [pattern, *draw(st.lists(grammar.sets(), max_size=2))]
@@ -414,6 +415,23 @@ def _mask(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
     allowed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
     allowed[..., : draw(st.integers(0, stops[1]))] = True  # so that whole blocks occur
     return words.mask(allowed[0, 0] if shape[:2] == (1, 1) and draw(st.booleans()) else allowed)
+
+
+@st.composite
+def _sparse(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
+    """Draw a `sparse` pattern, of one matrix, or of one for each batch entry or group of heads."""
+    stops, heads = (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys), sizes.num_heads_global
+    tables = draw(st.sampled_from([1, *(number for number in range(2, heads + 1) if heads % number == 0)]))
+    shape = draw(st.sampled_from([1, sizes.batch])), tables, *stops
+    share, generator = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), torch.Generator()
+    allowed = torch.rand(shape, generator=generator.manual_seed(draw(st.integers(0, 99)))) < share
+    allowed[:, :, draw(st.integers(0, stops[0] - 1))] |= draw(st.booleans())  # a row with every key
+    forms = [allowed.to_sparse()]
+    if tables == 1:
+        forms.append(allowed[:, 0].to_sparse())
+    if shape[:2] == (1, 1):
+        forms.append(allowed[0, 0].to_sparse())
+    return words.sparse(draw(st.sampled_from(forms)))
 
 
 @st.composite

@@ -374,7 +374,7 @@ def _few_graphs(subject: Subject, case: Case) -> int:
     return 1
 
 
-def _like_one_rank(subject: Subject, case: Case) -> int:
+def _ranks_like_definition(subject: Subject, case: Case) -> int:
     """Compare the outputs, and gradients if any, of RANKS processes, which share the tokens, with dense attention.
 
     Returns RANKS.
@@ -461,7 +461,7 @@ _TABLE = (
         shrinks=False,
     ),
     Check(
-        *("ranks", partial(_longest, text=f" on {RANKS} ranks", min_tokens=RANKS), _like_one_rank),
+        *("ranks", partial(_longest, text=f" on {RANKS} ranks", min_tokens=RANKS), _ranks_like_definition),
         holds="ranks that equal one",
         needs="over_ranks",
         shrinks=False,

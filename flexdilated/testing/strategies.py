@@ -124,10 +124,10 @@ def run_time_patterns(
     """Strategy for run-time patterns of a batch, alone or combined with patterns of `patterns`.
 
     The run-time patterns are `masks.documents(ids)`, `masks.same_document(q_ids, k_ids)`, `masks.lengths(lengths)`,
-    `masks.visible_keys(visible)`, `masks.mask(allowed)` and `masks.selected_blocks(blocks, ...)`, combined by &, |, & ~
-    or `per_document`; also drawn are `per_sample` and `queries_from`. The tensors cover all positions of `sizes`, up to
-    the last query and key. max_number, closures: as for `patterns`. Examples shrink towards
-    `masks.causal() & masks.documents(ids)` with one document.
+    `masks.visible_keys(visible)`, `masks.mask(allowed)`, `masks.sparse(matrix)` and
+    `masks.selected_blocks(blocks, ...)`, combined by &, |, & ~ or `per_document`; also drawn are `per_sample` and
+    `queries_from`. The tensors cover all positions of `sizes`, up to the last query and key. max_number, closures: as
+    for `patterns`. Examples shrink towards `masks.causal() & masks.documents(ids)` with one document.
     """
     most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     return _run_time_compositions(_Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _WORDS)

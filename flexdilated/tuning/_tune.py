@@ -146,7 +146,7 @@ class TimedOption:
     def name(self) -> str:
         """Text of the layout, and of the block sizes unless all are 128, such as "natural, blocks of 64"."""
         sides = sorted(set(way_of(self.option)[1]))
-        return self.option.name + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
+        return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:

@@ -190,9 +190,9 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
         budget.left -= len(rest) * _COUNT
         before = budget.left
         where = budget.take((longer <= 2 * torch.minimum(q, k)) & (longer <= _LONGEST), each)
-        doubtful = _add_exact(rest, settle_by_diagonals(rule, rest.box, bounds, num_heads=1, where=where), found)
-        budget.left = before - (len(rest) - len(doubtful)) * each
-        rest = rest.select(doubtful)
+        undecided = _add_exact(rest, settle_by_diagonals(rule, rest.box, bounds, num_heads=1, where=where), found)
+        budget.left = before - (len(rest) - len(undecided)) * each  # only boxes that diagonals decided are paid for
+        rest = rest.select(undecided)
         q, k = rest.box.q.count, rest.box.k.count
         small = torch.maximum(q, k) <= _CELL_SIDE
         looked = budget.take(small, int(q.max()) * int(k.max()) if len(rest) else 0)

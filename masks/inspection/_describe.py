@@ -246,7 +246,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
 
 
 def _computed_data(branch: BranchDescription) -> dict[str, Any]:
-    chosen, *others = ({"layout": option.name, "predicted_s": option.cost.seconds} for option in branch.options)
+    chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
     counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
 
@@ -283,7 +283,7 @@ def _branches_table(counts: Description) -> str:
             str(branch.multiplicity),
             f"{branch.useful_pairs / counts.all_pairs:.4%}",
             f"{branch.waste:.3f}",
-            f"{branch.options[0].name} ({seconds_text(branch.options[0].cost.seconds)})",
+            f"{branch.options[0].layout} ({seconds_text(branch.options[0].cost.seconds)})",
         )
         for branch in counts.branches
     ]

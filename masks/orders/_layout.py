@@ -225,7 +225,7 @@ class ListedOrder(_SharedOrder):
 
     @property
     def is_copied(self) -> bool:
-        """True if the step is above 1, so that the tokens must be copied; runs of step 1 are views."""
+        """True if the step is above 1: costs then count a copy. Runs of step 1 count as views."""
         return self.step > 1
 
     def end(self, filled: int) -> int:

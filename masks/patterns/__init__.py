@@ -5,6 +5,7 @@ from ._block_list import BlockList, block_list
 from ._custom import custom
 from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
 from ._grid import Axis, Rectangle, Rectangles, joined, select
+from ._key_rows import KeyRows, require_tables
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._mask import mask
 from ._neighborhood import Neighborhood, neighborhood
@@ -30,13 +31,7 @@ from ._run_time import (
     tables,
 )
 from ._same_document import same_document
-from ._selected_blocks import (
-    SelectedBlocks,
-    TableSplit,
-    require_row,
-    require_tables,
-    selected_blocks,
-    selected_keys,
-    table_split,
-)
+from ._selected_blocks import SelectedBlocks, require_row, selected_blocks, selected_keys
+from ._sparse import Sparse, SparseTable, is_sparse, sparse
+from ._table_split import TableSplit, lists_keys, table_split
 from ._token_values import PADDING, Documents, KeySet, Lengths, Spans, VisibleKeys, documents, lengths, visible_keys

@@ -10,7 +10,7 @@ from math import isqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int32
 from torch import Tensor
 
 from ..core import (
@@ -41,8 +41,8 @@ from ..core import (
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
 _COMPARED = 8  # rows of at most this many entries are compared entry by entry
-_EXACT_ROWS = 8  # a box over more block rows than this is bounded by `_cell_sums`
-_MOST_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `_cell_sums`
+_EXACT_ROWS = 8  # a box over more block rows than this is bounded by `CellSums`
+_MOST_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `CellSums`
 _ENTRIES_AT_ONCE = 1 << 20
 
 # (line, inside, column) -> bool: True if `inside`, and row `line` of the flattened tables names key block `column`
@@ -94,7 +94,7 @@ class BlockTable:
         for some in few.split(max(1, _ENTRIES_AT_ONCE // self.entries.shape[2])):
             low[some] = high[some] = self._count_entries(box.select(some), rows[some])
         if len(many):
-            bounds = self._count_cells(box.select(many))
+            bounds = self._cells.bounds(table[many], box.select(many), self.q_block, self.block)
             low[many], high[many] = bounds.low, bounds.high
         return Bounds(low, high)
 
@@ -140,42 +140,55 @@ class BlockTable:
             pairs += torch.where(row < height, queries * count_within(box.k, seen, seen + self.block).sum(0), 0)
         return pairs
 
-    def _count_cells(self, box: Box) -> Bounds:
-        """Return bounds on the allowed pairs of each box, from the number of listed blocks in the cells it touches.
+    @cached_property
+    def _cells(self) -> CellSums:
+        table, row, place = (self.entries < NOTHING).nonzero().unbind(1)
+        column = self.entries[table, row, place]
+        columns = int(column.max()) + 1 if len(column) else 1
+        return CellSums.of(len(self.entries), (self.entries.shape[1], columns), table, row, column)
 
-        The head of each box is the index of its table. Cells: see `_cell_sums`.
+
+@dataclass(frozen=True, eq=False)
+class CellSums:
+    """Numbers of listed blocks in the cells of each table: a cell is a square of blocks.
+
+    side: blocks along an edge of a cell.
+    sums: sums[t, i, j] counts the listed blocks of table t in the cells above row i and left of column j.
+    """
+
+    side: int
+    sums: Int32[Tensor, "T rows columns"]
+
+    @classmethod
+    def of(cls, tables: int, shape: tuple[int, int], table: Tensor, row: Tensor, column: Tensor) -> CellSums:
+        """Return the sums of blocks given by table, row and column, sorted by table.
+
+        shape: rows and columns of blocks in a table.
         """
-        cell, sums = self._cell_sums
-        height, width = cell * self.q_block, cell * self.block
+        side = -(-max(shape) // isqrt(_MOST_CELLS // tables))
+        height, width = -(-shape[0] // side), -(-shape[1] // side)
+        sums = torch.zeros(tables, height + 1, width + 1, dtype=torch.int32)
+        cells = (row // side * width + column // side).split(table.bincount(minlength=tables).tolist())
+        for of_table, own in zip(sums, cells, strict=True):
+            of_table[1:, 1:] = own.bincount(minlength=height * width).view(height, width).cumsum(0).cumsum(1)
+        return cls(side, sums)
+
+    def bounds(self, table: Tensor, box: Box, q_block: int, k_block: int) -> Bounds:
+        """Return bounds on the pairs in listed blocks of each box, from the cells that it touches.
+
+        table: index of the table for each box.
+        q_block, k_block: queries and keys of a block.
+        """
+        height, width = self.side * q_block, self.side * k_block
         top, bottom = box.q.first // height, box.q.last // height + 1
         left, right = box.k.first // width, box.k.last // width + 1
-        held = (bottom - top) * (right - left) * cell**2
-        top, bottom = (row.clamp(max=sums.shape[1] - 1) for row in (top, bottom))
-        left, right = (column.clamp(max=sums.shape[2] - 1) for column in (left, right))
-        table = box.head
-        listed = (sums[table, bottom, right] - sums[table, top, right]).long()
-        listed -= sums[table, bottom, left] - sums[table, top, left]
-        area, each = box.area, -(-self.q_block // box.q.step) * -(-self.block // box.k.step)
+        held = (bottom - top) * (right - left) * self.side**2
+        top, bottom = (row.clamp(max=self.sums.shape[1] - 1) for row in (top, bottom))
+        left, right = (column.clamp(max=self.sums.shape[2] - 1) for column in (left, right))
+        listed = (self.sums[table, bottom, right] - self.sums[table, top, right]).long()
+        listed -= self.sums[table, bottom, left] - self.sums[table, top, left]
+        area, each = box.area, -(-q_block // box.q.step) * -(-k_block // box.k.step)
         return Bounds(torch.where(listed == held, area, 0), (listed * each).clamp(min=0).minimum(area))
-
-    @cached_property
-    def _cell_sums(self) -> tuple[int, Tensor]:
-        """Return (side of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
-
-        A cell is a square of blocks. sums[t, i, j]: listed blocks of table t in the cells above row i and left of
-        column j.
-        """
-        tables, rows, _ = self.entries.shape
-        listed = self.entries < NOTHING
-        columns = int(self.entries[listed].max()) + 1 if listed.any() else 1
-        cell = -(-max(rows, columns) // isqrt(_MOST_CELLS // tables))
-        height, width = -(-rows // cell), -(-columns // cell)
-        sums = torch.zeros(tables, height + 1, width + 1, dtype=torch.int32)
-        row = torch.arange(rows)[:, None] // cell * width
-        for table, entries, kept in zip(sums, self.entries, listed, strict=True):
-            cells = torch.bincount((row + entries // cell)[kept], minlength=height * width)
-            table[1:, 1:] = cells.view(height, width).cumsum(0).cumsum(1)
-        return cell, sums
 
 
 def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:

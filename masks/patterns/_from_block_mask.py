@@ -101,11 +101,10 @@ def of_block_mask(
     rules = _rules(block_mask.mask_mod, len(partial), custom, reads_entry)
     made: list[Pattern] = []
     for entry, rule in enumerate(rules):
-        before = entry - 1
-        known = rule is rules[before] and all(torch.equal(table[entry], table[before]) for table in (partial, full))
-        made.append(
-            made[before] if entry and known else _pattern_of_entry(rule, partial[entry], full[entry], block_mask)
-        )
+        if entry and rule is rules[entry - 1] and all(torch.equal(x[entry], x[entry - 1]) for x in (partial, full)):
+            made.append(made[-1])
+        else:
+            made.append(_pattern_of_entry(rule, partial[entry], full[entry], block_mask))
     whole = made[0] if len(set(made)) == 1 else per_sample(made, _entry_numbers(len(made)), name="batch_entry")
     (queries, keys), heads = block_mask.seq_lengths, partial.shape[1]
     return And.of(whole, PositionsBelow(int(queries), int(keys), heads if heads > 1 else None))
@@ -193,7 +192,9 @@ def _lists_match_rule(
 
 
 def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
-    """Return (blocks in the lists of partial blocks, blocks in the lists of full blocks) as copies on the CPU.
+    """Return (partial, full): the BlockMask's lists of partial and of full blocks as booleans on the CPU.
+
+    An element is True where a row names the key block of that column.
 
     Raises ValueError for lists that name a block beyond the lengths or twice, whose shapes do not fit the lengths or
     each other, or that are on the meta device.

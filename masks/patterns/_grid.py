@@ -283,11 +283,12 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """Yield items (first places of some groups, number of queries of q in each of these groups).
+        """Yield items (first places of some groups, a number for each of these groups).
 
-        Groups consist of queries that share a window, see `Axis`. If several items contain a group, its number is the
-        sum of theirs: some items subtract queries from first and last groups of which q has only a part. Together the
-        items count each query of q once. Yields nothing if that takes more than 64 items.
+        Groups consist of queries that share a window, see `Axis`. The numbers of a group, summed over all items that
+        contain it, are the number of queries of q in it. A number may be negative: it takes off what an earlier item
+        counted too much in the first or last group, of which q may have only a part. Yields nothing if that takes more
+        than 64 items.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:

@@ -31,6 +31,7 @@ from ..core import (
     renamed,
 )
 from ._run_time import RunTime, Table, booleans, of_tensor
+from ._sparse import is_sparse
 
 # B batch entries (or one for all of them), T heads (or one for all of them), Q queries, K keys (or one for all of them)
 
@@ -194,4 +195,7 @@ def mask(allowed: Any, *, name: str = "mask") -> Pattern:
     >>> masks.describe(masks.mask([[True, False], [True, True]]), 2).useful_pairs
     3
     """
+    if is_sparse(allowed):
+        got = allowed.layout if isinstance(allowed, Tensor) else type(allowed).__name__
+        raise TypeError(f"mask takes a dense tensor; for a sparse matrix write masks.sparse(matrix); got {got}")
     return of_tensor(Mask, allowed, name)

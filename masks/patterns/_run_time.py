@@ -84,8 +84,15 @@ class RunTime(Pattern):
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Table:
         if self.name not in tensors:
             raise ValueError(missing(self.name))
-        values = self.table(require_values(self.name, tensors[self.name]), extent)
+        values = self.table(self.transported(tensors[self.name]), extent)
         return replace(values, source=replace(self, given=None))
+
+    def transported(self, value: Any) -> Tensor:
+        """Return the dense tensor that stands for a caller's value: the value itself, if it is one.
+
+        Raises TypeError or ValueError for values of other kinds.
+        """
+        return require_values(self.name, value)
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
         """Return the pattern with this tensor's values.
@@ -157,12 +164,13 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group windows of equal shape and place in the period; return the ascending window indices of each group.
+        """Group windows in which a pattern of this period has equal masks; return the ascending indices of each group.
 
-        A pattern has equal masks in the windows of a group.
+        Windows of a group have equal numbers of queries and of keys, equal distances from the first query to the first
+        key, and equal distances from `counted_from(period)` to the first query. Groups are ordered by their first
+        windows.
 
-        Groups are ordered by their first windows. period: shift of query and key that leaves the pattern unchanged, or
-        None if there is none.
+        period: shift of query and key, counted from `origin`, that leaves the pattern unchanged; None if there is none.
         """
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start

@@ -11,15 +11,11 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ..core import (
-    And,
     Bounds,
     Box,
     Every,
-    Expression,
     Extent,
     MaskMod,
-    Mixture,
-    Or,
     Pair,
     Pattern,
     Phrase,
@@ -36,6 +32,7 @@ from ..core import (
     require_int,
 )
 from ._block_list import NOTHING, BlockTable, by_halving, padded
+from ._key_rows import KeyRows, require_tables
 from ._run_time import RunTime, Table, converted, of_tensor
 
 # B batch entries, T tables, R query blocks (rows), W entries of a row
@@ -102,6 +99,14 @@ class SelectedBlocks(RunTime):
                 f"{int(rows[batch, table, row, place])} in row {row} of table {table}, batch entry {batch}"
             )
         return _canonical(rows), first
+
+    def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
+        """Return the keys of each query of each table, for each batch entry, or for all as a single item.
+
+        Raises as `rows` does.
+        """
+        rows, first = self.rows(tensor, extent)
+        return [_key_rows(entry, self.block, first) for entry in rows]
 
     def first_row(self, tensor: Tensor, extent: Extent) -> int:
         """Return the query block of the first row; the last row is for the query block of the last query.
@@ -189,6 +194,10 @@ class SelectedTable(Table):
         lines = self.rows.flatten(0, 2)
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
+    def key_rows(self) -> KeyRows:
+        """Return the keys of each query of each table; all batch entries must share one table."""
+        return _key_rows(self.only_row, self.block, self.first)
+
     @cached_property
     def _table(self) -> BlockTable:
         """`BlockTable` of the rows; its query positions count from the first query of row 0."""
@@ -198,15 +207,15 @@ class SelectedTable(Table):
         q_block, k_block = self.block
         return BlockTable(rows, q_block, k_block, max(rows.shape[1] * q_block, columns * k_block))
 
-    def _table_of(self, head: Any, num_heads: int) -> Any:
+    def _table_index(self, head: Any, num_heads: int) -> Any:
         return head * self.rows.shape[1] // num_heads
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         q = Progression(box.q.first - self.first * self.block[0], box.q.step, box.q.count)
-        return self._table.count(self._table_of(box.head, num_heads), Box(box.head, q, box.k))
+        return self._table.count(self._table_index(box.head, num_heads), Box(box.head, q, box.k))
 
     def reason(self, pair: Pair) -> Reason:
-        table, row = self._table_of(pair.head, pair.num_heads), pair.query // self.block[0]
+        table, row = self._table_index(pair.head, pair.num_heads), pair.query // self.block[0]
         column = pair.key // self.block[1]
         inside = 0 <= row - self.first < self.rows.shape[2]
         seen = self.only_row[int(table), int(row - self.first)].tolist() if inside else []
@@ -236,14 +245,6 @@ class SelectedTable(Table):
         return Every()
 
 
-def require_tables(tables: int, num_heads: int) -> None:
-    if num_heads % tables:
-        raise ValueError(
-            f"selected blocks must have a number of tables that divides the number of heads; got {tables} for "
-            f"{num_heads} heads"
-        )
-
-
 def require_row(side: int, first: int, rows: int, query: int) -> None:
     """Raise ValueError if the first query is before the query block of the first row of a table.
 
@@ -257,6 +258,15 @@ def require_row(side: int, first: int, rows: int, query: int) -> None:
             f"selected blocks must have a row for each block of {side} queries; got {rows} rows, the first for "
             f"position {first * side}, and queries from {query} on"
         )
+
+
+def _key_rows(rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int) -> KeyRows:
+    """Return the keys of each query from the key blocks of each query block; first: query block of row 0."""
+    (q_block, k_block), listed = block, rows < NOTHING
+    if block != (1, 1):
+        rows = (rows[..., None] * k_block + torch.arange(k_block)).flatten(2).repeat_interleave(q_block, 1)
+        listed = listed.repeat_interleave(k_block, 2).repeat_interleave(q_block, 1)
+    return KeyRows(rows[listed], listed.sum(2).flatten().cumsum(0), (rows.shape[0], rows.shape[1]), first * q_block)
 
 
 def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
@@ -337,61 +347,3 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     if most is None:
         raise ValueError(f"selected_keys needs most=, the number of entries of each row, beside a name; got {keys!r}")
     return of_tensor(SelectedBlocks, keys, name, block=(1, 1), most=most)
-
-
-@dataclass(frozen=True)
-class TableSplit:
-    """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
-
-    others: pattern or mixture; None if there is nothing to add.
-    place: index of the branch of the pattern that contains `leaf`.
-    places: for each branch of `others`, the index of the branch of the pattern that it is a part of.
-    """
-
-    leaf: Any
-    rest: Pattern
-    others: Expression | None
-    place: int = 0
-    places: tuple[int, ...] = ()
-
-
-def table_split(pattern: Expression) -> TableSplit | None:
-    """Split a pattern whose only table of selected blocks is combined by `|`, `&` and `+`; None for other patterns."""
-    branches = pattern.branches()
-    chosen = [index for index, branch in enumerate(branches) if _num_selections(branch)]
-    if len(chosen) != 1:
-        return None
-    (place,) = chosen
-    own = _table_split(branches[place])
-    if own is None:
-        return None
-    beside = [(index, branch) for index, branch in enumerate(branches) if index != place]
-    if own.others is not None:
-        assert isinstance(own.others, Pattern)
-        beside.insert(place, (place, own.others))
-    places, others = tuple(index for index, _ in beside), [branch for _, branch in beside]
-    return TableSplit(own.leaf, own.rest, Mixture.of(*others) if others else None, place, places)
-
-
-def _num_selections(pattern: Pattern) -> int:
-    return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
-
-
-def _table_split(pattern: Pattern) -> TableSplit | None:
-    if isinstance(pattern, SelectedBlocks | SelectedTable):
-        return TableSplit(pattern, Every(), None)
-    if not isinstance(pattern, And | Or):
-        return None
-    own = [part for part in pattern.direct_parts() if _num_selections(part)]
-    if len(own) != 1 or (inner := _table_split(own[0])) is None:
-        return None
-    beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))
-    rest, others = inner.rest, inner.others
-    assert others is None or isinstance(others, Pattern)
-    if isinstance(pattern, Or):
-        return TableSplit(inner.leaf, _both(rest, ~beside), beside if others is None else Or.of(others, beside))
-    return TableSplit(inner.leaf, _both(rest, beside), None if others is None else And.of(others, beside))
-
-
-def _both(first: Pattern, second: Pattern) -> Pattern:
-    return second if first == Every() else And.of(first, second)

@@ -36,7 +36,6 @@ from .lowering import (
     TableTerm,
     Term,
     compact_terms,
-    lists_keys,
     rule_of_joined_entries,
     shared_terms,
     without_scattered_keys,

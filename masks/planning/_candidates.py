@@ -58,7 +58,7 @@ ANYTHING = Allowed()
 class Option:
     """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
-    name: the method or order of tokens, such as "natural", "residue 4" or "windows".
+    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
     terms: those of the branch, or of all branches.
     machine: constants of the device, for the cost.
     given: order of the tokens in q, k and v.
@@ -69,7 +69,7 @@ class Option:
 
     branch: Expression
     multiplicity: int
-    name: str
+    layout: str
     terms: tuple[Term, ...]
     machine: Machine
     given: Layout
@@ -97,8 +97,8 @@ def options_of(
     """
     given = Layout(bound.num_queries)
 
-    def option(name: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
-        return Option(branch, times, name, tuple(terms), machine, given, operands, shares_rows)
+    def option(layout: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
+        return Option(branch, times, layout, tuple(terms), machine, given, operands, shares_rows)
 
     cut = cut_of(branch, bound) if allowed.windows else None
     if cut is not None:
@@ -123,7 +123,7 @@ def options_of(
         for each in () if allowed.lists_only else tuple(options):
             terms = split_causal(each.terms)
             if terms is not None:
-                options.append(option(f"{each.name}, split", terms, shares_rows=len(terms) > len(each.terms)))
+                options.append(option(f"{each.layout}, split", terms, shares_rows=len(terms) > len(each.terms)))
         parts = _disjoint_parts(branch)
         if parts:
             alone = replace(allowed, shared_rows=False, masks=False)
@@ -142,7 +142,7 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
         return options
     first = options[0]
     terms = (masked_term(first.branch, first.multiplicity, bound),)
-    return [*options, replace(first, name="masked", terms=terms, shares_rows=False)]
+    return [*options, replace(first, layout="masked", terms=terms, shares_rows=False)]
 
 
 def _joint_options(
@@ -197,7 +197,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
         # "disjoint" chose the side of each part. `least` may be adjusted by 5 %, which a limit of twice it can bear.
         if (
             _has_block_lists(option)
-            and option.name != "disjoint"
+            and option.layout != "disjoint"
             and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least
         ):
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
@@ -295,7 +295,7 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 class Choice:
     """Choice among the planner's ways to compute a pattern.
 
-    ways: for each distinct branch, the `name` of the chosen option, such as "natural", and the block size of each of
+    ways: for each distinct branch, the `layout` of the chosen option, such as "natural", and the block size of each of
         its block lists.
     together: True if `ways` has a single item, for all branches together.
 
@@ -343,7 +343,7 @@ class Candidates:
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
     """(name, block size of each block list) of an option, as in `Choice.ways`."""
-    return option.name, tuple(term.block_side for term in option.terms if term.shape == "blocks")
+    return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_each_block_size(option: Option) -> tuple[Option, ...]:
@@ -356,9 +356,9 @@ def in_each_block_size(option: Option) -> tuple[Option, ...]:
 
 
 def _chosen_first(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """The options, with the one of this name and these block sizes first; () if there is none."""
+    """The options, with the one of this layout name and these block sizes first; () if there is none."""
     for option in options:
-        if option.name == way[0]:
+        if option.layout == way[0]:
             for each in in_each_block_size(option):
                 if way_of(each) == way:
                     return (each, *(other for other in options if other is not option))

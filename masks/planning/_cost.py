@@ -160,7 +160,7 @@ def _moved_vectors(term: Term, given: Layout, groups: int) -> int:
     groups: number of query heads for each key-value head.
     """
     if isinstance(term, TableTerm):
-        return term.moved_rows
+        return term.work.moved_vectors
     if isinstance(term.q, Permutation):
         queries = keys = 0 if term.q == given else 2 * term.q.num_slots
     else:

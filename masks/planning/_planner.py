@@ -10,15 +10,16 @@ import torch
 from ..._torch_private import graph_constant
 from ..core import And, Bound, Every, Expression, Mixture, advises, outside_torch_modes, within
 from ..orders import Compact, Folded, Layout, ListedOrder, Part, Placement, residue_rate
-from ..patterns import TableSplit, table_split
+from ..patterns import TableSplit, lists_keys, table_split
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
 from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from ._cost import Cost, OperandSizes
 from ._machine import Machine, machine_of
+from .lowering._key_lists import KeyLists
 from .lowering._layouts import MAX_RESIDUE_RATE, shared_terms
 from .lowering._shared_lists import PaddedTerm, interval_terms
-from .lowering._table import TableProblems, TableTerm, lists_keys
+from .lowering._table import TableProblems, TableTerm
 from .lowering._term import Term
 
 _MOST_BRANCHES = 8  # logged one by one
@@ -30,11 +31,11 @@ class Plan:
     """How a bound pattern is computed: the terms, with the options compared.
 
     layout: order of the tokens in which the terms expect q, k and v.
-    options: for each distinct branch, the options compared, the chosen one first; a single tuple if all branches are
-        computed together.
+    options: tuples of options compared, the chosen one first: one tuple for each distinct branch, or a single one if
+        all branches are computed together. A table of keys or blocks, and what is outside it, have their own.
     together: the options that compute all branches together, cheapest first.
-    places: for each term, the indices of the pattern's branches that it computes, several if these are equal; () if the
-        term is for distinct branches together.
+    places: for each term, the indices of the branches that equal the `branch` of its option, several if branches are
+        equal; () if none does, as for options of the whole mixture and for parts of a branch.
     """
 
     bound: Bound
@@ -126,15 +127,17 @@ def plan(
     )
 
 
-def _table_split(bound: Bound) -> TableSplit | None:
+def _table_split(bound: Bound, engine: str) -> TableSplit | None:
+    """Split a pattern whose table of keys or blocks the engine reads without block lists; None for others."""
     split = table_split(bound.pattern)
-    return None if split is None or bound.k_offset % split.leaf.block[1] else split
+    if split is None or lists_keys(split.leaf):
+        return split if engine in ("aten", "portable") else None
+    return None if engine != "aten" or bound.k_offset % split.leaf.block[1] else split
 
 
 def reads_table(bound: Bound, engine: str) -> bool:
-    """True if the engine reads a table of selected blocks in this pattern, without block lists of its pairs."""
-    split = _table_split(bound)
-    return split is not None and (engine == "aten" or (engine == "portable" and lists_keys(split.leaf.block)))
+    """True if the engine reads a table of keys or blocks in this pattern, without block lists of its pairs."""
+    return _table_split(bound, engine) is not None
 
 
 @outside_torch_modes
@@ -144,27 +147,35 @@ def plan_with_table(
     device: torch.device | str = "cpu",
     allowed: Allowed = ANYTHING,
     operands: OperandSizes | None = None,
+    engine: str = "aten",
 ) -> Plan:
-    """Return the plan of `plan`, except for pairs in a table of selected blocks: engines read the table itself.
+    """Return the plan of `plan`, except for pairs in a table of keys or blocks: engines read the table itself.
 
-    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Without such a table it
-    is `plan`. Raises ValueError for tables that differ by batch entry. Cached.
+    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Without a table that the engine reads it is
+    `plan`. Raises ValueError for tables that differ by batch entry. Cached.
     """
-    split = _table_split(bound)
-    if split is None:
-        return plan(bound, device=device, allowed=allowed, operands=operands)
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
+    split = _table_split(bound, engine)
+    if split is None:
+        return plan(bound, device=device, allowed=allowed, operands=operands)
 
     def build() -> Plan:
         layout, table = Layout(bound.num_queries), split.leaf
-        most = None if table.source is None else table.source.most  # rows are padded
         rule = table if split.rest == Every() else And.of(table, split.rest)
-        rows = table.only_row[..., :most]
-        num_kv_heads = bound.num_heads // operands.groups
-        problems = TableProblems.of(replace(bound, pattern=split.rest), num_kv_heads, rows, table.block, table.first)
-        term = TableTerm.of_problems(rule, problems, operands.head_dim, operands.element_bytes)
-        name = "table, keys gathered" if problems.gathers else "table, queries grouped"
+        inside, num_kv_heads = replace(bound, pattern=split.rest), bound.num_heads // operands.groups
+        vectors = operands.head_dim, operands.element_bytes
+        if lists_keys(table):
+            problems = KeyLists.of([(inside, table.key_rows())])
+            gathers = engine != "aten" or problems.favours_gather(bound.num_heads, num_kv_heads, bound.num_keys)
+            work = problems.work(bound, num_kv_heads, *vectors, gathers=gathers)
+            name = "table, keys gathered" if gathers else "table, dense mask"
+        else:
+            most = None if table.source is None else table.source.most  # rows are padded
+            problems = TableProblems.of(inside, num_kv_heads, table.only_row[..., :most], table.block, table.first)
+            work = problems.work(*vectors)
+            name = "table, keys gathered" if problems.gathers else "table, queries grouped"
+        term = TableTerm.of_problems(bound, rule, problems, work)
         own = Option(rule, 1, name, (term,), machine, layout, operands)
         others = ()
         if split.others is not None:
@@ -173,7 +184,7 @@ def plan_with_table(
             ).options
         return Plan.of(bound, layout, ((own,), *others))
 
-    name = ("plan with table", bound.key(), kind, machine.text, allowed, operands)
+    name = ("plan with table", bound.key(), kind, machine.text, allowed, operands, engine)
     return cache().get(name, build, lambda made: made.nbytes, pattern=bound.pattern)
 
 
@@ -262,7 +273,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
     if chosen is not None or not together:
         return found
-    apart = replace(together[0], name="branch by branch", terms=found.terms, shares_rows=True)
+    apart = replace(together[0], layout="branch by branch", terms=found.terms, shares_rows=True)
     if apart.cost.seconds <= together[0].cost.seconds:
         return found
     return Plan.of(bound, layout, ((*together, apart),), together)
@@ -318,10 +329,10 @@ def plan_at(
         terms += [_placed_term(term, part, placement) for term in best.terms]
         places += best.places
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
-    order, found = Layout(placement.num_queries), (tuple(terms), tuple(places))
-    plans = [Plan(whole, order, found[0], options, (), found[1]) for options in weighed.values()]
+    found = Plan(whole, Layout(placement.num_queries), tuple(terms), (), places=tuple(places))
     # Runs of queries share no rows. Options of one run represent all; prefer a run whose terms need a merge.
-    return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, order, (), ()))
+    plans = (replace(found, options=options) for options in weighed.values())
+    return max(plans, key=lambda each: each.shares_rows, default=found)
 
 
 def _over_all_runs(
@@ -391,12 +402,12 @@ def _bound_text(bound: Bound) -> str:
 
 
 def _ways_text(plan: Plan) -> str:
-    names = Counter(option.name for option in plan.chosen)
-    named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in names.items())
+    layouts = Counter(option.layout for option in plan.chosen)
+    named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
     terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
     return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
 
 
 def _way_text(option: Option) -> str:
     """Name of an option, with its predicted time if that is already computed."""
-    return f"{option.name} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.name
+    return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

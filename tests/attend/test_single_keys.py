@@ -133,8 +133,8 @@ def test_memory_is_predicted(tokens, widths, kv_heads, drops, beside, scored) ->
         forward = live.peak
         live.restart()
         portable_run(call, q, [table], features).backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
-    assert abs(found.forward_peak / forward - 1) < 0.02
-    assert abs(found.backward_peak / live.peak - 1) < 0.02
+    assert abs(found.forward_peak / forward - 1) < 0.03
+    assert abs(found.backward_peak / live.peak - 1) < 0.03
 
 
 def test_a_plan_counts_the_gathered_pairs() -> None:

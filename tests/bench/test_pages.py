@@ -99,7 +99,7 @@ RESULTS = ROOT / "bench/results"
 
 PATTERNS = {name for name, made in CONSTRUCTORS.items() if made.__module__.startswith("flexdilated.masks.")}
 # full is every, selected_keys are selected_blocks of one token; tensors or other patterns state the pairs of the rest.
-OTHERS = {"full", "selected_keys", "mask", "per_sample", "same_document"}
+OTHERS = {"full", "selected_keys", "sparse", "mask", "per_sample", "same_document"}
 PATTERNS = {name for name in PATTERNS if "." not in name} - OTHERS
 PATTERNS |= {"custom", "per_document"}
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

@@ -230,7 +230,7 @@ def test_counts_in_closed_form(many: Many):
     """By the closed form, a rank at a time too, and by what counts other patterns."""
     expected = minimum(many.needed(), many.sharding)
     for module, name, value in (
-        (_tokens, "_group_tokens", None),
+        (_tokens, "_tokens_of_rules", None),
         (_tokens, "_MOST_VALUES", 0),
         (_tokens, "as_branches", lambda _: None),
     ):

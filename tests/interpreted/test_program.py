@@ -94,7 +94,7 @@ def test_memory_and_launches(pattern: Any, value_dim: int) -> None:
         out, _ = fd.attend(*x, pattern, return_lse=True)
         forward, kept, launches = training.peak, training.live, [len(CALLED)]
         training.restart()
-        training._hold(grad := torch.empty_like(out))
+        training._track(grad := torch.empty_like(out))
         torch.autograd.grad(out, x, grad)
         launches.append(len(CALLED))
     size = AttentionSize(4 * K, 4, 64, torch.bfloat16, value_dim=value_dim)
@@ -111,7 +111,7 @@ def test_memory_and_launches(pattern: Any, value_dim: int) -> None:
 def held(*x: Tensor) -> Iterator[LiveBytes]:
     """The live bytes of these and of all buffers that compiled programs make: no mode, in which nothing compiles."""
     live = LiveBytes(*x)
-    WATCHERS.append(live._hold)
+    WATCHERS.append(live._track)
     yield live
     WATCHERS.clear()
 

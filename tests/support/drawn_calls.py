@@ -17,13 +17,14 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Dropout, _operands, _rows, multiplicity
-from flexdilated.engines.aten import _tile_blocks, _tile_calls
+from flexdilated.engines.aten import _single_keys, _tile_blocks, _tile_calls
 from flexdilated.engines.flex import _program
 from flexdilated.engines.kernels import _key_lists, _portable
 from flexdilated.masks.attended import _row
 from flexdilated.masks.blocks import _block_search, _blocks
+from flexdilated.masks.patterns import _table_split
 from flexdilated.masks.planning import _candidates
-from flexdilated.masks.planning.lowering import _table
+from flexdilated.masks.planning.lowering import _key_lists as _planned_lists
 from tests.support.agreement import Attention, assert_agrees
 from tests.support.dense_flex import flex_on_cpu
 from tests.support.padded import everything_padded, padded_cases
@@ -157,6 +158,8 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
         (_tile_blocks, "_PAIRS_AT_ONCE"): [1, 100],  # heads one by one, some
         (_tile_blocks, "GATHERED_BYTES"): [1, 2000],
         (_operands, "_MASK_BYTES"): [0, 300],
+        (_planned_lists, "_COPIED_KEY"): [-(10**9), 10**9],  # single keys are gathered, or pairs computed under a mask
+        (_single_keys, "_MASK_BYTES"): [1, 3000],
         (_blocks, "_CELLS"): [100],
         (_blocks, "_SLOTS_AT_ONCE"): [1],
         (_block_search, "_FRONTIER"): [5],
@@ -168,7 +171,7 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
         (_portable, "_SCORES_AT_ONCE"): [1, 100, 2000],
         (_portable, "_SCORES_AT_ONCE_IN_GRAPHS"): [300],
         (_key_lists, "GATHERED_BYTES"): [1, 300, 5000],
-        (_table, "_FEW_KEYS"): [0, 99],  # tables as block lists, tables of any blocks as single keys
+        (_table_split, "_FEW_KEYS"): [-1, 99],  # tables as block lists, tables of any blocks as single keys
     },
     "flex": {(_program, "_MOST_NUMBERS"): [16, 100, 400], (_program, "TILE"): [1, 2, 4]},
     "reference": {},

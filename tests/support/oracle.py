@@ -220,6 +220,11 @@ def visible_keys(visible: Tensor) -> Rule:
     return lambda h, H, q, k: visible[k].long()[None, :].expand(len(q), -1)
 
 
+def sparse(allowed: Tensor) -> Rule:
+    """Each of T matrices serves as many heads."""
+    return lambda h, H, q, k: allowed[h // (H // len(allowed))][q][:, k].long()
+
+
 def selected_blocks(tables: Tensor, block: tuple[int, int], num_rows: int) -> Rule:
     """Each of T tables serves as many heads; its last row is that of the last of all blocks of queries."""
     first = num_rows - tables.shape[1]

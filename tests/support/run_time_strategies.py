@@ -83,6 +83,13 @@ def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
             masks.mask(allowed), tuple(map(oracle.mask, allowed if allowed.dim() == 4 else [allowed[None]]))
         )
 
+    def sparse(matrix: Tensor) -> BatchTwin:
+        allowed = matrix.to_dense().bool()
+        allowed = allowed.view(1, 1, *allowed.shape) if allowed.dim() == 2 else allowed
+        return BatchTwin(
+            masks.sparse(matrix), tuple(map(oracle.sparse, allowed if allowed.dim() == 4 else allowed[:, None]))
+        )
+
     def selected_blocks(blocks: Tensor, *, block: tuple[int, int], most: int) -> BatchTwin:
         tables = blocks if blocks.dim() == 4 else blocks[None]
         rules = tuple(oracle.selected_blocks(rows, block, -(-num_queries // block[0])) for rows in tables)
@@ -94,6 +101,7 @@ def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
         lengths=lengths,
         visible_keys=visible_keys,
         mask=mask,
+        sparse=sparse,
         per_sample=per_sample,
         selected_blocks=selected_blocks,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression, device_kind
 from ...masks.orders import Placement
-from ...masks.patterns import rules_of_entries, tables, without_start
+from ...masks.patterns import lists_keys, rules_of_entries, tables, without_start
 from ...masks.planning import (
     ANYTHING,
     SLOTS_AT_ONCE,
@@ -31,12 +31,13 @@ from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import own_op, set_gradient
 from .._rows import RowProgram, needs_no_plan, row_program_of_call
-from .._tables import table_problems, table_split_of, without_table
+from .._tables import key_lists, table_problems, table_split_of, without_table
 from .._tuned import measured_choice
 from ._program import Entries, EntryRange, Packed, Program, in_format_of, make_program
 from ._query_rows import QueryRows
+from ._single_keys import SingleKeys
 
-_Executable = Program | QueryRows | RowProgram
+_Executable = Program | QueryRows | SingleKeys | RowProgram
 
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a small share of its memory
 
@@ -246,15 +247,18 @@ def _programs_for(
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
     """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
 
-    The executable is QueryRows for tables of selected blocks, RowProgram for calls on CPU with `needs_no_plan` if they
-    have no measured options, otherwise a Program. With a table, pairs that do not need it are a second call, as (call,
-    run-time tensors), to be merged by lse.
+    The executable is SingleKeys or QueryRows for tables of keys or blocks, RowProgram for calls on CPU with
+    `needs_no_plan` if they have no measured options, otherwise a Program. With a table, pairs that do not need it are a
+    second call, as (call, run-time tensors), to be merged by lse.
     """
     selection = table_split_of(call)
     if selection is not None:
+        others = None if selection.others is None else without_table(call, selection, bindings)
+        if lists_keys(selection.leaf):
+            lists = key_lists(call, selection, bindings, len(q)).on(q.device)
+            return [(EntryRange(slice(None)), SingleKeys(lists, call.offsets))], others
         rows = [QueryRows(each) for each in table_problems(call, selection, bindings, len(q))]
         entries = [slice(None)] if len(rows) == 1 else [slice(entry, entry + 1) for entry in range(len(rows))]
-        others = None if selection.others is None else without_table(call, selection, bindings)
         return [(EntryRange(some), each) for some, each in zip(entries, rows, strict=True)], others
     choice = measured_choice(call, q)
     if not needs_no_plan(call) or not device_kind(q.device).on_host or choice is not None:

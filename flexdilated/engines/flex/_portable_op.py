@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...masks.planning import KeyLists, lists_keys
+from ...masks.patterns import lists_keys
 from .._call import Call, check_heads
 from .._dropout import with_seed, without_seed
 from .._features import Features
 from .._merge import WholeRows, sum_dtype
 from .._ops import copies, functions_in, no_gradients, own_op, set_gradient
-from .._tables import table_problems, table_split_of, without_table
+from .._tables import key_lists, table_split_of, without_table
 from ..kernels._portable import ListLengths, Span, spans_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._portable_gradients import run_with_score_mod, second_gradients
@@ -77,11 +77,13 @@ MAKERS["portable"] = _to_trace
 def portable_run(call: Call, q: Tensor, bindings: list[Tensor], features: Features) -> Portable:
     """Return the run of a call: its keys by a table of single keys, where the pattern has one, and a program."""
     selection = table_split_of(call)
-    if selection is None or not lists_keys(selection.leaf.block):
+    if selection is None or not lists_keys(selection.leaf):
         return Portable(_program(call, bindings, q), features)
-    lists = KeyLists.of(table_problems(call, selection, bindings, len(q))).on(q.device)
+    lists = key_lists(call, selection, bindings, len(q))
     program = NO_STEPS if selection.others is None else _program(*without_table(call, selection, bindings), q)
-    return Portable(program, features, of_table=ListedKeys(lists, call.offsets, selection.place, selection.places))
+    return Portable(
+        program, features, of_table=ListedKeys(lists.on(q.device), call.offsets, selection.place, selection.places)
+    )
 
 
 def _program(call: Call, bindings: list[Tensor], q: Tensor) -> FlexProgram:

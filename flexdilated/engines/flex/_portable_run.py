@@ -40,9 +40,7 @@ class ListedKeys(NamedTuple):
     places: tuple[int, ...]
 
     def problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems:
-        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        row_bytes = (k.shape[3] + v.shape[3]) * k.element_size()
-        return ListProblems(self.lists, sizes, self.first, row_bytes, is_meta=q.is_meta)
+        return ListProblems.of(self.lists, self.first, q, k, v)
 
 
 @dataclass(frozen=True, eq=False)

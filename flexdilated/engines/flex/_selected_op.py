@@ -51,10 +51,10 @@ class SelectedParts(NamedTuple):
 
 @graph_constant
 def selected_parts(text: str) -> SelectedParts | None:
-    """Split a pattern, given as JSON, into its table of selected blocks and a pattern of other pairs.
+    """Describe the table of selected blocks of a pattern, given as JSON, and the pairs that are allowed without it.
 
-    The table lists the key blocks that each query block selects. Returns None if the pattern has no such table or it
-    cannot be separated from the rest.
+    A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
+    Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.
     """
     return _parts_of(text)
 
@@ -232,7 +232,7 @@ MAKERS["selected"] = lambda key, q, bindings: prepare_call(key, q.device, bindin
 def _held_rows(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """Return the rows of the pattern's other run-time tables, which also apply to pairs in selected blocks.
+    """Return copies of the rows of each run-time table that `PreparedCall.rest` reads, in the order of its `held`.
 
     An op, so that a compiled graph computes them from the values of each run.
 

@@ -83,6 +83,19 @@ class ListProblems:
     row_bytes: int
     is_meta: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        lists: KeyLists,
+        first: tuple[int, int, int],
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M E"],
+    ) -> ListProblems:
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        row_bytes = (k.shape[3] + v.shape[3]) * k.element_size()
+        return cls(lists, sizes, first, row_bytes, is_meta=q.is_meta)
+
     @cached_property
     def _sets(self) -> int:
         return lcm(self.lists.shape[1], self.sizes[2])

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...blocks import allowed_pairs
-from ...core import Pattern
-from ._table import TableProblems
+from ...core import Bound, Every, Pattern
+from ...patterns import KeyRows, require_tables
+from ._table import GATHERED_BYTES, TableWork, tables_of_heads
 
 # b batch entries with lists of their own, T tables, N queries, M keys, E listed pairs
 
 _CELLS = 1 << 18  # pairs evaluated at once
+# Seconds over those of a pair that ATen's kernel computes under a dense mask, measured on CPU with head dim 64:
+_COPIED_KEY = 24  # a key and its value that are gathered
+_GATHERED_PAIR = 1.5  # a pair of a query and a gathered key
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +38,23 @@ class KeyLists:
     shape: tuple[int, int, int]
 
     @classmethod
-    def of(cls, entries: Sequence[TableProblems]) -> KeyLists:
+    def of(cls, entries: Sequence[tuple[Bound, KeyRows]]) -> KeyLists:
         """Return the keys of each query that the tables of a call list and the rule of pairs in them allows.
 
-        entries: the tables of each batch entry, or those of all entries as a single item. If their numbers differ, the
-            tables of an entry are repeated up to the largest number.
+        entries: for each batch entry, or for all as a single item, (the pattern without the table, with the call's
+            sizes; the keys that the tables list).
+
+        Raises ValueError if the number of tables does not divide the heads or the lists do not include the call's first
+        query.
         """
-        tables = max(each.num_tables for each in entries)
-        found = [_listed(each, tables) for each in entries]
+        tables = [tables_of_heads(bound, rows.shape[0]) for bound, rows in entries]
+        most = max(map(len, tables))
+        found = [
+            _listed(bound, rows, [table for table in own for _ in range(most // len(own))])
+            for (bound, rows), own in zip(entries, tables, strict=True)
+        ]
         counts = torch.cat([count for count, _ in found])
-        shape = len(entries), tables, entries[0].bound.num_queries
+        shape = len(entries), most, entries[0][0].num_queries
         return cls(torch.cat([keys for _, keys in found]), counts.cumsum(0), shape)
 
     @cached_property
@@ -50,27 +62,83 @@ class KeyLists:
         """Number of keys in each list."""
         return self.ends.diff(prepend=self.ends.new_zeros(1))
 
+    @property
+    def num_tables(self) -> int:
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.ends.nbytes
+
     def on(self, device: torch.device) -> KeyLists:
         return replace(self, keys=self.keys.to(device), ends=self.ends.to(device))
 
+    def pairs_of_tables(self) -> Int64[Tensor, " T"]:
+        """Number of pairs in each table, over all batch entries."""
+        return self.counts.view(self.shape).sum((0, 2))
 
-def _listed(of: TableProblems, tables: int) -> tuple[Int64[Tensor, " TN"], Int64[Tensor, " E"]]:
-    """Return (number of keys of each query of each table, these keys, one list after another)."""
-    row, side = of.row_of_query, of.block[1]
-    column, open_ = of.column[:, row], (~of.full & (of.column >= 0))[:, row]
-    keys = (column[..., None] * side + torch.arange(side)).flatten(2)
-    shown = (column >= 0).repeat_interleave(side, 2) & (keys < of.bound.num_keys)
-    for some in (open_.repeat_interleave(side, 2) & shown).nonzero().split(_CELLS):
-        shown[some.unbind(1)] = _allowed(of, some, keys)
-    if tables > of.num_tables:
-        keys, shown = (x.repeat_interleave(tables // of.num_tables, 0) for x in (keys, shown))
-    return shown.sum(2).flatten(), keys[shown]
+    def listed_blocks(self) -> tuple[int, int]:
+        """Return (fully allowed blocks, other blocks) of the tables: all pairs are blocks of one token, and allowed."""
+        return len(self.keys), 0
+
+    def favours_gather(self, num_heads: int, num_kv_heads: int, num_keys: int) -> bool:
+        """True if ATen is predicted to take less time for gathered keys than for all pairs under a dense mask."""
+        (entries, tables, queries), sets = self.shape, lcm(self.shape[1], num_kv_heads)
+        gathered = len(self.keys) * (_COPIED_KEY * sets + _GATHERED_PAIR * num_heads) / tables
+        return gathered <= entries * queries * num_keys * num_heads
+
+    def work(self, bound: Bound, num_kv_heads: int, width: int, element_bytes: int, *, gathers: bool) -> TableWork:
+        """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes.
+
+        gathers: True if keys are gathered, False for all pairs under a dense mask.
+        """
+        entries, tables, queries = self.shape
+        vectors = entries * queries * bound.num_heads
+        if not gathers:
+            return TableWork(vectors * bound.num_keys, 0, 0, 1, 0)
+        copied = len(self.keys) * (lcm(tables, num_kv_heads) // tables)
+        calls = -(-2 * copied * width * element_bytes // GATHERED_BYTES)
+        return TableWork(len(self.keys) * (bound.num_heads // tables), copied, vectors, calls, 4 * copied + 5 * vectors)
 
 
-def _allowed(of: TableProblems, pairs: Int64[Tensor, "n 3"], keys: Int64[Tensor, "T N W"]) -> Bool[Tensor, " n"]:
-    """True for each pair, given as (table, query, place in `keys`), that the rule of the pairs in the tables allows."""
-    bound, (table, query, _) = of.bound, pairs.unbind(1)
+def _listed(bound: Bound, rows: KeyRows, tables: Sequence[int]) -> tuple[Int64[Tensor, " TN"], Int64[Tensor, " E"]]:
+    """Return (number of keys of each query of each of the tables, these keys, one list after another)."""
+    number, queries = rows.shape
+    require_tables(number, bound.num_heads_global)
+    if bound.q_offset < rows.first:
+        raise ValueError(
+            "a pattern of chosen keys or blocks must have a row for each query; got rows from position "
+            f"{rows.first} on, and queries from {bound.q_offset} on"
+        )
+    each, first = bound.num_heads // len(tables), bound.q_offset - rows.first
+    counts, keys = [], []
+    for place, table in enumerate(tables):
+        begin = table * queries + first
+        ends = torch.cat(
+            [
+                rows.ends[begin - 1 : begin] if begin else rows.ends.new_zeros(1),
+                rows.ends[begin : begin + bound.num_queries],
+            ]
+        )
+        key = rows.keys[int(ends[0]) : int(ends[-1])] - bound.k_offset
+        query = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
+        kept = _allowed(bound, bound.head_offset + place * each, query, key)
+        if not bool(kept.all()):
+            query, key = query[kept], key[kept]
+        counts.append(query.bincount(minlength=bound.num_queries))
+        keys.append(key)
+    return torch.cat(counts), torch.cat(keys)
+
+
+def _allowed(bound: Bound, head: int, query: Int64[Tensor, " E"], key: Int64[Tensor, " E"]) -> Bool[Tensor, " E"]:
+    """True for each pair of a query and a key of the call that the rule allows; head: global index."""
+    kept = (key >= 0) & (key < bound.num_keys)
+    if isinstance(bound.pattern, Every):
+        return kept
     assert isinstance(bound.pattern, Pattern)
-    head = table * (bound.num_heads // of.num_tables) + bound.head_offset
-    at = query + bound.q_offset, keys[pairs.unbind(1)] + bound.k_offset
-    return allowed_pairs(bound.pattern, bound.num_heads_global, head, *at)
+    heads = torch.full((1,), head)
+    for some in range(0, len(key), _CELLS):
+        part = slice(some, some + _CELLS)
+        at = query[part] + bound.q_offset, key[part] + bound.k_offset
+        kept[part] &= allowed_pairs(bound.pattern, bound.num_heads_global, heads, *at)
+    return kept

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int64, UInt8
@@ -22,22 +22,19 @@ from ...orders import Layout
 from ...patterns import require_row, require_tables
 from ._term import Term
 
+if TYPE_CHECKING:
+    from ._key_lists import KeyLists
+
 # T tables, R query blocks (rows), W entries of a row
 # n problems: Q queries of g heads each, over L key blocks of K keys
 
 GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
 _MANY_QUERIES = 16  # query block side from which a row of the table is one problem
 _FEW_QUERIES = 16  # number of queries up to which grouping by key block gains nothing
-_FEW_KEYS = 8  # key block side up to which grouping by key block gains nothing
 _READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
 _MOST_ROWS = 128  # query rows of a problem
 _PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are merged
 _CELLS = 1 << 18  # pairs evaluated at once
-
-
-def lists_keys(block: tuple[int, int]) -> bool:
-    """True if a table of these blocks, (queries, keys), is read as a list of single keys for each query."""
-    return block[0] < _MANY_QUERIES and block[1] <= _FEW_KEYS
 
 
 class Batch(NamedTuple):
@@ -66,12 +63,16 @@ class Batch(NamedTuple):
 
 
 class TableWork(NamedTuple):
-    """Work of attention over a table: pairs over all heads, key and query vectors that are copied, and kernel calls."""
+    """Work of attention over a table: pairs over all heads, key and query vectors that are copied, and kernel calls.
+
+    moved_vectors: vectors read and written to gather q, k and v, and to merge outputs.
+    """
 
     computed_pairs: int
     copied_keys: int
     copied_queries: int
     calls: int
+    moved_vectors: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ class TableProblems:
         q_block, k_block = block
         require_tables(len(rows), bound.num_heads_global)
         require_row(q_block, first, rows.shape[1], bound.q_offset)
-        rows = _of_heads(bound, rows)[:, bound.q_offset // q_block - first :]
+        rows = rows[tables_of_heads(bound, len(rows)), bound.q_offset // q_block - first :]
         shape, row = rows.shape, (bound.q_offset // q_block + torch.arange(rows.shape[1]))[None, :, None]
         q = _overlap(row * q_block, q_block, bound.q_offset, bound.num_queries)
         k = _overlap(rows * k_block, k_block, bound.k_offset, bound.num_keys)
@@ -147,8 +148,7 @@ class TableProblems:
     @cached_property
     def gathers(self) -> bool:
         """True to gather the keys for each row of the table; False to group queries by key block."""
-        few = self.bound.num_queries <= _FEW_QUERIES or self.block[1] <= _FEW_KEYS
-        return few or self.unit > 1
+        return self.bound.num_queries <= _FEW_QUERIES or self.unit > 1
 
     @cached_property
     def reads_few(self) -> bool:
@@ -238,6 +238,15 @@ class TableProblems:
         numbers = kind.block.shape[1] * self.block[1] * (2 * width + kind.query.shape[1] * self.groups)
         return max(1, GATHERED_BYTES // (numbers * element_bytes))
 
+    def pairs_of_tables(self) -> Int64[Tensor, " T"]:
+        """Number of allowed pairs in each table, for one head."""
+        return self.pairs_of_entries.sum((1, 2))
+
+    def listed_blocks(self) -> tuple[int, int]:
+        """Return (fully allowed blocks, other blocks) of the tables."""
+        full = int(self.whole.sum())
+        return full, int((self.column >= 0).sum()) - full
+
     def work(self, width: int, element_bytes: int) -> TableWork:
         """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes."""
         total = TableWork(0, 0, 0, 0)
@@ -248,10 +257,12 @@ class TableProblems:
                 pairs = queries * each.block.shape[1] * self.block[1]
                 found = TableWork(calls * pairs, calls * keys, calls * queries, calls)
                 total = TableWork(*map(sum, zip(total, found, strict=True)))
-        return total
+        entries = 1 if self.gathers else self.column.shape[2]
+        of_outputs = (entries + 2) * self.bound.num_heads * self.bound.num_queries
+        return total._replace(moved_vectors=4 * total.copied_keys + 2 * total.copied_queries + of_outputs)
 
     @cached_property
-    def allowed_pairs(self) -> Int64[Tensor, "T R W"]:
+    def pairs_of_entries(self) -> Int64[Tensor, "T R W"]:
         """Number of allowed pairs of each table entry, for one head; entries that bounds leave open are evaluated."""
         pairs = torch.where(self.column >= 0, self.low, 0)
         (q_block, k_block), bound = self.block, self.bound
@@ -291,11 +302,12 @@ class TableProblems:
             yield Batch([owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen)
 
     def _grouped(self, sets: range, queries: range) -> Iterator[Batch]:
-        """Yield groups of problems, each of one key block and up to _MOST_ROWS queries that select it.
+        """Yield up to two batches; a problem is one key block and up to _MOST_ROWS queries that select it.
 
         sets, queries: the head sets, which share a table, and the queries to compute.
 
-        First come blocks of which every pair is allowed, then partly allowed ones.
+        The first batch has the table entries that are `whole`, of which every pair is allowed; the second all others. A
+        key block may be in both.
         """
         table, row = sets.start // len(sets), self.row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self.whole[table, row]
@@ -322,40 +334,28 @@ class TableProblems:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableTerm(Term):
-    """Term of a plan that engines "aten" and "portable" compute from a table of selected blocks, without block lists.
+    """Term of a plan that engines "aten" and "portable" compute from a table of keys or blocks, without block lists.
 
-    problems: how it is computed.
-    width, element_bytes: channels of keys and values, and bytes of each.
+    problems: how it is computed: engine portable by lists of single keys, engine aten by problems of blocks.
+    work: what that computes and copies.
     """
 
-    problems: TableProblems
-    width: int
-    element_bytes: int
+    problems: TableProblems | KeyLists
+    work: TableWork
 
     @classmethod
-    def of_problems(cls, rule: Pattern, problems: TableProblems, width: int, element_bytes: int) -> TableTerm:
-        """Return the term of all heads, queries and keys of the problems' call, in natural order.
+    def of_problems(cls, bound: Bound, rule: Pattern, problems: TableProblems | KeyLists, work: TableWork) -> TableTerm:
+        """Return the term of all heads, queries and keys of a call, in natural order.
 
+        bound: the call's sizes.
         rule: the pattern of its pairs, the table included.
         """
-        bound = problems.bound
         return cls(
             rule=rule, shape="table", multiplicity=1, heads=tuple(range(bound.num_heads)),
             head_offset=bound.head_offset, num_heads_global=bound.num_heads_global,
             q=Layout(bound.num_queries), k=Layout(bound.num_keys), q_offset=bound.q_offset, k_offset=bound.k_offset,
-            block_side=1, problems=problems, width=width, element_bytes=element_bytes,
+            block_side=1, problems=problems, work=work,
         )  # fmt: skip
-
-    @cached_property
-    def work(self) -> TableWork:
-        return self.problems.work(self.width, self.element_bytes)
-
-    @property
-    def moved_rows(self) -> int:
-        """Number of token vectors read and written to gather q, k and v, and to merge outputs."""
-        bound, work = self.problems.bound, self.work
-        entries = 1 if self.problems.gathers else self.problems.column.shape[2]
-        return 4 * work.copied_keys + 2 * work.copied_queries + (entries + 2) * bound.num_heads * bound.num_queries
 
     @property
     def listed_blocks(self) -> ListedBlocks:  # type: ignore[override]
@@ -367,14 +367,14 @@ class TableTerm(Term):
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
         """Number of allowed pairs of each head."""
-        each = self.problems.allowed_pairs.sum((1, 2))
+        each = self.problems.pairs_of_tables()
         return each.repeat_interleave(len(self.heads) // len(each))
 
     def block_counts(self) -> tuple[int, int]:
         """Return (full blocks, other listed blocks) over all heads, in blocks of the table."""
         users = len(self.heads) // self.problems.num_tables
-        full = int(self.problems.whole.sum()) * users
-        return full, int((self.problems.column >= 0).sum()) * users - full
+        full, others = self.problems.listed_blocks()
+        return full * users, others * users
 
 
 def _overlap(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
@@ -383,18 +383,18 @@ def _overlap(begin: Tensor, length: int, first: int, number: int) -> tuple[Tenso
     return start, (stop - start).clamp(min=0)
 
 
-def _of_heads(bound: Bound, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
-    """Select the tables of this device's heads from the T tables of all heads.
+def tables_of_heads(bound: Bound, num_tables: int) -> list[int]:
+    """Return the indices of t tables, of the `num_tables` tables of all heads, for this device's heads.
 
-    The result has t tables, each for num_heads / t consecutive heads: one for each distinct table if all are used by
-    equally many heads and the pattern is equal for all heads; else t = num_heads, with copies.
+    Each is for num_heads / t consecutive heads: one for each distinct table if all are used by equally many heads and
+    the pattern is equal for all heads; else t = num_heads, with repetitions.
     """
     heads, num_heads = range(bound.head_offset, bound.head_offset + bound.num_heads), bound.num_heads_global
-    tables = [head * len(rows) // num_heads for head in heads]
+    tables = [head * num_tables // num_heads for head in heads]
     used = range(tables[0], tables[-1] + 1)
     each = bound.num_heads // len(used)
     even = all(tables.count(table) == each for table in used)
     assert isinstance(bound.pattern, Pattern)
     if even and (each == 1 or len({bound.pattern.for_head(head, num_heads) for head in heads}) == 1):
-        return rows[used.start : used.stop]
-    return rows[tables]
+        return list(used)
+    return tables

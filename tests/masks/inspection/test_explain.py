@@ -171,6 +171,7 @@ FACTS = re.compile(
 )
 ROWS = torch.tensor([[0, -1], [-1, -1], [1, -1], [2, 1], [3, 0], [3, 2]])
 SELECTED = masks.selected_blocks(ROWS[None], block=(10, 16), most=2)
+SPARSE = masks.sparse((torch.eye(55) + torch.eye(55).roll(-5, 1)).to_sparse())
 # A pattern, the pair (query, key, head, heads), whether it is allowed, and the facts of the reason.
 TEXTS = [
     (masks.causal(), (50, 17, 0, 1), True, "key 17 33 before query 50"),
@@ -214,6 +215,8 @@ TEXTS = [
     (masks.visible_keys(torch.arange(55) % 3 == 0), (33, 34, 0, 1), False, "key 34 hidden"),
     (SELECTED, (34, 50, 0, 1), False, "query 34 block 3 key 1 2 key 50 block 3"),
     (SELECTED, (15, 3, 0, 1), False, "query 15 block 1 key none key 3 block 0"),
+    (SPARSE, (34, 29, 0, 1), True, "query 34 29 34 key 29"),
+    (SPARSE, (34, 30, 0, 1), False, "query 34 29 34 key 30 key"),
     (masks.causal().per_document(IDS[0]), (34, 33, 0, 1), True, "30 allowed"),
     (masks.causal().after(5), (34, 33, 0, 1), True, "5 allowed"),
     (masks.causal().after(5), (34, 3, 0, 1), False, "key 3 before 5"),
@@ -238,7 +241,7 @@ TEXTS = [
 # Bases of others; what run-time patterns become when their tensors are known; and slots, which no expression holds.
 NO_KINDS = {
     *("Band", "Composite", "MarkedTokens", "_Combination", "_HeadChoice", "RunTime", "Table", "Spans", "KeySet"),
-    *("SelectedTable", "MaskTable", "SpanPairs", "EntryNumber", "Tiled"),
+    *("SelectedTable", "SparseTable", "MaskTable", "SpanPairs", "EntryNumber", "Tiled"),
 }
 
 

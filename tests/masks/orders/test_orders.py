@@ -116,7 +116,7 @@ def pairs_decide():
 def test_attend_in_tiles_is_the_oracle(pairs_decide):
     """Chosen by the planner: tokens go in and come out in row-major order, and so do gradients."""
     bound = masks.neighborhood((6, 14, 18), 2).bind(num_heads=2, num_queries=1512, num_keys=1512)
-    assert plan(bound).chosen[0].name == "tiled 4x2x16"
+    assert plan(bound).chosen[0].layout == "tiled 4x2x16"
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 1512, 4, generator=generator, dtype=torch.float64, requires_grad=True)

@@ -54,7 +54,7 @@ def test_tokens_beyond_a_grid_neither_see_nor_are_seen(twin: Twin, further: int)
     positions = torch.cat([torch.arange(min(tokens, 60)), tokens + torch.arange(0, further, 1 + further // 20)])
     inside = positions < tokens
     known = oracle.counts(twin.rule, range(1), 1, positions[inside], positions[inside])[0].bool()
-    for rule in (twin.pattern.mask_mod(num_heads=1, device=CPU), twin.pattern.packed(CPU)):
+    for rule in (twin.pattern.mask_mod(num_heads=1, device=CPU), twin.pattern.packed_mask_mod(CPU)):
         found = rule(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
         assert torch.equal(found[inside][:, inside], known)
         assert not found[~inside].any()
@@ -62,8 +62,8 @@ def test_tokens_beyond_a_grid_neither_see_nor_are_seen(twin: Twin, further: int)
 
 
 def test_a_grid_too_large_for_one_number_of_32_bits():
-    assert masks.neighborhood((1024, 1024), 3).packed(CPU) is not None
-    assert masks.neighborhood((1 << 15, 1 << 15), 3).packed(CPU) is None
+    assert masks.neighborhood((1024, 1024), 3).packed_mask_mod(CPU) is not None
+    assert masks.neighborhood((1 << 15, 1 << 15), 3).packed_mask_mod(CPU) is None
 
 
 def test_a_neighbourhood_is_written_in_one_way():

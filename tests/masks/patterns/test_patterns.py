@@ -112,6 +112,6 @@ def test_small_masks_by_hand(name):
         assert listed is not None
         assert sorted(key for part in listed for key in part) == row.nonzero().flatten().tolist()
     if isinstance(pattern, Neighborhood):
-        packed = pattern.packed(CPU)
+        packed = pattern.packed_mask_mod(CPU)
         assert packed is not None
         assert torch.equal(packed(torch.tensor(0), torch.tensor(0), query[:, None], torch.arange(keys)), expected)

@@ -30,7 +30,7 @@ def bound(pattern=DILATED, num_tokens: int = N) -> masks.core.Bound:
 
 def options(operands: OperandSizes, pattern=DILATED, num_tokens: int = N) -> dict[str, Option]:
     (found,) = Candidates.of(bound(pattern, num_tokens), CPU, ANYTHING, operands).branches
-    return {option.name: option for option in found}
+    return {option.layout: option for option in found}
 
 
 def test_a_plan_follows_its_operands() -> None:
@@ -46,7 +46,7 @@ def test_a_plan_follows_its_operands() -> None:
     masks.set_machine(replace(CPU, bytes_per_s=more_bytes / gained_s))
 
     def chosen(*operands: int) -> str:
-        return plan(bound(pattern), operands=OperandSizes(*operands)).chosen[0].name
+        return plan(bound(pattern), operands=OperandSizes(*operands)).chosen[0].layout
 
     assert [chosen(2), chosen(4, 64, 2), chosen(2, 128)] == ["residue 8"] * 3
     assert [chosen(8), chosen(8, 64, 2), chosen(8, 128)] == ["natural"] * 3
@@ -115,7 +115,7 @@ def test_other_constants_lead_to_other_choices():
     q, outs, misses = torch.randn(1, 2, 512, 16), [], []
     for machine, layout in ((CHEAP_COPIES, "compact"), (SLOW_DENSE, "residue 4"), (CHEAP_COPIES, "compact")):
         masks.set_machine(machine)
-        assert plan(two_heads()).chosen[0].name == layout
+        assert plan(two_heads()).chosen[0].layout == layout
         recommended = recommended_layout(masks.dilated(1024, 4), 4096, num_heads=2)
         assert (recommended is None) == (machine is CHEAP_COPIES)
         outs.append(fd.attend(q, q, q, masks.dilated(256, 4)))

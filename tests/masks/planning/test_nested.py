@@ -135,7 +135,7 @@ def test_reduced_precision():
     pattern, N, dtype = masks.longnet([512, 1024], [1, 2]), 1280, torch.bfloat16
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, N, 16, dtype=dtype) for _ in range(3))
-    assert plan(pattern.bind(num_heads=2, num_queries=N, num_keys=N)).chosen[0].name == "nested"
+    assert plan(pattern.bind(num_heads=2, num_queries=N, num_keys=N)).chosen[0].layout == "nested"
     found = fd.attend(q, k, v, pattern)
     truth = fd.attend(q, k, v, pattern, engine="reference")
     assert_close(found, truth, rtol=0.0, atol=4 * torch.finfo(dtype).eps)

@@ -1,0 +1,152 @@
+"""Execution of engine aten for tables of single keys: keys are gathered, or all pairs computed under a dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from ...masks.core import device_kind
+from ...masks.planning import KeyLists
+from .._merge import WholeRows, sum_dtype
+from ..kernels._kernel import flash_backward, flash_forward
+from ..kernels._key_lists import ENOUGH, ListProblems
+from ..kernels._portable import Weighting, attention, gradients
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# b batch entries with lists of their own, T tables, S head sets: query heads that share a table and a key/value head
+
+_MASK_BYTES = 32 << 20  # of the mask of queries that are computed at once
+
+
+@dataclass(frozen=True, eq=False)
+class SingleKeys:
+    """Attention over lists of single keys.
+
+    offsets: (global index of the first head, position of the first query, position of the first key) of the call.
+    """
+
+    lists: KeyLists
+    offsets: tuple[int, int, int]
+
+    def forward(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+        """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
+        wide = sum_dtype(q)
+        if self._gathers(q, k):
+            q, k, v = (x.to(wide) for x in (q, k, v))
+            return attention(ListProblems.of(self.lists, self.offsets, q, k, v), Weighting(scale), q, k, v)
+        masked = _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
+        q, k, v = masked.queries(q), masked.keys(k), masked.keys(v)
+        out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
+        for some, mask in masked.chunks(q):
+            out[:, :, some], lse[:, :, some] = flash_forward(q[:, :, some], k, v, scale=scale, mask=mask)
+        return masked.queries(out), masked.queries(lse, -torch.inf)
+
+    def backward(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
+        scale: float,
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
+        """(dq, dk, dv) in float32 or wider.
+
+        whole: out, lse and their gradients, of rows that may have more keys than the lists.
+        """
+        wide, lse = sum_dtype(q), whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
+        if self._gathers(q, k):
+            q, k, v = (x.to(wide) for x in (q, k, v))
+            problems = ListProblems.of(self.lists, self.offsets, q, k, v)
+            dq, dk, dv, _ = gradients(problems, Weighting(scale), q, k, v, lse, whole.grad_out.to(wide), whole.delta())
+            return dq, dk, dv
+        width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
+        (q, k, v), grad_out, out = whole.with_column(q, k, v)
+        q, grad_out, out, lse = (masked.queries(x) for x in (q, grad_out, out, lse))
+        lse, k, v = masked.queries(lse, torch.inf), masked.keys(k), masked.keys(v)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for some, mask in masked.chunks(q):
+            rows = (x[:, :, some] for x in (grad_out, q))
+            found = flash_backward(*rows, k, v, out[:, :, some], lse[:, :, some], scale=scale, mask=mask)
+            dq[:, :, some] = found[0]
+            dk += found[1]
+            dv += found[2]
+        dk, dv = masked.key_gradients(dk), masked.key_gradients(dv)
+        return dq[..., :width], dk[..., :width], dv[..., :width]
+
+    def _gathers(self, q: Tensor, k: Tensor) -> bool:
+        masks = device_kind(q.device).on_host or q.is_meta
+        return not masks or self.lists.favours_gather(q.shape[1], k.shape[1], k.shape[2])
+
+
+@dataclass(frozen=True, eq=False)
+class _DenseMask:
+    """The listed pairs as a dense mask, for some queries at a time."""
+
+    lists: KeyLists
+    num_heads: int
+    num_kv_heads: int
+    num_keys: int
+
+    @cached_property
+    def _sets(self) -> int:
+        return lcm(self.lists.shape[1], self.num_kv_heads)
+
+    @cached_property
+    def _line(self) -> Tensor:
+        """The list of each listed key."""
+        return torch.arange(len(self.lists.ends)).repeat_interleave(self.lists.counts)
+
+    @cached_property
+    def _blind(self) -> Bool[Tensor, "b H N 1"] | None:
+        """True for queries without keys; None for none."""
+        blind = (self.lists.counts == 0).view(self.lists.shape)
+        if not bool(blind.any()):
+            return None
+        return blind.repeat_interleave(self.num_heads // self.lists.shape[1], 1).unsqueeze(-1)
+
+    @cached_property
+    def _unseen(self) -> Bool[Tensor, "b S M 1"] | None:
+        """True for keys that no query of a head set sees; None for none."""
+        entries, tables, queries = self.lists.shape
+        unseen = torch.ones(entries * tables, self.num_keys, dtype=torch.bool)
+        unseen[self._line // queries, self.lists.keys] = False
+        if not bool(unseen.any()):
+            return None
+        return unseen.view(entries, tables, -1).repeat_interleave(self._sets // tables, 1).unsqueeze(-1)
+
+    def queries(self, x: Shaped[Tensor, "B H N ..."], value: float = 0.0) -> Shaped[Tensor, "B H N ..."]:
+        """Return x with `value` at queries without keys, which may hold NaN."""
+        if self._blind is None or x.is_meta:
+            return x
+        return x.masked_fill(self._blind if x.dim() == 4 else self._blind.squeeze(-1), value)
+
+    def keys(self, x: Float[Tensor, "B G M D"]) -> Float[Tensor, "B S M D"]:
+        """Return the keys or values of each head set, or of each key/value head, with 0 at keys that no query sees."""
+        if self._unseen is None:
+            return x
+        x = x.repeat_interleave(self._sets // self.num_kv_heads, 1)
+        return x if x.is_meta else x.masked_fill(self._unseen, 0.0)
+
+    def key_gradients(self, x: Float[Tensor, "B S M D"]) -> Float[Tensor, "B G M D"]:
+        return x if x.shape[1] == self.num_kv_heads else x.unflatten(1, (self.num_kv_heads, -1)).sum(2)
+
+    def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, Float[Tensor, "#B #H n M"]]]:
+        """Yield (range of queries, additive mask) that cover all queries; on meta tensors, two of them."""
+        entries, tables, queries = self.lists.shape
+        heads = 1 if tables == 1 else self.num_heads
+        at_once = max(16, _MASK_BYTES // (entries * heads * self.num_keys * q.element_size()))
+        for begin in range(0, queries, at_once)[: ENOUGH if q.is_meta else None]:
+            end = min(queries, begin + at_once)
+            mask = q.new_full((entries, tables, end - begin, self.num_keys), -torch.inf)
+            if not q.is_meta:
+                for matrix in range(entries * tables):
+                    line = matrix * queries
+                    first = int(self.lists.ends[line + begin - 1]) if line + begin else 0
+                    own = slice(first, int(self.lists.ends[line + end - 1]))
+                    rows = self._line[own] - line - begin
+                    mask[matrix // tables, matrix % tables][rows, self.lists.keys[own]] = 0.0
+            yield slice(begin, end), mask.repeat_interleave(heads // tables, 1)

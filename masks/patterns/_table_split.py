@@ -1,0 +1,79 @@
+"""Tables of keys or key blocks in a pattern: the split into such a table, a rule on its pairs, and other pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import And, Every, Expression, Mixture, Or, Pattern
+from ._selected_blocks import SelectedBlocks, SelectedTable
+from ._sparse import Sparse, SparseTable
+
+_TABLES = (SelectedBlocks, SelectedTable, Sparse, SparseTable)
+_FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read as lists of single keys
+
+
+def lists_keys(leaf: Pattern) -> bool:
+    """True for tables that are read as a list of single keys for each query: sparse matrices, blocks of few tokens."""
+    if isinstance(leaf, SelectedBlocks | SelectedTable):
+        return leaf.block[0] <= _FEW_QUERIES and leaf.block[1] <= _FEW_KEYS
+    return isinstance(leaf, Sparse | SparseTable)
+
+
+@dataclass(frozen=True)
+class TableSplit:
+    """Split of a pattern into the sum (leaf & rest) + others, with one table of keys or blocks as `leaf`.
+
+    leaf: a `SelectedBlocks` or `Sparse`, or one of their tables.
+    others: pattern or mixture; None if there is nothing to add.
+    place: index of the branch of the pattern that contains `leaf`.
+    places: for each branch of `others`, the index of the branch of the pattern that it is a part of.
+    """
+
+    leaf: Any
+    rest: Pattern
+    others: Expression | None
+    place: int = 0
+    places: tuple[int, ...] = ()
+
+
+def table_split(pattern: Expression) -> TableSplit | None:
+    """Split a pattern whose only table of keys or blocks is combined by `|`, `&` and `+`; None for other patterns."""
+    branches = pattern.branches()
+    chosen = [index for index, branch in enumerate(branches) if _num_selections(branch)]
+    if len(chosen) != 1:
+        return None
+    (place,) = chosen
+    own = _table_split(branches[place])
+    if own is None:
+        return None
+    beside = [(index, branch) for index, branch in enumerate(branches) if index != place]
+    if own.others is not None:
+        assert isinstance(own.others, Pattern)
+        beside.insert(place, (place, own.others))
+    places, others = tuple(index for index, _ in beside), [branch for _, branch in beside]
+    return TableSplit(own.leaf, own.rest, Mixture.of(*others) if others else None, place, places)
+
+
+def _num_selections(pattern: Pattern) -> int:
+    return sum(isinstance(leaf, _TABLES) for leaf in pattern.leaves())
+
+
+def _table_split(pattern: Pattern) -> TableSplit | None:
+    if isinstance(pattern, _TABLES):
+        return TableSplit(pattern, Every(), None)
+    if not isinstance(pattern, And | Or):
+        return None
+    own = [part for part in pattern.direct_parts() if _num_selections(part)]
+    if len(own) != 1 or (inner := _table_split(own[0])) is None:
+        return None
+    beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))
+    rest, others = inner.rest, inner.others
+    assert others is None or isinstance(others, Pattern)
+    if isinstance(pattern, Or):
+        return TableSplit(inner.leaf, _both(rest, ~beside), beside if others is None else Or.of(others, beside))
+    return TableSplit(inner.leaf, _both(rest, beside), None if others is None else And.of(others, beside))
+
+
+def _both(first: Pattern, second: Pattern) -> Pattern:
+    return second if first == Every() else And.of(first, second)
