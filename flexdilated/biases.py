@@ -9,9 +9,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .engines import ScoreMod
+from .masks import Pattern
 from .masks.core import advises, require_bool, require_finite, require_int
+from .masks.patterns import numbered_pairs
 
-__all__ = ["alibi", "compose", "relative", "slopes", "softcap", "t5"]
+__all__ = ["alibi", "compose", "entries", "relative", "slopes", "softcap", "t5"]
 
 # H heads, R largest distance of a table, K buckets
 
@@ -50,6 +52,46 @@ def alibi(slopes: Float[Tensor, " H"]) -> ScoreMod:
 
     def score_mod(score, b, h, q_idx, k_idx):
         return score - slopes[h] * (q_idx - k_idx).abs()
+
+    return score_mod
+
+
+@advises(how="write fd.biases.entries(values, pattern), a value for each pair of masks.sparse or masks.selected_keys")
+def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
+    """Return a score_mod that adds a value to the score of each pair that a pattern lists, such as one for each edge.
+
+    values: on the device of q; they get a gradient. For `masks.sparse(matrix)`: (E,) or (H, E), in the order of the E
+        values of the matrix, entries of value 0 included; for `masks.selected_keys(table)`: of the table's shape
+        without its dim of tables, or (H, ...) in front of that. With H heads, those of all devices; without, one value
+        serves all heads.
+    pattern: the pattern of which these are the pairs; `attend` may combine it with others, whose pairs get no value.
+
+    Raises TypeError for other patterns, and ValueError for values of another shape, for a pattern with more than one
+    matrix or table, and if it lists a pair twice.
+
+    >>> edges = torch.eye(64).to_sparse()
+    >>> graph, weights = masks.sparse(edges), torch.zeros(4, 64, requires_grad=True)
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
+    >>> fd.attend(q, k, v, graph, score_mod=fd.biases.entries(weights, graph)).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    table, numbers, shape = numbered_pairs(pattern)
+    by_head = isinstance(values, Tensor) and tuple(values.shape[1:]) == shape
+    if (
+        not isinstance(values, Tensor)
+        or not values.is_floating_point()
+        or not (by_head or tuple(values.shape) == shape)
+    ):
+        came = tuple(values.shape) if isinstance(values, Tensor) else repr(values)[:80]
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(f"values must be floats of shape ({sizes}), or (heads, {sizes}); got {came}")
+    find, numbers = table.finder(num_heads=1, device=values.device), numbers.to(values.device)
+    flat = values.flatten(1) if by_head else values.flatten()
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        place, found = find(b, 0, q_idx, k_idx)
+        value = flat[h, numbers[place]] if by_head else flat[numbers[place]]
+        return torch.where(found, score + value, score)
 
     return score_mod
 

@@ -33,5 +33,5 @@ from ._run_time import (
 from ._same_document import same_document
 from ._selected_blocks import SelectedBlocks, require_row, selected_blocks, selected_keys
 from ._sparse import Sparse, SparseTable, is_sparse, sparse
-from ._table_split import TableSplit, lists_keys, table_split
+from ._table_split import TableSplit, lists_keys, numbered_pairs, table_split
 from ._token_values import PADDING, Documents, KeySet, Lengths, Spans, VisibleKeys, documents, lengths, visible_keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -53,11 +54,13 @@ class Sparse(RunTime):
 
     places: of each pair, in the order of rows and keys, the place among the values of the carried matrix; None if the
         matrix repeats an index.
+    num_values: number of these values.
     """
 
     num_dims = 2
 
     places: CarriedTensor | None = field(default=None, compare=False, metadata={"stored": False})
+    num_values: int = field(default=0, compare=False, metadata={"stored": False})
 
     def transported(self, value: Any) -> Tensor:
         return packed(self.name, value)[0] if is_sparse(value) else super().transported(value)
@@ -147,6 +150,14 @@ class SparseTable(Table):
         return f"{entries:,} entries of {self.num_queries:,} x {self.num_keys:,}"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        find = self.finder(num_heads=num_heads, device=device)
+        return lambda b, h, q, k: find(b, h, q, k)[1]
+
+    def finder(self, *, num_heads: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return a function (b, h, q, k) -> (place of the pair in the flattened rows, True if the matrix has the pair).
+
+        Without such a pair it is the place of another number.
+        """
         held, step = self.on(device), self.batch_step(device)
         tables, size = self.rows.shape[1:]
         longest = int(self.rows[..., _HEAD : _HEAD + 1 + self.num_queries].diff().max()) if self.num_queries else 0
@@ -155,7 +166,7 @@ class SparseTable(Table):
         per_table, tables, size, last, ends, keys = parameters(device, *numbers)
         last_query, one = parameters(device, self.num_queries - 1, 1)
 
-        def seen(b, h, q, k):
+        def find(b, h, q, k):
             line = (b * step * tables + h // per_table) * size
             row = torch.minimum(q, last_query)
             place, end = held.rows[line + ends + row], held.rows[line + ends + row + one]
@@ -163,15 +174,21 @@ class SparseTable(Table):
                 probe = place + half - one
                 below = held.rows[line + torch.minimum(keys + probe, last)] < k
                 place = place + torch.where((probe < end) & below, half, 0)
-            found = held.rows[line + torch.minimum(keys + place, last)]
-            return (place < end) & (found == k) & (q <= last_query)
+            at = line + torch.minimum(keys + place, last)
+            return at, (place < end) & (held.rows[at] == k) & (q <= last_query)
 
-        return seen
+        return find
 
     def copied_to(self, device: torch.device) -> Tensor:
         """Return the numbers of all matrices on a device, flattened."""
         numbers = self.rows.flatten()
         return numbers.to(device, index_dtype(device, -1, max(numbers.numel(), self.num_keys)), copy=True)
+
+    def is_key(self) -> Bool[Tensor, "B S"]:
+        """True for the numbers of a single matrix that are keys."""
+        rows, first = self.rows[:, 0], _HEAD + 1 + self.num_queries
+        place = torch.arange(rows.shape[1]) - first
+        return (place >= 0) & (place < rows[:, first - 1, None])
 
     def key_rows(self) -> KeyRows:
         return _key_rows(self.only_row)
@@ -256,8 +273,8 @@ def is_sparse(value: Any) -> bool:
     )
 
 
-def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor, " E"] | None]:
-    """Return (nonzero entries of a sparse matrix in compressed rows, the place of each among the matrix's values).
+def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor, " E"] | None, int]:
+    """Return (nonzero entries of a sparse matrix in compressed rows; place of each among its values; number of values).
 
     There is a line of S numbers for each of its 2-D matrices. Places are None if the matrix repeats an index.
 
@@ -268,7 +285,7 @@ def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor
     """
     indices, values, size = _entries(name, matrix)
     batch, tables = size[0] if len(size) > 2 else 1, size[1] if len(size) > 3 else 1
-    *_, queries, keys = size
+    queries, keys = list(size)[-2:]
     pair = torch.zeros(indices.shape[1], dtype=torch.int64)
     for length, index in zip(size, indices, strict=True):
         pair = pair * length + index
@@ -284,7 +301,7 @@ def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor
     found[:, 0], found[:, 1], found[:, _HEAD], found[:, _HEAD + 1 : _HEAD + 1 + queries] = queries, keys, 0, ends
     of = line // queries
     found[of, _HEAD + 1 + queries + torch.arange(len(pair)) - before[of]] = key
-    return found.view(batch, tables, -1), place
+    return found.view(batch, tables, -1), place, len(values)
 
 
 def _entries(name: str, matrix: Any) -> tuple[Int64[Tensor, "dims E"], Tensor, tuple[int, ...]]:
@@ -353,5 +370,5 @@ def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
             "sparse takes a sparse matrix of torch or SciPy; for a dense one write masks.mask(matrix), or "
             f"masks.sparse(matrix.to_sparse()); got {shape}"
         )
-    found, places = packed(name, matrix)
-    return Sparse(name, CarriedTensor(found), None if places is None else CarriedTensor(places))
+    found, places, number = packed(name, matrix)
+    return Sparse(name, CarriedTensor(found), None if places is None else CarriedTensor(places), number)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
 from ..core import And, Every, Expression, Mixture, Or, Pattern
 from ._selected_blocks import SelectedBlocks, SelectedTable
-from ._sparse import Sparse, SparseTable
+from ._sparse import Sparse, SparseTable, packed
 
 _TABLES = (SelectedBlocks, SelectedTable, Sparse, SparseTable)
 _FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read as lists of single keys
@@ -77,3 +81,35 @@ def _table_split(pattern: Pattern) -> TableSplit | None:
 
 def _both(first: Pattern, second: Pattern) -> Pattern:
     return second if first == Every() else And.of(first, second)
+
+
+def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tuple[int, ...]]:
+    """Return (table of the pattern's pairs, index of the pair at each place of its flattened rows, shape of the pairs).
+
+    pattern: `sparse` with a matrix, whose pairs are indexed as its values are, of shape (E,); or `selected_keys` with a
+        table for all queries, whose pairs are indexed as its entries are, in its shape without the dim of tables.
+
+    Raises TypeError for other patterns, and ValueError for more than one matrix or table, or for repeated pairs.
+    """
+    if isinstance(pattern, Sparse) and pattern.given is not None:
+        rows, places = pattern.given.tensor, None if pattern.places is None else pattern.places.tensor
+        shape = (pattern.num_values,)
+    elif isinstance(pattern, SelectedBlocks) and pattern.given is not None and pattern.block == (1, 1):
+        table = pattern.given.tensor.detach().cpu()
+        listed = (table >= 0).nonzero()
+        index = torch.cat([listed[:, :-1].T, table[table >= 0][None]])
+        size = (*table.shape[:-1], max(1, int(table.max()) + 1))
+        matrix = torch.sparse_coo_tensor(index, torch.ones(index.shape[1]), size, check_invariants=True)
+        rows, places, _ = packed(pattern.name, matrix if table.dim() == 4 else matrix.unsqueeze(0))
+        places = None if places is None else (table >= 0).flatten().nonzero().squeeze(1)[places]
+        shape = (*table.shape[:-3], *table.shape[-2:])
+    else:
+        raise TypeError(f"pattern must be masks.sparse(matrix) or masks.selected_keys(table); got {pattern!r:.80}")
+    if rows.shape[1] > 1:
+        raise ValueError(f"pattern must have one table of pairs for all heads; got {rows.shape[1]}")
+    if places is None:
+        raise ValueError("pattern must name each pair once: a pair that is named twice has no single value")
+    made = SparseTable.of(rows)
+    numbers = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.int64)
+    numbers[made.is_key()] = places
+    return made, numbers.flatten(), shape

@@ -65,12 +65,12 @@ class SingleKeys:
             return dq, dk, dv
         width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
         (q, k, v), grad_out, out = whole.with_column(q, k, v)
-        q, grad_out, out, lse = (masked.queries(x) for x in (q, grad_out, out, lse))
+        q, grad_out, out = masked.queries(q), masked.queries(grad_out), masked.queries(out)
         lse, k, v = masked.queries(lse, torch.inf), masked.keys(k), masked.keys(v)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         for some, mask in masked.chunks(q):
-            rows = (x[:, :, some] for x in (grad_out, q))
-            found = flash_backward(*rows, k, v, out[:, :, some], lse[:, :, some], scale=scale, mask=mask)
+            few_grads, few_q, few_out, few_lse = (x[:, :, some] for x in (grad_out, q, out, lse))
+            found = flash_backward(few_grads, few_q, k, v, few_out, few_lse, scale=scale, mask=mask)
             dq[:, :, some] = found[0]
             dk += found[1]
             dv += found[2]
