@@ -6,13 +6,39 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from . import attention, buffers, catalogue, compiling, decoding, features, memory, planning, ranks, roofline, selection
+from . import (
+    attention,
+    buffers,
+    catalogue,
+    compiling,
+    decoding,
+    features,
+    memory,
+    planning,
+    ranks,
+    roofline,
+    selection,
+    single_keys,
+)
 from ._machine import conditions
 from ._measures import REGISTERED, Measure
 from ._processes import DiedApart, run_apart
 
 # The order in which they are measured and shown; importing a subject has registered its measures.
-_SUBJECTS = attention, features, selection, planning, decoding, compiling, memory, ranks, buffers, catalogue, roofline
+_SUBJECTS = (
+    attention,
+    features,
+    single_keys,
+    selection,
+    planning,
+    decoding,
+    compiling,
+    memory,
+    ranks,
+    buffers,
+    catalogue,
+    roofline,
+)
 MEASURES: dict[str, Measure] = {
     each.name: each for module in _SUBJECTS for each in REGISTERED if each.run.__module__ == module.__name__
 }

@@ -378,7 +378,7 @@ class KVCache:
         if not q.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         cohort.held.append(k, v, cohort.seen)
-        out, lse = self._compute(q, cohort, score_mod)
+        out, lse = self._attend_held(q, cohort, score_mod)
         if sinks is not None:
             out, _ = with_sinks(out, lse, sinks)
         cohort.seen += q.shape[2]
@@ -386,7 +386,7 @@ class KVCache:
             cohort.held.shrink(cohort.seen)
         return out.to(q.dtype)
 
-    def _compute(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
+    def _attend_held(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
         """Return (output, lse) of the next queries of a cohort, whose keys are appended but not yet counted as seen."""
         held = cohort.held
         return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held, score_mod=score_mod)

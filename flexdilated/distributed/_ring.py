@@ -200,10 +200,14 @@ class Ring:
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
     def decoded(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
-        """Lease of the received keys and values, decoded: (2, B, G, S, D) in `dtype`.
+        """Decode a received message, keys and values or their gradients; return a lease of them, (2, B, G, S, D).
 
-        The buffer of the message is released unless it is itself the result. like: a tensor (B, G, L, D) in the dtype
-        before encoding.
+        The buffer of the message is released unless it is itself the result.
+
+        transfer: the message, which must have arrived.
+        codec: that of the message.
+        like: a tensor (B, G, L, D) in the dtype before encoding.
+        dtype: of the result.
         """
         assert transfer.lease is not None
         if codec.name is None and dtype == like.dtype:

@@ -288,7 +288,7 @@ class SelectedCache(KVCache):
                 f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
             )
 
-    def _compute(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
+    def _attend_held(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
         if score_mod is not None:
             raise ValueError("a cache of selected blocks takes no score_mod: write fd.KVCache for a pattern")
         self._require_row(cohort, cohort.seen, "append whole query blocks")
@@ -301,7 +301,7 @@ class SelectedCache(KVCache):
             reading = TableAttention.of(self.selector, self._beyond, self.selector.within, None, **options)
             out, lse = reading.attend_to_chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
-                kept, kept_lse = super()._compute(q, cohort, None)
+                kept, kept_lse = super()._attend_held(q, cohort, None)
                 out, lse = merge([(out, lse), (kept.to(lse.dtype), kept_lse)])
         return out, lse
 

@@ -18,7 +18,7 @@ from ._inputs import KINDS, LONG_LENGTHS, length_text, lengths_for, takes
 from ._module_checks import MODULE_CHECKS, Check
 from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, first_lines
 
-Verdict = Literal["passed", "failed", "does not apply", "skipped"]
+Verdict = Literal["passed", "failed", "does not apply"]
 _WIDTH = 88  # the table has 120 columns
 _DETAIL_LINES = (10, 3, 3, 3)  # number of lines of the first failures, below the table
 

@@ -57,7 +57,7 @@ class Check:
 # Functions that yield cases.
 
 
-def _all_kinds(subject: Subject) -> Iterator[Case]:
+def _kinds_in_rotation(subject: Subject) -> Iterator[Case]:
     """Yield a case of each length with ordinary values, and one with another kind of values from KINDS, in rotation.
 
     If there is only one length, yield a case of each kind.
@@ -424,7 +424,7 @@ def _require_equal(a: Tensor, b: Tensor, what: str) -> None:
 
 _CLOSE = "within rounding of the definition"
 _TABLE = (
-    Check("agreement", _all_kinds, equal_the_definition, f"outputs {_CLOSE}", long=True),
+    Check("agreement", _kinds_in_rotation, equal_the_definition, f"outputs {_CLOSE}", long=True),
     Check("coverage", partial(_some_lengths, batch=1), _right_weights, "pairs with their weight, or with none"),
     Check(
         *("causality", partial(_hidden_keys, after=True), _unchanged_by_hidden_keys),
@@ -443,7 +443,9 @@ _TABLE = (
     ),
     Check("lengths", _lengths_in_turn, _like_a_new_module, "calls of one module, each like one of a new module"),
     Check("batch", partial(_some_lengths, batch=3), _entries_alone, "batch entries that equal the entry alone"),
-    Check("determinism", _all_kinds, _same_bits_twice, "calls with identical bits in pairs and unchanged inputs"),
+    Check(
+        "determinism", _kinds_in_rotation, _same_bits_twice, "calls with identical bits in pairs and unchanged inputs"
+    ),
     Check(
         *("gradients", _with_gradients, partial(equal_the_definition, needs_gradients=True)),
         holds=f"outputs with gradients {_CLOSE}",

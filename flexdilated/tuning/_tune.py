@@ -172,8 +172,8 @@ def measure(
 
     backward: time forward and backward.
     engine: None: the default of the device.
-    block_size: (queries, keys) of a block in all options; empty: sizes that the planner chooses, and with engine "aten"
-        each other size for which the device has rates.
+    block_size: (queries, keys) of a block in all options; empty: sizes that the planner chooses, and, for the options
+        of one branch with engine "aten", each other size for which the device has rates.
     seconds: in each comparison no round of runs begins after this time, except the first three.
 
     Raises RuntimeError if the results of two options differ by more than the tolerance of their dtype.

@@ -106,9 +106,11 @@ def _indices(
     width: int,
     shape: tuple[int, int],
 ) -> Int32[Tensor, "T R W"]:
-    """Return the `minor` indices of the full or partial blocks of each table and `major` index, zero-padded to `width`.
+    """Return, for each table and `major` index, the `minor` indices of its blocks, then zeros up to `width`.
 
-    The storage is longer than the result, so that the last row can be read at full width.
+    The storage is longer than the result, so that `_full_width` can read each row at shape[1] entries.
+
+    full: True for full blocks, False for partial ones.
     """
     storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
     table = storage[: count.numel() * width].view(*count.shape, width)

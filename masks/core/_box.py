@@ -102,7 +102,7 @@ def count_residue(progression: Progression, modulus: int, residue: Counts) -> Co
     """
     if progression.step % modulus == 0:  # all terms share a residue
         return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
-    return _first_and_count(progression, modulus, residue)[1]
+    return _first_index_and_count(progression, modulus, residue)[1]
 
 
 def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
@@ -112,12 +112,12 @@ def terms_of_class(progression: Progression, modulus: int, residue: int) -> Prog
     """
     if modulus == 1:
         return progression
-    index, count = _first_and_count(progression, modulus, torch.full_like(progression.first, residue))
+    index, count = _first_index_and_count(progression, modulus, torch.full_like(progression.first, residue))
     first = (progression.first + progression.step * index).div(modulus, rounding_mode="floor")
     return Progression(first, progression.step // gcd(progression.step, modulus), count)
 
 
-def _first_and_count(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
+def _first_index_and_count(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
     """Return (index of the first term congruent to residue[i] modulo `modulus`, number of such terms) of progression i.
 
     Both are tensors of shape (n,). Where no term is congruent, the number is 0 and the index is arbitrary.

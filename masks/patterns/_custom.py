@@ -233,7 +233,7 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
         known = _rules.get(digest)
     if known is not None:
         return Custom(known)
-    rule = CustomRule(digest, recorded, classes, period, _check_mask_mod(_name(given[0]), recorded), given)
+    rule = CustomRule(digest, recorded, classes, period, _checked_covers_pairs(_name(given[0]), recorded), given)
     if classes is not None:
         _check_classify(rule.name, classes)
     if period is not None:
@@ -339,7 +339,7 @@ def _reads_entry(function: MaskMod) -> bool:
     return _BATCH in _record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4).reads
 
 
-def _check_mask_mod(name: str, recorded: Recorded) -> bool:
+def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
     """Raise TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
 
     Returns True if its result has an entry for every query and key, False if it broadcasts to them.

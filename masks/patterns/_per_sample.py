@@ -270,8 +270,8 @@ def rules_of_entries(pattern: Expression, batch: int) -> list[tuple[slice, Expre
 def without_start(rule: Expression) -> tuple[Any, int]:
     """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
 
-    If all factors of the branches are masks of keys (`KeySet`) or `queries_from` with one common start, and there is at
-    least one `queries_from`, the result is the rule without `queries_from`, and the start. Otherwise the result is the
+    Masks of keys (`KeySet`) have no start; a `queries_from` has its own, every other factor 0. If all starts are equal
+    and there is a `queries_from`, the result is the rule without `queries_from`, and that start; otherwise the
     unchanged rule, and 0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]

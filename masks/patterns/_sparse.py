@@ -231,14 +231,14 @@ class SparseTable(Table):
             pairs += torch.where(step < box.q.count, until - since, 0)
         return pairs
 
-    def _keys_of(self, table: int, query: int) -> Int64[Tensor, " n"]:
+    def _keys_of_query(self, table: int, query: int) -> Int64[Tensor, " n"]:
         line = table * self.num_queries + query
         begin, end = (0 if line == 0 else int(self._lists.ends[line - 1])), int(self._lists.ends[line])
         return self._lists.keys[begin:end]
 
     def reason(self, pair: Pair) -> Reason:
         table = int(self._table_index(pair.head, pair.num_heads))
-        keys = self._keys_of(table, pair.query).tolist()
+        keys = self._keys_of_query(table, pair.query).tolist()
         whose = f" of matrix {table}" if self.rows.shape[1] > 1 else ""
         listed = pair.key in keys
         text = (
@@ -252,7 +252,7 @@ class SparseTable(Table):
             return None
         if query >= self.num_queries:
             return ()
-        found = self._keys_of(0, query)
+        found = self._keys_of_query(0, query)
         return ranges_of(found[(found >= keys.start) & (found < keys.stop)])
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:

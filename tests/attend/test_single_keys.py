@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Call, Dropout, Features, WholeRows, fixed_score_mod
+from flexdilated.engines.aten import _single_keys
 from flexdilated.engines.flex import _portable_op
 from flexdilated.engines.flex._portable_op import portable_run
 from flexdilated.engines.kernels import _key_lists
@@ -160,3 +161,97 @@ def test_selected_keys_are_blocks_of_one_token() -> None:
         found = fd.attend(q, q, q, each & masks.causal(), bindings=bindings)
         allowed = torch.zeros(8, 8, dtype=torch.bool).scatter(1, table[0], True).tril()
         assert_close(found, fd.attend(q, q, q, masks.mask(allowed)))
+
+
+def graph(num_queries: int, num_keys: int, share: float = 0.1, seed: int = 0) -> Tensor:
+    """A sparse matrix in COO with its entries in no order."""
+    allowed = torch.rand(num_queries, num_keys, generator=torch.Generator().manual_seed(seed)) < share
+    index = allowed.nonzero().T
+    index = index[:, torch.randperm(index.shape[1], generator=torch.Generator().manual_seed(1))]
+    size = (num_queries, num_keys)
+    return torch.sparse_coo_tensor(index, torch.arange(1.0, 1 + index.shape[1]), size, check_invariants=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_matrix_in_any_form_is_its_nonzero_entries() -> None:
+    """In COO, CSR, CSC and SciPy's; repeated entries are summed, zeros are none, and later writes do not matter."""
+    matrix = graph(30, 40)
+    dense = matrix.to_dense()
+    true = masks.mask(dense != 0)
+    q, k, v = torch.randn(1, 2, 30, 8), *torch.randn(2, 1, 2, 40, 8)
+    wanted = fd.attend(q, k, v, true)
+    scipy = pytest.importorskip("scipy.sparse")
+    index, ones = torch.cat([dense.nonzero(), dense.nonzero()[:7], torch.zeros(2, 2).long()]).T, torch.ones(7)
+    values = torch.cat([torch.ones(int((dense != 0).sum())), ones, torch.tensor([1.0, -1.0])])
+    repeated = torch.sparse_coo_tensor(index, values, dense.shape, check_invariants=True)
+    assert dense[0, 0] == 0
+    forms = [matrix, dense.to_sparse_csr(), dense.to_sparse_csc(), dense.bool().to_sparse(), repeated]
+    for each in [*forms, scipy.csr_array(dense.numpy()), scipy.coo_matrix(dense.numpy())]:
+        pattern = masks.sparse(each)
+        assert_close(fd.attend(q, k, v, pattern), wanted)
+        assert_close(fd.attend(q, k, v, masks.sparse("graph"), bindings={"graph": each}), wanted)
+        assert masks.describe(pattern, 30, 40).useful_pairs == int((dense != 0).sum())
+    values = matrix.coalesce().values()
+    written = torch.sparse_coo_tensor(matrix.coalesce().indices(), values, dense.shape, check_invariants=True)
+    pattern = masks.sparse(written)
+    values.zero_()
+    assert_close(fd.attend(q, k, v, pattern), wanted)
+
+
+def test_a_graph_of_the_compiler_reads_each_matrix() -> None:
+    torch.compiler.reset()
+    attend = torch.compile(fd.attend, backend="eager", fullgraph=True)
+    q, k, v = torch.randn(3, 1, 2, 24, 8)
+    for seed in range(3):
+        pattern = masks.sparse(graph(24, 24, 0.3, seed))
+        assert_close(attend(q, k, v, pattern), fd.attend(q, k, v, pattern, engine="reference"))
+
+
+def test_many_keys_are_computed_under_a_dense_mask() -> None:
+    """A plan says so; queries without keys and keys that none sees, which hold NaN, do not reach the others."""
+    tokens = 96
+    table = ragged(torch.randint(30, 60, (tokens,), generator=torch.Generator().manual_seed(0)), tokens - 9)
+    table[0, 5] = -1
+    pattern = masks.selected_keys(table)
+    report = fd.plan(pattern, tokens, num_heads=2)
+    assert "table, dense mask" in str(report)
+    assert report.computed_pairs == 2 * tokens * tokens
+    q, k, v = (torch.randn(1, 2, tokens, 8, dtype=torch.float64) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = fd.attend(*leaves, pattern, engine="reference")
+    gradients = torch.autograd.grad(wanted.square().sum(), leaves)
+    q[:, :, 5], k[:, :, -9:], v[:, :, -9:] = torch.nan, torch.nan, torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with mock.patch.object(_single_keys, "_MASK_BYTES", 1 << 14):
+        found = fd.attend(*leaves, pattern, engine="aten")
+        assert_close(found, wanted)
+        for one, other in zip(torch.autograd.grad(found.square().sum(), leaves), gradients, strict=True):
+            assert_close(one, other)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("beside", ["alone", "causal", "own block"])
+def test_a_value_for_each_pair(by_head: bool, beside: str) -> None:
+    """Of a matrix in the order of its values, of a table in its places; with the gradient of a dense bias."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, table = graph(20, 20, 0.3), ragged(torch.randint(1, 7, (20,), generator=generator), 20)
+    q, k, v = torch.randn(3, 2, 3, 20, 8, generator=generator, dtype=torch.float64)
+    listed = table[0] >= 0
+    cases = [(masks.sparse(matrix), matrix._indices(), (matrix._nnz(),), None)]
+    cases.append(
+        (masks.selected_keys(table), torch.stack([listed.nonzero()[:, 0], table[0][listed]]), table.shape[1:], listed)
+    )
+    for pattern, (query, key), shape, used in cases:
+        values = torch.randn(
+            *((3,) if by_head else ()), *shape, generator=generator, dtype=torch.float64
+        ).requires_grad_()
+        of_heads = values if by_head else values.expand(3, *values.shape)
+        numbers = of_heads if used is None else of_heads[:, used]
+        bias = torch.zeros(3, 20, 20, dtype=torch.float64).index_put((torch.arange(3)[:, None], query, key), numbers)
+        whole = BESIDE[beside][0](pattern)
+        found = fd.attend(q, k, v, whole, score_mod=fd.biases.entries(values, pattern))
+        dense = lambda score, b, h, i, j, bias=bias: score + bias[h, i, j]  # noqa: E731
+        wanted = fd.attend(q, k, v, whole, score_mod=dense, engine="reference")
+        assert_close(found, wanted)
+        of_found, of_wanted = (torch.autograd.grad(x.square().sum(), values)[0] for x in (found, wanted))
+        assert_close(of_found, of_wanted)

@@ -108,8 +108,8 @@ def aten(
     constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions of the first
         query and key, they come from `Call.arguments`.
 
-    k and v are cast to the dtype of q. Their gradients have their own dtypes; in a wider one they are unrounded, for
-    further sums.
+    k and v are cast to the dtype of q. Each gradient has the dtype of its tensor: if k and v are wider than q, dk and
+    dv are not rounded to the dtype of q, so that callers can add them up in full precision.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)

@@ -84,10 +84,10 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
 
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return the recompilation key of a call: calls with equal keys share one compiled function.
+    """Return the recompilation key of a call: programs of one structure share a compiled function for equal keys.
 
-    The key has the dtype, the gradient modes, the tensors of q, k and v that get a gradient, and the features without
-    their tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
+    The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
+    tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
     accelerators it has instead: the numbers of heads, the head dim, True for a batch of 1, and for each kernel True if
     both lengths are whole blocks.
 

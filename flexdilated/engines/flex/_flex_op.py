@@ -154,7 +154,8 @@ def _(q, k, bindings, *arguments):
 def _padded_widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
     """Yield (tensor, padded width) for each tensor of a program that depends on values of run-time tensors.
 
-    The padded width is a size of the last dim that is enough for all values.
+    The padded width is a size of the last dim that is enough for all values. For each step, in the order in which
+    `with_tables` reads them: its block tables, the rows of its run-time tables, its masks of hidden slots.
     """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device

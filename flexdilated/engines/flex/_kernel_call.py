@@ -46,7 +46,7 @@ def call_kernel(
     """
     own: dict[str, Any] = dict(_options_of(features.kernel_options))
     if is_flash(features.kernel_options):
-        tables = _without_padding(tables)
+        tables = _narrow_lists(tables)
     elif device_kind(q.device).flex_trains:
         own = {
             "IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides),
@@ -91,7 +91,7 @@ def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> 
     return {name: value for name, value in options.items() if name.partition("_")[2] not in given}
 
 
-def _without_padding(tables: Tables) -> Tables:
+def _narrow_lists(tables: Tables) -> Tables:
     """Cut the block lists of rows to width 1 if the mask has one column, and those of columns if it has one row."""
     # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]

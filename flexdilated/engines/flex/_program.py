@@ -136,8 +136,9 @@ class FlexProgram:
     def structure(self) -> Hashable:
         """Key of the compiled function, equal for programs that differ only in lengths and in tensors that masks read.
 
-        Masks read the numbers of patterns from tensors. Other values that mask functions capture, and the numbers of
-        gathers, such as a dilation rate, are graph constants and in the key.
+        A mask reads its pattern's numbers from such tensors, so they are not in the key. Graph constants are: other
+        values that mask functions capture, and `Structure.numbers` of each step, such as block sizes and the step of a
+        gather, which is a dilation rate.
         """
         steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps

@@ -74,7 +74,7 @@ class ListProblems:
     sizes: (B, H, G, N, M).
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     row_bytes: bytes of a key and its value.
-    is_meta: True for meta tensors, for which a few chunks have the memory of all.
+    is_meta: True for meta tensors, which show the peak memory: a few chunks of each kind suffice for it.
     """
 
     lists: KeyLists
@@ -151,9 +151,10 @@ class ListProblems:
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
         device, sets, (head, q_first, k_first) = self.lists.keys.device, self._sets, self.first
-        own_sets = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
-        own_entry = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
-        of_set = torch.arange(heads // sets, device=device)
+        # The list of table t and entry e serves batch // entries batch entries times sets // tables head sets.
+        set_of_user = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
+        entry_of_user = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
+        head_in_set = torch.arange(heads // sets, device=device)
         for begin, end, length in self._spans:
             at = torch.arange(begin, end, device=device) if self._order is None else self._order[begin:end]
             count, place = self.lists.counts[at, None], torch.arange(length, device=device)
@@ -163,16 +164,17 @@ class ListProblems:
             hidden = None if self._order is None else (place >= count)[None, :, None]
             together = max(1, self._keys_at_once // (length * (end - begin)))
             for some in range(0, self._users, together)[: ENOUGH if self.is_meta else None]:
-                b = own_entry[some : some + together] + entry * (batch // entries)
-                x = own_sets[some : some + together] + table * (sets // tables)
-                problem = (b * sets + x) * queries + query
-                block = ((b * groups + x * groups // sets) * keys)[..., None] + key
-                h = (x * (heads // sets))[..., None] + of_set + head
-                yield ListChunk(problem, block, hidden, b, h, query + q_first, key + k_first)
+                users = slice(some, some + together)
+                batch_entry = entry_of_user[users] + entry * (batch // entries)  # (x, t)
+                head_set = set_of_user[users] + table * (sets // tables)  # (x, t)
+                problem = (batch_entry * sets + head_set) * queries + query
+                block = ((batch_entry * groups + head_set * groups // sets) * keys)[..., None] + key
+                heads_of = (head_set * (heads // sets))[..., None] + head_in_set + head
+                yield ListChunk(problem, block, hidden, batch_entry, heads_of, query + q_first, key + k_first)
 
 
 def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:
-    """Return the first `ENOUGH` spans of each kind, whose chunks have the memory of all."""
+    """Return the first `ENOUGH` spans of each kind, in order: for peak memory, further spans of a kind add nothing."""
     alike: Counter[Hashable] = Counter()
     found = []
     for span in spans:

@@ -324,7 +324,7 @@ def attention(
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
     elif isinstance(attention_mask, Tensor):
-        visible = _visible_keys(attention_mask)
+        visible = _unmasked_keys(attention_mask)
         attention_mask = visibility(
             len(query), query.shape[2], key.shape[2], 0, 0, None, visible.expand(len(query), -1)
         )
@@ -429,7 +429,7 @@ def _without_mask(
     return Visibility(function, None, None, {}, begun, 0, shape)
 
 
-def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
+def _unmasked_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
     """True for the keys that a mask tensor (B or 1, 1, 1, M), boolean or additive, does not hide.
 
     Raises ValueError for masks of another shape, and for additive masks that change the scores of visible keys.

@@ -122,23 +122,23 @@ def _listed(bound: Bound, rows: KeyRows, tables: Sequence[int]) -> tuple[Int64[T
         )
         key = rows.keys[int(ends[0]) : int(ends[-1])] - bound.k_offset
         query = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
+        inside = (key >= 0) & (key < bound.num_keys)  # a block may extend past the last key
+        query, key = query[inside], key[inside]
         kept = _allowed(bound, bound.head_offset + place * each, query, key)
-        if not bool(kept.all()):
+        if kept is not None:
             query, key = query[kept], key[kept]
         counts.append(query.bincount(minlength=bound.num_queries))
         keys.append(key)
     return torch.cat(counts), torch.cat(keys)
 
 
-def _allowed(bound: Bound, head: int, query: Int64[Tensor, " E"], key: Int64[Tensor, " E"]) -> Bool[Tensor, " E"]:
-    """True for each pair of a query and a key of the call that the rule allows; head: global index."""
-    kept = (key >= 0) & (key < bound.num_keys)
+def _allowed(
+    bound: Bound, head: int, query: Int64[Tensor, " E"], key: Int64[Tensor, " E"]
+) -> Bool[Tensor, " E"] | None:
+    """True for each pair of a query and a key of the call that the rule allows; None for all. head: global index."""
     if isinstance(bound.pattern, Every):
-        return kept
+        return None
     assert isinstance(bound.pattern, Pattern)
     heads = torch.full((1,), head)
-    for some in range(0, len(key), _CELLS):
-        part = slice(some, some + _CELLS)
-        at = query[part] + bound.q_offset, key[part] + bound.k_offset
-        kept[part] &= allowed_pairs(bound.pattern, bound.num_heads_global, heads, *at)
-    return kept
+    parts = zip((query + bound.q_offset).split(_CELLS), (key + bound.k_offset).split(_CELLS), strict=True)
+    return torch.cat([allowed_pairs(bound.pattern, bound.num_heads_global, heads, *part) for part in parts])

@@ -1,16 +1,19 @@
 """Random blocks, block lists and neighbourhoods: the draw, laws, bounds of large tables, rows."""
 
+from bisect import bisect_left
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.core._box import Box
+from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders import Tiling
-from flexdilated.masks.patterns import _block_list, _random_blocks
+from flexdilated.masks.patterns import _block_list, _grid, _random_blocks
+from flexdilated.masks.patterns._grid import Axis
 from flexdilated.masks.planning import plan
 from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
 from tests.support import oracle
@@ -108,3 +111,66 @@ def test_bounds_from_coarse_cells_are_sound(twin, data):
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
     assert_sound(found, truth, box.area)
+
+
+WIDE = Axis(1 << 20, 1 << 16, stride=5000)  # in groups of thousands
+
+
+@pytest.mark.parametrize(
+    ("axis", "q", "k"),
+    [
+        (WIDE, range(1), range(70_000)),
+        (WIDE, range(4_999, 10_001), range(10_000, 10_099)),
+        (WIDE, range(123_456, 163_456), range(130_000, 195_536)),
+        (WIDE, range(1_040_000, 1 << 20), range(990_000, 1_055_536)),
+        # All queries of one group: their window is known, whatever the steps.
+        (Axis(1000, 100, stride=50), range(500, 549, 7), range(400, 580, 3)),
+    ],
+)
+def test_groups_of_many_queries_are_counted_exactly(axis, q, k):
+    found = axis.count(torch.tensor([0]), progression([q]), progression([k]))
+    assert found.low.tolist() == found.high.tolist() == [pairs_along(axis, q, k)]
+
+
+def progression(ranges: list[range]) -> Progression:
+    first, count = ([each.start for each in ranges], [len(each) for each in ranges])
+    return Progression(torch.tensor(first), ranges[0].step, torch.tensor(count))
+
+
+def pairs_along(axis: Axis, q: range, k: range) -> int:
+    def seen(window: range) -> int:
+        if window.step > 1:
+            return sum(key in window for key in k)
+        return bisect_left(k, window.stop) - bisect_left(k, window.start)
+
+    return sum(seen(window) for query in q if query < axis.length for window in axis.seen(query, query))
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> Axis:
+    rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    stride = draw(st.integers(1, size))
+    if draw(st.booleans()):  # an axis that wraps and is longer than a window
+        return Axis(rate * stride * (size // stride + draw(st.integers(1, 9))), size, rate, stride, wraps=True)
+    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
+
+
+@settings(max_examples=50)
+@given(axes(), st.data(), st.sampled_from([64, 1]))
+def test_counts_along_an_axis(axis: Axis, data: st.DataObject, most: int):
+    """Exact for equal steps of queries and keys if there are few residue classes, else bounds."""
+    steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
+    # Near one another and of few places, as single pairs tell the most, or anywhere.
+    reach, longest = data.draw(st.sampled_from([(axis.size * axis.rate, 2), (axis.length, 30)]))
+    numbers = st.tuples(*(st.integers(*ends) for ends in ((0, axis.length + 5), (-reach, reach), (0, longest))))
+    drawn = data.draw(st.lists(st.tuples(numbers, st.integers(0, longest)), min_size=20, max_size=20))
+    q_step, k_step = steps[0], data.draw(st.sampled_from(steps))
+    q = [range(first, first + q_step * count, q_step) for (first, _, count), _ in drawn]
+    starts = [max(0, first + ahead) for (first, ahead, _), _ in drawn]
+    k = [range(start, start + k_step * count, k_step) for start, (_, count) in zip(starts, drawn, strict=True)]
+    truth = torch.tensor([pairs_along(axis, *each) for each in zip(q, k, strict=True)])
+    with mock.patch.object(_grid, "_MOST_CLASSES", most):
+        found = axis.count(torch.zeros(20, dtype=torch.int64), progression(q), progression(k))
+    assert_sound(found, truth, torch.tensor([len(a) * len(b) for a, b in zip(q, k, strict=True)]))
+    if q[0].step == k[0].step and most > 1:
+        assert torch.equal(found.low, found.high)
