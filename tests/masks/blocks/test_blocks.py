@@ -149,6 +149,7 @@ def check_lists(case: Case, rate: int, q_block: int, k_block: int, limits: list[
 NEAR, LISTED = twins.local_window(left=5, right=2), twins.block_list([[0], [1], [2]], block=8)
 DOUBTFUL = NEAR | twins.chunked(4) | twins.strided(8)
 MANY_LEAVES = (_block_search, "_MOST_LEAVES", 3)
+HALVED = [(_blocks, "_DOUBTS_AT_ONCE", 3), (_block_search, "_FEW_PAIRS", 0), (_block_search, "_FEW_BLOCKS", 0)]
 RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 
 
@@ -156,6 +157,7 @@ RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 @given(cases(lambda H: sets(H) | functions()), RATES, block_sides, block_sides, small_limits())
 @example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
 @example(Case.whole(DOUBTFUL & twins.causal(), 1, 90), 8, 8, 8, [])  # settled by diagonals
+@example(Case.whole(DOUBTFUL & twins.causal(), 2, 90), 1, 8, 8, HALVED)  # tables and rows are built in halves
 # The blocks of one period are copied, where pairs stay within it.
 @example(Case.whole(~twins.dilated(16, 1, 0), 1, 48), 1, 8, 8, [])
 @example(Case.whole(twins.dilated(16, 2, 1) & twins.causal(), 3, 48), 2, 8, 4, [])

@@ -113,17 +113,20 @@ def pairs_decide():
     masks.set_machine(None)
 
 
-def test_attend_in_tiles_is_the_oracle(pairs_decide):
+@pytest.mark.parametrize("tokens_outermost", [False, True])
+def test_attend_in_tiles_is_the_oracle(pairs_decide, tokens_outermost):
     """Chosen by the planner: tokens go in and come out in row-major order, and so do gradients."""
     bound = masks.neighborhood((6, 14, 18), 2).bind(num_heads=2, num_queries=1512, num_keys=1512)
     assert plan(bound).chosen[0].layout == "tiled 4x2x16"
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, 1512, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (2, 1, 1)
+        for heads in (2, 2, 2)
     )
 
-    def attend(q, k, v):
+    def attend(*tensors):
+        outermost = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+        q, k, v = outermost if tokens_outermost else tensors
         return fd.attend(q, k, v, bound.pattern, scale=0.5, enable_gqa=True, engine="aten", return_lse=True)
 
     token, zero = torch.arange(1512), torch.tensor(0)

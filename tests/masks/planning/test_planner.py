@@ -97,6 +97,13 @@ def test_every_option_is_the_dense_rule(case):
     assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
 
 
+@pytest.mark.parametrize(("keys", "shapes"), [(17_408, ["dense", "causal"]), (16_384, ["dense"])])
+def test_long_causal_terms_are_split(keys, shapes):
+    """A chunk of 1,024 queries after 16,384 keys: no block lists are left."""
+    best = plan(masks.causal().bind(num_heads=4, num_queries=1024, num_keys=keys, q_offset=16_384))
+    assert [term.shape for term in best.terms] == shapes
+
+
 @settings(max_examples=12)
 @given(cases(), st.booleans())
 def test_plans_say_whether_terms_share_rows(case, may_split):
