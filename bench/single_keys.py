@@ -15,7 +15,7 @@ import flexdilated as fd
 from flexdilated import masks
 
 from ._checks import assert_near
-from ._jobs import Attention, Job, Problem, Size, attention_job, interleave, peak_bytes, race, ratio, train
+from ._jobs import Attention, Job, Problem, Size, attention_job, interleave, race, ratio
 from ._measures import Row, at_most, measure
 from .features import alibi
 
@@ -70,12 +70,6 @@ def _grouped(size: Size, kv_heads: int) -> Problem:
     return Problem(drawn.q, drawn.k[:, :kv_heads].contiguous(), drawn.v[:, :kv_heads].contiguous(), drawn.grad)
 
 
-def _listed_step(size: Size, keys: int) -> Callable[[], object]:
-    attention = partial(ours, pattern=masks.selected_keys(neighbours(size.num_tokens, keys)))
-    train(attention, Problem.draw(size))
-    return lambda: train(attention, Problem.draw(size))
-
-
 @measure("C21", sizes=((Size(200, num_heads=2, head_dim=8, repeats=1), 5),))
 def neighbour_lists(
     sizes: tuple[tuple[Size, int], ...] = (
@@ -85,7 +79,7 @@ def neighbour_lists(
 ) -> Iterator[Row]:
     """What does attention to listed neighbours cost, over a softmax by scatter over edges, and over a dense mask?
 
-    Forward and backward. The peak is that of a step, over the bytes of q, k, v, out, their gradients and the table.
+    Forward and backward.
     """
     for size, keys in sizes:
         near, problem = neighbours(size.num_tokens, keys), Problem.draw(size)
@@ -97,9 +91,9 @@ def neighbour_lists(
         for name, target, other in others:
             assert_near(name, way(*problem.qkv), other(*problem.qkv))
             jobs = [attention_job(*each, problem, "forward + backward") for each in (("ours", way), (name, other))]
-            yield race(f"{what}: time over {name}", at_most(target, "×"), jobs, repeats=size.repeats)
-        peak, needed = peak_bytes(_listed_step, size, keys), 8 * problem.q.nbytes + near.nbytes
-        yield Row(f"{what}: peak memory", at_most(2, "×"), peak / needed, detail={"peak_bytes": peak})
+            yield race(
+                f"{what}: time of listed neighbours over {name}", at_most(target, "×"), jobs, repeats=size.repeats
+            )
 
 
 def _with_values(q: Tensor, k: Tensor, v: Tensor, *, values: Tensor, pattern: Any) -> Tensor:
@@ -132,7 +126,12 @@ def pair_values(
             assert_near("gradients", found, wanted)
         jobs = [Job(name, lambda _, of=(way, problem, values): _step_of_values(*of)) for name, way in ways.items()]
         what = f"{size}, {keys} keys a query, a number for each pair and head, forward + backward"
-        yield race(f"{what}: time over gather and einsum", at_most(1.2, "×"), jobs, repeats=size.repeats)
+        yield race(
+            f"{what}: time of a learned number for each pair over gather and einsum by hand",
+            at_most(1.2, "×"),
+            jobs,
+            repeats=size.repeats,
+        )
 
 
 @measure("C23", size=Size(64, num_heads=2, head_dim=8, repeats=1), keys=(4,), kv_heads=(1, 2))
@@ -158,7 +157,8 @@ def key_tables(
             jobs = [attention_job(name, way, problem, part) for name, way in ways.items()]
             timings = interleave(jobs, repeats=size.repeats)
             best = min(timings[1:], key=lambda each: each.median_s)
-            what = f"{size}, {heads} key head{'s' * (heads > 1)}, {number} keys, {part}: time over the best other way"
+            of = f"{size}, {heads} key head{'s' * (heads > 1)}, {number} keys, {part}"
+            what = f"{of}: time of a table of single keys over the best other way"
             yield Row(what, at_most(1.1, "×"), ratio(timings[0], best), timings, {"best": best.name})
 
 
@@ -176,7 +176,8 @@ def key_table_features(
         for name, options in features.items():
             ways = {name: partial(alone, **options), "without": alone}
             jobs = [attention_job(each, way, problem, "forward + backward") for each, way in ways.items()]
-            what = f"{size}, {heads} key head{'s' * (heads > 1)}, {number} keys a query, {name}: time over without"
+            of = f"{size}, {heads} key head{'s' * (heads > 1)}, {number} keys a query, {name}"
+            what = f"{of}: time of single keys with a feature over single keys without"
             yield race(what, at_most(4, "×"), jobs, repeats=size.repeats)
 
 
@@ -203,6 +204,7 @@ def uneven_rows(
         patterns[name] = masks.sparse(graph)
     for part in ("forward", "forward + backward"):
         jobs = [attention_job(name, partial(ours, pattern=each), problem, part) for name, each in patterns.items()]
-        what = f"{size}, {int(uneven.sum()):,} pairs, rows of up to {longest:,} keys, {part}: time over equal rows"
+        of = f"{size}, {int(uneven.sum()):,} pairs, rows of up to {longest:,} keys, {part}"
+        what = f"{of}: time of uneven rows of keys over equal ones"
         over = int(uneven.sum()) / int(equal.sum())  # the number of pairs may differ a little
         yield race(what, at_most(1.3, "×"), jobs, repeats=size.repeats, over=over)
