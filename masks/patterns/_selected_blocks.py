@@ -323,7 +323,8 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     """Pattern in which each query sees the keys that a run-time table names: nearest neighbours, or top-k tokens.
 
     It is `selected_blocks` with blocks of one token. `attend` gathers the listed keys, so work and memory follow the
-    number of entries, and the table may be new in each call.
+    number of entries, unless these are so many that a dense mask, of some queries at a time, is faster. The table may
+    be new in each call.
 
     keys: integers of shape (tables, queries, most) or (batch, tables, queries, most): the positions of the keys that
         each query sees, in any order. -1 is an empty entry; a repeated key counts once. The number of tables divides

@@ -342,8 +342,9 @@ def _key_rows(matrices: Int64[Tensor, "T S"]) -> KeyRows:
 def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
     """Pattern that allows the pairs at the nonzero entries of a sparse matrix: the edges of a graph, or a mesh.
 
-    `attend` gathers the keys of each query, so work and memory follow the number of entries; rows may have very
-    different lengths, and the matrix may be a new one in each call.
+    `attend` gathers the keys of each query, so work and memory follow the number of entries, unless these are so many
+    that a dense mask, of some queries at a time, is faster. Rows may have very different lengths, and the matrix may be
+    new in each call.
 
     matrix: a sparse tensor of torch, COO, CSR or another layout, or a sparse matrix of SciPy, of shape (queries, keys),
         (batch, queries, keys) or (batch, matrices, queries, keys), where the number of matrices divides the number of
