@@ -21,6 +21,7 @@ from ._jobs import Job, Problem, Size, interleave, peak_bytes, race, ratio, say,
 from ._measures import Row, Timing, at_least, at_most, measure
 from ._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet
 from .peers import natural_block_mask
+from .single_keys import neighbours
 
 # H heads, R rows of blocks, C columns of blocks, W width of an index table
 
@@ -164,7 +165,7 @@ def single_key_plans(size: Size = Size(10000, num_heads=1, repeats=9), keys: int
 
     Nothing is cached before a run. Both must count a pair for each entry of the table. In the detail: with the text.
     """
-    drawn = torch.randint(size.num_tokens, (1, size.num_tokens, keys), generator=torch.Generator().manual_seed(0))
+    drawn = neighbours(size.num_tokens, keys)
     pattern, problem = masks.selected_blocks(drawn, block=1, most=keys), Problem.draw(size)
     sizes = {"num_heads": size.num_heads, "head_dim": size.head_dim}
     ways: dict[str, partial[Any]] = {"fd.plan": partial(plan_attention, pattern, size.num_tokens, **sizes)}

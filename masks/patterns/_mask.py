@@ -197,5 +197,5 @@ def mask(allowed: Any, *, name: str = "mask") -> Pattern:
     """
     if is_sparse(allowed):
         got = allowed.layout if isinstance(allowed, Tensor) else type(allowed).__name__
-        raise TypeError(f"mask takes a dense tensor; for a sparse matrix write masks.sparse(matrix); got {got}")
+        raise ValueError(f"mask takes a dense tensor; for a sparse matrix write masks.sparse(matrix); got {got}")
     return of_tensor(Mask, allowed, name)

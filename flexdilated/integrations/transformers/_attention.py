@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -17,7 +18,7 @@ from ... import biases
 from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
-from ...masks import Mixture, Pattern, documents, every, visible_keys
+from ...masks import Mixture, Pattern, documents, every, selected_keys, visible_keys
 from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
@@ -39,7 +40,8 @@ from ._unsupported_models import KEEP, unserved_parts
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-_PADDING, _UNPADDED = "padding", "unpadded"
+_PADDING, _UNPADDED, _CHOSEN = "padding", "unpadded", "chosen_keys"  # names of run-time tensors
+_CPU = torch.device("cpu")
 _HIDDEN = -1e4  # models add this, or less, to scores of hidden keys
 
 
@@ -113,6 +115,7 @@ class Visibility:
     tensors: run-time tensors of `begin` and `unpadded`.
     q_offset, kv_offset: positions of the first query and key.
     shape: shape of the replaced mask, (B, 1, N, M).
+    device: of the replaced mask.
     is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor.
     are_documents_read: True once position_ids were searched for the beginnings of documents.
     restricted: this mask within those documents; None before the search, and for a single document.
@@ -125,6 +128,7 @@ class Visibility:
     q_offset: int
     kv_offset: int
     shape: tuple[int, int, int, int]
+    device: torch.device = _CPU
     is_offset_known: bool = True
     are_documents_read: bool = field(default=False, init=False)
     restricted: Visibility | None = field(default=None, init=False)
@@ -137,11 +141,20 @@ class Visibility:
         """Return self; there is no memory to copy."""
         return self
 
-    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Visibility:
+    def __getitem__(self, index: tuple[Any, Any, Any, Any]) -> Visibility | Bool[Tensor, "B N M"]:
         """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on.
+
+        The index 0 in place of the slice of heads gives the model's rule and padding as a tensor, True for visible
+        keys: a model that chooses keys by scores of all pairs masks them by it.
 
         Raises ValueError for other slices.
         """
+        if index == (slice(None), 0, slice(None), slice(None)):
+            layer = nn.Identity()  # like all layers with an indexer it is causal
+            if running_call(layer) is None and not self.are_documents_read:
+                return self._dense  # the layers hand over no position_ids either
+            queries = torch.empty(1, 1, self.shape[2], 1, device="meta")
+            return _with_documents(self, layer, queries, {}, ready_made=False, evicts=False)._dense
         batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
             raise ValueError(
@@ -150,6 +163,21 @@ class Visibility:
             )
         shape = (*self.shape[:2], len(range(*queries)), len(range(*keys)))
         return replace(self, q_offset=self.q_offset + queries[0], shape=shape)
+
+    @cached_property
+    def _dense(self) -> Bool[Tensor, "B N M"]:
+        """True for the keys that the model's rule, documents and padding allow."""
+        b, h = torch.arange(self.shape[0], device=self.device)[:, None, None], torch.zeros((), dtype=torch.int64)
+        q = self.q_offset + torch.arange(self.shape[2], device=self.device)[:, None]
+        k = self.kv_offset + torch.arange(self.shape[3], device=self.device)
+        shown = torch.ones(self.shape[0], self.shape[2], self.shape[3], dtype=torch.bool, device=self.device)
+        if self.function is not None:
+            shown = shown & self.function(b, h.to(self.device), q, k)
+        tensors = {name: x.to(self.device) for name, x in self.tensors.items()}
+        if PACKED in tensors:
+            shown = shown & (tensors[PACKED][b, q] == tensors[PACKED][b, k])
+        visible = self.visible()
+        return shown if visible is None else shown & visible.to(self.device)[b, k]
 
     def visible(self) -> Bool[Tensor, "B L"] | None:
         """False for keys that are padding, from position 0 on; None if there is no padding."""
@@ -196,6 +224,7 @@ def visibility(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = causal_mask_function,
     attention_mask: Tensor | Visibility | None = None,
+    device: torch.device = _CPU,
     **_: Any,
 ) -> Visibility:
     """Mask function for transformers: return the model's rule and the padding as patterns, not as an (N, M) tensor.
@@ -215,7 +244,7 @@ def visibility(
     # A tensor is the cache's counter, which it increments before attention is called.
     q_offset = position("q_offset", q_offset)
     shape = (batch_size, 1, q_length, kv_length)
-    return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, is_known)
+    return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, device, is_known)
 
 
 def _with_documents(
@@ -296,6 +325,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Float[Tensor, " H"] | None = None,
     position_bias: Tensor | None = None,
+    indices: Int[Tensor, "B N k"] | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """Attention function for transformers: returns (output, None for weights, which are never formed).
@@ -309,17 +339,19 @@ def attention(
     s_aux: a sink logit per head; None for no sinks.
     options: position_ids, to find packed documents, and output_attentions; others are ignored.
     position_bias: (B or 1, H, N, M), added to the scores; None for none.
+    indices: the keys that the model's own indexer chose for each query, such as DeepSeek-V3.2's, to which the rule is
+        restricted; None for all.
 
     Raises ValueError for a mask tensor that differs between queries or changes scores of visible keys, for
-    output_attentions=True, for dropout or position_bias with a FlexdilatedCache, and for dropout, position_bias or
-    softcap in a layer that selects blocks.
+    output_attentions=True, for dropout, position_bias or indices with a FlexdilatedCache, and for dropout,
+    position_bias, softcap or indices in a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
             "flexdilated forms no attention weights: call without output_attentions=True. "
             "flexdilated.attention_received tells how much attention each key gets"
         )
-    features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias}
+    features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias, "indices": indices}
     given, ready_made = origin_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
@@ -341,6 +373,7 @@ def attention(
         _refuse("a layer that selects blocks", features, "give the layer a pattern")
         return _attend_selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
+    bindings = {name: attention_mask.reading.tensors[name] for name in names(rule)}
     if given is not None:
         _refuse("a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache")
         out = given.layer.attend(
@@ -356,6 +389,8 @@ def attention(
             q_offset=attention_mask.q_offset,
         )
         return out.transpose(1, 2), None
+    if indices is not None:
+        rule, bindings[_CHOSEN] = rule & selected_keys(_CHOSEN, most=indices.shape[-1]), indices.unsqueeze(1)
     out = attend(
         query,
         key,
@@ -366,7 +401,7 @@ def attention(
         enable_gqa=True,
         score_mod=_score_mod(softcap, position_bias, attention_mask),
         sinks=s_aux,
-        bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
+        bindings=bindings,
         q_offset=attention_mask.q_offset,
         k_offset=attention_mask.kv_offset,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getsource, signature, unwrap
 from textwrap import dedent
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -46,8 +47,9 @@ def _unserved_modules(paths: Mapping[nn.Module, str], layers: Sequence[nn.Module
         if reason := _why_unserved(type(layer)):
             yield layer, f"layer {number}, {type(layer).__name__}, {reason}"
     own = set(layers)
+    indexers = {indexer for layer in layers if _hands_over_indices(type(layer)) for indexer in layer.modules()}
     for module, path in paths.items():
-        if module not in own and _reads_masks(type(module)):
+        if module not in own | indexers and _reads_masks(type(module)):
             what = f"{path}, {type(module).__name__}," if path else "it"
             yield module, f"{what} computes with a mask of queries and keys, which flexdilated does not make"
 
@@ -83,15 +85,43 @@ def _own_attention_advice(model: nn.Module) -> str:
     )
 
 
+class _WithoutOthers(ast.NodeTransformer):
+    """Removes code for transformers' own attention: `if self.config._attn_implementation in ("eager", "sdpa")`."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        match node.test:
+            case ast.Compare(ast.Attribute(attr="_attn_implementation"), [ast.In()], [ast.Tuple(elts=names)]):
+                if {getattr(name, "value", None) for name in names} <= {"eager", "sdpa"}:
+                    return node.orelse
+        return node
+
+
 def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(dedent(getsource(unwrap(kind.forward)))))
+    return ast.walk(_WithoutOthers().visit(ast.parse(dedent(getsource(unwrap(kind.forward))))))
+
+
+@cache
+def _hands_over_indices(kind: type[nn.Module]) -> bool:
+    """True if a class of attention layers calls an indexer, and hands the keys that it chose to attention functions."""
+    given = {node.arg for node in _forward_nodes(kind) if isinstance(node, ast.keyword)}
+    return "indices" in given and any(map(_is_indexer_call, _forward_nodes(kind)))
+
+
+def _is_indexer_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "indexer"
 
 
 @cache
 def _why_unserved(kind: type[nn.Module]) -> str | None:
     """Reason why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
-    for node in _forward_nodes(kind):
+    nodes, of_indexer = [*_forward_nodes(kind)], set[ast.AST]()
+    if _hands_over_indices(kind):  # it takes a dense mask of all pairs
+        of_indexer = {each for node in nodes if _is_indexer_call(node) for each in ast.walk(node)}
+    for node in nodes:
+        if node in of_indexer:
+            continue
         match node:
             case ast.keyword(arg="sinks"):
                 return "gives each query a sink logit of its own"

@@ -114,6 +114,7 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
     [
         "Qwen2MoeForCausalLM",  # a window of 0 that no layer uses
         "DeepseekV3ForCausalLM",  # values narrower than keys
+        "DeepseekV32ForCausalLM",  # keys that an indexer chooses
         "Gemma2ForCausalLM",  # capped scores
         "T5ForConditionalGeneration",  # a learned bias for each head and distance
         "InklingForCausalLM",  # a bias for each query
@@ -137,7 +138,6 @@ def test_served(class_name: str) -> None:
     ("class_name", "said"),
     [
         ("DogeForCausalLM", r"DogeAttention, makes or changes the mask.*attn_implementation='sdpa' or 'eager' serves"),
-        ("DeepseekV32ForCausalLM", "DeepseekV32Attention, makes or changes the mask"),
         ("Inkling2ForCausalLM", "Inkling2SlidingAttention, gives each query a sink logit of its own"),
         ("GitForCausalLM", "GitSelfAttention, computes with a mask of queries and keys"),
         ("T5Gemma2ForConditionalGeneration", "T5Gemma2MergedAttention, makes or changes the mask"),
@@ -157,6 +157,16 @@ def test_refused_at_once(class_name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         set_pattern(model, masks.local_window(left=3, right=0))
     assert model.config._attn_implementation == before
+
+
+def test_an_indexer_chooses_within_documents() -> None:
+    """As transformers' own mask has them, and with set_pattern also where that does not tell."""
+    model = tiny_model("deepseek_v32", "DeepseekV32ForCausalLM", "causal").eval()
+    ids, positions = torch.randint(3, 20, (1, 80)), torch.cat([torch.arange(35), torch.arange(45)])[None]
+    wanted = model(ids, position_ids=positions, use_cache=False).logits
+    set_pattern(model, {})
+    found = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(found, wanted)
 
 
 def test_no_family_raises_later() -> None:
