@@ -160,7 +160,9 @@ class SparseTable(Table):
         """
         held, step = self.on(device), self.batch_step(device)
         tables, size = self.rows.shape[1:]
-        longest = int(self.rows[..., _HEAD : _HEAD + 1 + self.num_queries].diff().max()) if self.num_queries else 0
+        longest = min(self.num_keys, size - _HEAD - 1 - self.num_queries)
+        if self.known:  # a placeholder stands for rows of any length
+            longest = int(self.rows[..., _HEAD : _HEAD + 1 + self.num_queries].diff().max()) if self.num_queries else 0
         halves = parameters(device, *(1 << bit for bit in reversed(range(longest.bit_length()))))
         numbers = (num_heads // tables, tables, size, size - 1, _HEAD, _HEAD + 1 + self.num_queries)
         per_table, tables, size, last, ends, keys = parameters(device, *numbers)
