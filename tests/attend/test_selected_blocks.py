@@ -19,7 +19,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.aten import _aten_op, _query_rows
 from flexdilated.masks.patterns import lists_keys
-from flexdilated.masks.planning.lowering import _table
+from flexdilated.masks.planning.lowering import _key_lists, _table
 from flexdilated.testing import assert_attention_close, check_attention_module, check_pattern
 from flexdilated.testing._drawn_patterns import _selected_blocks
 from flexdilated.testing.strategies import attention_sizes
@@ -95,7 +95,9 @@ def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return fd.attend(q, k, v, case.pattern, sinks=sinks, enable_gqa=True, return_lse=True, **case.offsets)
 
-    with mock.patch.multiple(_table, _PARTS_BYTES=1 << 12, **WAYS[way]):
+    copied = data.draw(st.sampled_from([24, 1 << 30]))  # keys are gathered, or all pairs computed under a mask
+    limits = mock.patch.multiple(_table, _PARTS_BYTES=1 << 12, **WAYS[way])
+    with limits, mock.patch.object(_key_lists, "_COPIED_KEY", copied):
         assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
     if case.batch == 1:
         sizes = {"num_heads": case.num_heads, **case.offsets}

@@ -240,21 +240,20 @@ def test_a_value_for_each_pair(by_head: bool, beside: str) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix, table = graph(20, 20, 0.3), ragged(torch.randint(1, 7, (20,), generator=generator), 20)
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=generator, dtype=torch.float64)
-    listed = table[0] >= 0
-    cases = [(masks.sparse(matrix), matrix._indices(), (matrix._nnz(),), None)]
-    cases.append(
-        (masks.selected_keys(table), torch.stack([listed.nonzero()[:, 0], table[0][listed]]), table.shape[1:], listed)
-    )
-    for pattern, (query, key), shape, used in cases:
-        values = torch.randn(
-            *((3,) if by_head else ()), *shape, generator=generator, dtype=torch.float64
-        ).requires_grad_()
+    listed, batch = table[0] >= 0, torch.stack([graph(20, 20, 0.3, seed).to_dense() for seed in (1, 2)]).to_sparse()
+    entry, places = torch.arange(2)[:, None], torch.stack([listed.nonzero()[:, 0], table[0][listed]])
+    cases = [(masks.sparse(matrix), (entry, *matrix._indices()), (matrix._nnz(),), None)]
+    cases.append((masks.sparse(batch), tuple(batch.indices()), (batch._nnz(),), None))
+    cases.append((masks.selected_keys(table), (entry, *places), table.shape[1:], listed))
+    for pattern, pairs, shape, used in cases:
+        shape = (*((3,) if by_head else ()), *shape)
+        values = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         of_heads = values if by_head else values.expand(3, *values.shape)
         numbers = of_heads if used is None else of_heads[:, used]
-        bias = torch.zeros(3, 20, 20, dtype=torch.float64).index_put((torch.arange(3)[:, None], query, key), numbers)
+        bias = torch.stack([torch.zeros(2, 20, 20, dtype=torch.float64).index_put(pairs, each) for each in numbers], 1)
         whole = BESIDE[beside][0](pattern)
         found = fd.attend(q, k, v, whole, score_mod=fd.biases.entries(values, pattern))
-        dense = lambda score, b, h, i, j, bias=bias: score + bias[h, i, j]  # noqa: E731
+        dense = lambda score, b, h, i, j, bias=bias: score + bias[b, h, i, j]  # noqa: E731
         wanted = fd.attend(q, k, v, whole, score_mod=dense, engine="reference")
         assert_close(found, wanted)
         of_found, of_wanted = (torch.autograd.grad(x.square().sum(), values)[0] for x in (found, wanted))
