@@ -85,16 +85,13 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
         came = tuple(values.shape) if isinstance(values, Tensor) else repr(values)[:80]
         sizes = ", ".join(map(str, shape))
         raise ValueError(f"values must be floats of shape ({sizes}), or (heads, {sizes}); got {came}")
-    find, numbers, of_entries = (
-        table.finder(num_heads=1, device=values.device),
-        numbers.to(values.device),
-        table.entries,
-    )
+    find, num_entries = table.finder(num_heads=1, device=values.device), table.entries
+    numbers = numbers.to(values.device)
     flat = values.flatten(1) if by_head else values.flatten()
 
     def score_mod(score, b, h, q_idx, k_idx):
         # Where all entries share the pairs, places depend on positions alone: they are computed once for all heads.
-        place, found = find(b if of_entries > 1 else 0, 0, q_idx, k_idx)
+        place, found = find(b if num_entries > 1 else 0, 0, q_idx, k_idx)
         value = flat[h, numbers[place]] if by_head else flat[numbers[place]]
         return torch.where(found, score + value, score)
 

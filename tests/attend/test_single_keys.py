@@ -22,6 +22,7 @@ from flexdilated.engines.flex._portable_op import portable_run
 from flexdilated.engines.kernels import _key_lists
 from flexdilated.memory import AttentionSize, LiveBytes, attention_memory
 from tests.attend.test_selected_blocks import BESIDE, packed
+from tests.support.dense_flex import flex_on_cpu
 
 HUBS = torch.cat([torch.full((1, 4), 600), torch.full((1, 600), 3)], 1)[0]  # lengths of rows: a few hubs among others
 
@@ -258,3 +259,12 @@ def test_a_value_for_each_pair(by_head: bool, beside: str) -> None:
         assert_close(found, wanted)
         of_found, of_wanted = (torch.autograd.grad(x.square().sum(), values)[0] for x in (found, wanted))
         assert_close(of_found, of_wanted)
+
+
+def test_block_lists_serve_a_matrix_on_an_accelerator() -> None:
+    """Its kernels for tables take rows of equal lengths."""
+    q, k, v = torch.randn(3, 1, 2, 50, 16)
+    pattern = masks.sparse(graph(50, 50))
+    with flex_on_cpu():
+        found = fd.attend(q, k, v, pattern & masks.causal(), engine="flex")
+    assert_close(found, fd.attend(q, k, v, pattern & masks.causal(), engine="reference"))

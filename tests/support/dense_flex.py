@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexdilated import _attend, masks
 from flexdilated._engine_choice import choose_engine
 from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._selected_op import selected_parts
 from flexdilated.masks.core import _devices
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -90,7 +91,8 @@ def flex_on_cpu(kernel: Callable[..., Any] = dense_flex, *, trains: bool = True)
         patch.setitem(_devices._KINDS, "cpu", cpu)
         patch.setattr(_attend, "choose_engine", choose)
         patch.setattr(_flex_op, "run_flex", partial(_flex_op.run_flex, kernel=kernel))
-        patch.setattr(_flex_op, "selected_parts", lambda pattern: None)  # tables have kernels of their own
+        # Tables have kernels of their own: their description is made, as on an accelerator, and not used.
+        patch.setattr(_flex_op, "selected_parts", lambda pattern: selected_parts(pattern) and None)
         if not trains:
             patch.setattr(_flex_op, "_attend_in_parts", _flex_op._attend)  # which detaches q, k and v
         masks.cache().clear()

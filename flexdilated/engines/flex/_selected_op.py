@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._torch_private import graph_constant
 from ...masks import cache
 from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, suspended_torch_modes
-from ...masks.patterns import HeldRows, blank, names, require_row, require_tables, tables
+from ...masks.patterns import HeldRows, SelectedBlocks, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
 from .._call import Call
 from .._features import Features
@@ -62,8 +62,8 @@ def selected_parts(text: str) -> SelectedParts | None:
 @lru_cache(maxsize=256)
 def _parts_of(text: str) -> SelectedParts | None:
     selection = table_split_in_text(text)
-    if selection is None:
-        return None
+    if selection is None or not isinstance(selection.leaf, SelectedBlocks):
+        return None  # rows of a sparse matrix differ in length
     leaf, others = selection.leaf, selection.others
     beside = ("", ()) if others is None else (others.text, names(others))
     return SelectedParts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))

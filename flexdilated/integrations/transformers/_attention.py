@@ -167,12 +167,12 @@ class Visibility:
     @cached_property
     def _dense(self) -> Bool[Tensor, "B N M"]:
         """True for the keys that the model's rule, documents and padding allow."""
-        b, h = torch.arange(self.shape[0], device=self.device)[:, None, None], torch.zeros((), dtype=torch.int64)
+        b = torch.arange(self.shape[0], device=self.device)[:, None, None]
         q = self.q_offset + torch.arange(self.shape[2], device=self.device)[:, None]
         k = self.kv_offset + torch.arange(self.shape[3], device=self.device)
         shown = torch.ones(self.shape[0], self.shape[2], self.shape[3], dtype=torch.bool, device=self.device)
         if self.function is not None:
-            shown = shown & self.function(b, h.to(self.device), q, k)
+            shown = shown & self.function(b, torch.zeros_like(b), q, k)
         tensors = {name: x.to(self.device) for name, x in self.tensors.items()}
         if PACKED in tensors:
             shown = shown & (tensors[PACKED][b, q] == tensors[PACKED][b, k])
