@@ -11,6 +11,7 @@ from ...masks.core import advises, require_choice, require_finite, require_int
 from .._choose import Threshold, TopK, TopP, require_share
 from .._scores import Pools
 from .._selector import BlockSelector
+from ._rotary import angles_at, rotate
 
 # B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, D head dim,
 # E gate dim
@@ -260,21 +261,14 @@ class SeerGate(nn.Module):
         k = torch.cat([pools.greatest, pools.least, pools.mean], -1) @ self.key.to(queries.dtype)
         q = q.unflatten(1, (k.shape[1], -1))
         q = q.sum(2, keepdim=True) if self.share == "group" else q
-        begins = torch.arange(k.shape[2], device=k.device) * self.block
-        q, k = _rotate(q, positions, self.base), _rotate(k, begins, self.base)
-        return (q @ k.unsqueeze(2).mT).flatten(1, 2) * k.shape[-1] ** -0.5
+        begins, dim = torch.arange(k.shape[2], device=k.device) * self.block, k.shape[-1]
+        q, k = (
+            rotate(x, angles.cos(), angles.sin())
+            for x, angles in ((q, angles_at(positions, dim, self.base)), (k, angles_at(begins, dim, self.base)))
+        )
+        return (q @ k.unsqueeze(2).mT).flatten(1, 2) * dim**-0.5
 
     def extra_repr(self) -> str:
         heads, head_dim, dim = self.query.shape
         sizes = f"{head_dim}, {heads}, {len(self.key)}, block={self.block}, dim={dim}"
         return f"{sizes}, share={self.share!r}, base={self.base}"
-
-
-def _rotate(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
-    """Apply rotary embedding to x: channels i and i + E/2 are rotated by the angle position * base^(-2 i / E)."""
-    half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angles = positions[:, None] * rates
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -1,0 +1,277 @@
+"""Custom ops of an indexer: choose single keys by their index scores, and compare these scores with attention.
+
+The index score of a key for a query is the sum over index heads h of w_h * ReLU(q_h · k). No tensor of all pairs is
+formed: queries are computed in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refusing_backward, sum_dtype
+from ..masks.core import device_kind
+from ._boxes import SelectionCall
+from ._choose import choose, masked_lse
+from ._select_op import HeadPart, head_parts_of
+
+# B batch, h index heads, H query heads, G key/value heads, N queries, n of them in a chunk, M keys, L keys that a query
+# is compared with, d index head dim, D head dim
+
+# Numbers in the largest tensor of a chunk: on CPU few enough for the processor's cache.
+_ON_HOST, _ON_ACCELERATORS = 1 << 21, 1 << 25
+
+
+class _Compared(NamedTuple):
+    """Queries of a chunk, and the keys with which they are compared.
+
+    queries: range of indices into the queries of the call.
+    keys: range of indices into the keys of the call; None if each query has keys of its own, those of a table.
+    candidates: True for the keys that count for a query.
+    at: for each query its L keys, of a table, with any valid index where they do not count; None with `keys`.
+    """
+
+    queries: slice
+    keys: slice | None
+    candidates: Bool[Tensor, "#B n L"]
+    at: Int64[Tensor, "B n L"] | None
+
+    def keys_of(self, k: Float[Tensor, "B M d"]) -> Float[Tensor, "B _ L d"]:
+        """Keys of each query, with zeros for keys that count for none: their NaN would reach gradients."""
+        if self.at is None:
+            return k[:, None, self.keys].masked_fill(~self.candidates.any(1)[:, None, :, None], 0.0)
+        batch, tokens = k.shape[:2]
+        rows = torch.cat([k, k.new_zeros(batch, 1, k.shape[2])], 1).flatten(0, 1)
+        first = torch.arange(batch, device=k.device)[:, None, None] * (tokens + 1)
+        at = torch.where(self.candidates, self.at, tokens) + first
+        return rows.index_select(0, at.flatten()).unflatten(0, at.shape)
+
+
+def index_scores(
+    q: Float[Tensor, "B h n d"], k: Float[Tensor, "B _ L d"], w: Float[Tensor, "B n h"]
+) -> Float[Tensor, "B n L"]:
+    """Index score of each query and key, at least in float32; with dim 1 of k of size 1 all queries have equal keys."""
+    wide = sum_dtype(q)
+    q, k, w = q.transpose(1, 2).to(wide), k.to(wide), w.to(wide)
+    products = (q.flatten(1, 2) @ k[:, 0].mT).unflatten(1, q.shape[1:3]) if k.shape[1] == 1 else q @ k.mT
+    return (w.unsqueeze(-2) @ products.relu()).squeeze(-2)
+
+
+@own_op("flexdilated::index_keys")
+def index_keys(q: Tensor, k: Tensor, w: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
+    """Table (B, 1, N, most) of the keys with the highest index scores, in descending order, padded with -1.
+
+    q (B, h, N, d), k (B, M, d), w (B, N, h): index queries and keys, and the weights of the index heads.
+    bindings: run-time tensors of the pattern, sorted by name.
+    constants, q_offset: `SelectionCall.arguments`.
+    """
+    call = SelectionCall.of(constants, q_offset)
+    chosen = torch.full((len(q), 1, q.shape[2], call.most), -1, device=q.device)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for some in _visible_keys(call, bindings, q, k, width=q.shape[1]):
+            scores = index_scores(q[:, :, some.queries], some.keys_of(k), w[:, some.queries]).unsqueeze(1)
+            ids, able = torch.arange(scores.shape[-1], device=q.device), some.candidates.unsqueeze(1)
+            how = {"kind": "top_k", "amount": 0.0, "most": call.most}
+            places, _ = choose(scores, able.expand(scores.shape), ids.expand(scores.shape), **how)
+            assert some.keys is not None
+            chosen[:, :, some.queries] = torch.where(places < 0, -1, places + some.keys.start)
+    return chosen
+
+
+@index_keys.register_fake
+def _(q, k, w, bindings, *arguments):
+    return q.new_empty((q.shape[0], 1, q.shape[2], SelectionCall.of(*arguments).most), dtype=torch.int64)
+
+
+@own_op("flexdilated::index_loss")
+def index_loss(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    table: Tensor | None,
+    bindings: list[Tensor],
+    constants: str,
+    q_offset: int,
+) -> tuple[Tensor, Tensor]:
+    """(sum over queries of KL(p ‖ softmax of the index scores), in nats; number of queries that have keys).
+
+    p is the mean over heads of the attention weights; it and the softmax are over the keys in the table, or over all
+    keys that the pattern allows. Only q, k and w have gradients.
+
+    teacher_q (B, H, N, D), teacher_k (B, G, M, D): queries and keys of the attention.
+    table: (B, 1, N, L), the keys of each query, padded with -1; None for all that the pattern allows.
+
+    Other arguments are as in `index_keys`; the call's `scale` is that of the attention.
+    """
+    call, teacher = SelectionCall.of(constants, q_offset), (teacher_q, teacher_k)
+    total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for some in _compared(call, bindings, q, k, table, teacher):
+            total += _divergence(some, q, k, w, _mean_weights(some, *teacher, call.scale))
+            number += some.candidates.any(-1).expand(len(q), -1).sum()
+    return total, number
+
+
+@index_loss.register_fake
+def _(q, *others):
+    return q.new_empty((), dtype=sum_dtype(q)), q.new_empty((), dtype=torch.int64)
+
+
+@own_op("flexdilated::index_loss_backward")
+def index_loss_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    table: Tensor | None,
+    bindings: list[Tensor],
+    constants: str,
+    q_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and w.
+
+    grad: gradient of the sum; other arguments are those of `index_loss`.
+    """
+    call, teacher = SelectionCall.of(constants, q_offset), (teacher_q, teacher_k)
+    leaves = [x.detach().requires_grad_() for x in (q, k, w)]
+    totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
+    with torch.autocast(q.device.type, enabled=False):
+        for some in _compared(call, bindings, q, k, table, teacher):
+            shares = _mean_weights(some, *teacher, call.scale)
+            with autograd_on():
+                lacks = _divergence(some, *leaves, shares)
+                found = torch.autograd.grad(lacks, leaves, grad.to(lacks))
+            for total, x in zip(totals, found, strict=True):
+                total += x
+    first, second, third = (total.to(x.dtype) for total, x in zip(totals, leaves, strict=True))
+    return first, second, third
+
+
+@index_loss_backward.register_fake
+def _(grad, q, k, w, *others):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)
+
+
+def _remember(ctx, inputs, output) -> None:
+    *tensors, bindings, constants, q_offset = inputs
+    ctx.arguments = constants, q_offset
+    ctx.save_for_backward(*tensors, *copies(bindings))
+    ctx.kept = functions_in(constants)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _):
+    *tensors, table = ctx.saved_tensors[:6]
+    bindings = list(ctx.saved_tensors[6:])
+    without = None, None, None, *no_gradients(bindings, ctx.arguments)
+    if grad is None:
+        return None, None, None, *without
+    return *index_loss_backward(grad, *tensors, table, bindings, *ctx.arguments), *without
+
+
+index_loss.register_autograd(_backward, setup_context=_remember)
+index_loss_backward.register_autograd(refusing_backward("the loss of an indexer has no second derivative"))
+
+
+def _divergence(some: _Compared, q: Tensor, k: Tensor, w: Tensor, shares: Float[Tensor, "B n L"]) -> Float[Tensor, ""]:
+    """Sum over a chunk of queries of KL(shares ‖ softmax of the index scores over the candidates), in nats.
+
+    q, k, w: as in `index_keys`, those of the whole call.
+    """
+    seen, here = some.candidates, some.queries
+    blind = ~seen.any(-1)  # queries without keys, whose NaN would reach gradients
+    own_q, own_w = (
+        q[:, :, here].masked_fill(blind[:, None, :, None], 0.0),
+        w[:, here].masked_fill(blind[..., None], 0.0),
+    )
+    scores = index_scores(own_q, some.keys_of(k), own_w)
+    logs = scores - masked_lse(scores, seen).masked_fill(blind, 0.0).unsqueeze(-1)
+    # 0 * log 0 counts as 0.
+    return torch.where((shares > 0) & seen, shares * (shares.clamp(min=_LEAST).log() - logs), 0.0).sum()
+
+
+_LEAST = torch.finfo(torch.float32).tiny
+
+
+def _mean_weights(
+    some: _Compared, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], scale: float
+) -> Float[Tensor, "B n L"]:
+    """Attention weights of a chunk of queries over the candidates, as a mean over heads; 0 for queries without any."""
+    wide, groups = sum_dtype(q), k.shape[1]
+    total = None
+    for group in range(groups):  # one at a time: the keys of a table are a copy for each query
+        heads = slice(group * q.shape[1] // groups, (group + 1) * q.shape[1] // groups)
+        own_q = q[:, heads, some.queries].to(wide) * scale
+        own_k = some.keys_of(k[:, group]).to(wide)
+        scores = own_q @ own_k.mT if own_k.shape[1] == 1 else (own_q.transpose(1, 2) @ own_k.mT).transpose(1, 2)
+        scores = scores.masked_fill(~some.candidates.unsqueeze(1), -torch.inf)
+        shares = scores.softmax(-1).sum(1)
+        total = shares if total is None else total + shares
+    assert total is not None
+    return (total / q.shape[1]).masked_fill(~some.candidates.any(-1, keepdim=True), 0.0)
+
+
+def _compared(
+    call: SelectionCall,
+    bindings: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    table: Tensor | None,
+    teacher: tuple[Tensor, Tensor],
+) -> Iterator[_Compared]:
+    """Chunks of queries with the keys that the loss compares: those in the table, or without one all visible keys."""
+    heads = max(q.shape[1], teacher[0].shape[1])
+    if table is None:
+        yield from _visible_keys(call, bindings, q, k, width=heads)
+        return
+    dims = max(q.shape[3], teacher[0].shape[3])
+    for some in _chunks(q, len(q) * table.shape[3] * max(heads, dims)):
+        at = table[:, 0, some]
+        yield _Compared(some, None, at >= 0, at.clamp(min=0))
+
+
+def _visible_keys(
+    call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, width: int
+) -> Iterator[_Compared]:
+    """Chunks of queries with all keys that one of them sees; a chunk whose queries see none is left out.
+
+    width: numbers that are in memory for each pair of a query and a key.
+    """
+    parts = head_parts_of(call, bindings, q[:, :1], k.unsqueeze(1))
+    for some in _chunks(q, len(q) * k.shape[1] * width):
+        seen = _sees(parts, call.q_offset, some, q, k)
+        places = seen.any(0).any(0).nonzero()
+        if len(places):
+            keys = slice(int(places[0]), int(places[-1]) + 1)
+            yield _Compared(some, keys, seen[..., keys], None)
+
+
+def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:
+    """Consecutive slices of the N queries, each of which needs `each` numbers in memory."""
+    most, number = _ON_HOST if device_kind(q.device).on_host else _ON_ACCELERATORS, q.shape[2]
+    step = max(1, most // max(1, each))
+    yield from (slice(at, min(at + step, number)) for at in range(0, number, step))
+
+
+def _sees(parts: Sequence[HeadPart], q_offset: int, some: slice, q: Tensor, k: Tensor) -> Bool[Tensor, "#B n M"]:
+    """Mask of the pairs that may be chosen; dim 0 has size 1 if all batch entries have one rule.
+
+    parts: from `head_parts_of`.
+    """
+    at = torch.arange(q_offset + some.start, q_offset + some.stop, device=q.device)[:, None]
+    keys = torch.arange(k.shape[1], device=q.device)
+    found = [part.rule.sees(at, keys).expand(len(at), len(keys)) for part in parts]
+    if len(found) == 1:
+        return found[0].unsqueeze(0)
+    seen = torch.empty(len(q), len(at), len(keys), dtype=torch.bool, device=q.device)
+    for part, own in zip(parts, found, strict=True):
+        seen[part.entries] = own
+    return seen
