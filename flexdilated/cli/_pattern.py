@@ -75,7 +75,7 @@ class AskedPattern:
         """Copy with the run-time tensors of one batch entry; tensors that are common to all entries are kept."""
         found: dict[str, CarriedTensor] = {}
 
-        def with_row(leaf: Pattern) -> Pattern:
+        def with_entry(leaf: Pattern) -> Pattern:
             if not isinstance(leaf, RunTime) or leaf.given is None:
                 return leaf
             tensor = leaf.given.tensor
@@ -84,7 +84,7 @@ class AskedPattern:
             )
             return replace(leaf, given=given)
 
-        return replace(self, pattern=self.pattern.map_leaves(with_row))
+        return replace(self, pattern=self.pattern.map_leaves(with_entry))
 
 
 @contextmanager

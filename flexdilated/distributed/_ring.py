@@ -223,7 +223,10 @@ class Ring:
 
 
 class Gradients:
-    """Gradients dk, dv (B, G, L, D) of this rank's keys and values, to which each turn adds those of another rank."""
+    """Sums dk, dv (B, G, L, D) of the gradients of this rank's keys and values.
+
+    In each turn another rank sends the gradients through its queries, which are added.
+    """
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
         self.ring, self.totals = ring, (dk, dv)

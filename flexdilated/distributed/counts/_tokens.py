@@ -133,7 +133,7 @@ Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV hea
 
 
 def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens that each rank needs in each chunk, summed over KV heads.
+    """Number of tokens that each rank needs in each chunk, summed over KV heads; undefined for its own chunks.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
     """
@@ -148,6 +148,8 @@ def _tokens_of_branches(
     group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> Int64[Tensor, "R n"]:
     """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
+
+    It is undefined for the chunks of the rank itself.
 
     group: the branches of the head, by ascending rate.
     turns: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
