@@ -155,7 +155,7 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
-    def run_dry(num_tokens: int, in_model: bool) -> AttentionMemory:
+    def predicted(num_tokens: int, in_model: bool) -> AttentionMemory:
         call = attention_size(size.model, num_tokens) if in_model else size.attention(num_tokens)
         return size.memory_of(call)
 
@@ -168,8 +168,8 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
         in_model: True for the call in a layer of the model.
         """
         if num_tokens < _LINE[0] or not has_line:
-            return run_dry(num_tokens, in_model)
-        smaller, larger = (run_dry(number, in_model) for number in _LINE)
+            return predicted(num_tokens, in_model)
+        smaller, larger = (predicted(number, in_model) for number in _LINE)
         return smaller.extrapolate(num_tokens, larger, _LINE)
 
     @cache

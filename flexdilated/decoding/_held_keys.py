@@ -263,7 +263,7 @@ def _num_slots_for(live: int) -> int:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError if autograd or a torch.func transform would differentiate one of these tensors."""
+    """Raise ValueError if one of these tensors needs a gradient, has a tangent, or is vmapped."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache computes no gradients, and an input requires one: call it under torch.no_grad()")

@@ -146,10 +146,11 @@ class Ring:
     def rotate(self, visit: Visit) -> None:
         """Call `visit` with this rank's shard, then with the received part of each turn.
 
-        The next part is in transfer during a visit. visit: gets (turn or None for this rank's shard, part, keys
-        (B, G, S, D), values (B, G, S, D)) with the S tokens of the part; S = 0 if the turn receives nothing. Without
-        tokens on this rank there are no visits. Received keys are freed after their visit, so at most two shards of
-        other ranks are held.
+        visit: gets (turn, part, keys (B, G, S, D), values (B, G, S, D)) for the S tokens of the part. The turn is None
+            for this rank's shard. S is 0 if the turn receives nothing.
+
+        The next part is in transfer during a visit. Received keys are freed after their visit, so at most two shards of
+        other ranks are held. Without tokens on this rank there are no visits.
         """
         if not len(self.own):
             return
