@@ -175,7 +175,7 @@ def _load_tensor(name: str, file: str) -> Tensor:
 def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
 
-    0 for a tensor without values or axes, and for lengths that are not integers.
+    0 for a tensor without axes, and for lengths that are empty or no integers.
     Raises UsageError for invalid or too many values.
     """
     with refusals():
