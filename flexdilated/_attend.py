@@ -228,7 +228,10 @@ def attend(
 def _queries_from(
     pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, device: torch.device
 ) -> tuple[Pattern | Mixture, ScoreMod | None]:
-    """Return (pattern, score_mod) in which query i of batch entry b is at position starts[b] + i."""
+    """Return (pattern, score_mod) in which query i of batch entry b is at position starts[b] + i.
+
+    starts: integers (B,), or (1,) for all batch entries.
+    """
     moved = pattern.queries_from(starts, name="q_offset")
     if score_mod is None:
         return moved, None
@@ -245,10 +248,11 @@ def checked_call(
     scale: Scale,
     bindings: Mapping[str, Tensor] | None,
 ) -> tuple[Tensor, Call, list[Tensor], float]:
-    """Check these arguments of `attend`; return (q, `Call` with the pattern and sizes, run-time tensors, scale).
+    """Check these arguments of `attend`; return (q, `Call`, run-time tensors, factor on the scores).
 
-    A tensor as scale is multiplied into q, and the scale returned is then 1. The run-time tensors, which the pattern
-    carries or `bindings` holds, are sorted by name; for a q on the meta device they are left out.
+    The `Call` has the pattern, without zero padding, and the sizes. If scale is a tensor, the returned q is multiplied
+    by it, and the factor is 1. The run-time tensors, of the pattern or of `bindings`, are sorted by name; for a q on
+    the meta device the list is empty.
     """
     heads = check_sizes(pattern, q, place)
     check_layout(place.layout, q, k)
@@ -293,7 +297,7 @@ def _knows_autocast(kind: str) -> bool:
 
 
 def _with_zero_keys(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) after adding the pattern's zero keys (score 0, value 0) of padding to each row's softmax."""
+    """Return (out, lse) with the zero keys of the pattern's padding (score 0, value 0) added to each row's softmax."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     return with_padding_keys(
         out,

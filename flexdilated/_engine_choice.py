@@ -109,7 +109,7 @@ def planned_engine(
     if chosen == "aten":
         reason = _aten_cannot(torch.device(device), dtype, score_mod, drops)
     elif chosen == "flex":
-        reason = _flex_too_narrow(device, head_dim)
+        reason = _flex_cannot_take_head_dim(device, head_dim)
     if reason is not None and engine is not None:
         raise ValueError(reason)
     return chosen if reason is None else "portable"
@@ -121,7 +121,7 @@ def default_engine(device: str) -> str:
     Calls that this engine cannot serve are computed by "portable".
     """
     engine = device_kind(device).engine
-    return "portable" if engine == "flex" and _flex_has_no_triton(device) else engine
+    return "portable" if engine == "flex" and _flex_cannot_compile(device) else engine
 
 
 @lru_cache(maxsize=4096)
@@ -145,7 +145,7 @@ def _feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
 def check_transforms(inputs: list[Tensor]) -> Tensor:
     """Raise ValueError if an input is mapped by vmap or carries a forward-mode or torch.func derivative.
 
-    It is an op so that it also runs in a trace; it returns an empty tensor.
+    `own_op` raises the error; as an op it also runs in a graph. The result is an empty tensor.
     """
     return inputs[0].new_empty(0)
 
@@ -180,13 +180,13 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
 
 
 def _portable_cannot(features: Features) -> str | None:
-    if features.score_mod is not None and _is_exported():
+    if features.score_mod is not None and _is_exporting():
         return "portable with a score_mod is not exported; engine='flex' is (on CPU: inference only, no mixture)"
     return None
 
 
 @graph_constant  # in a trace, torch 2.11 takes it for True
-def _is_exported() -> bool:
+def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
@@ -208,7 +208,7 @@ def _flash_cannot(q: Tensor, k: Tensor, v: Tensor, features: Features, sides: tu
     reason = flash_cannot(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), sides)
     if reason is not None:
         return reason
-    if _learns(features, q):  # torch refuses it even if no gradient is needed
+    if _score_mod_needs_gradient(features, q):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     if any(recorded) and not recorded[0]:  # torch removes the backward kernel if the gradient of q is unused
@@ -218,7 +218,7 @@ def _flash_cannot(q: Tensor, k: Tensor, v: Tensor, features: Features, sides: tu
     return None
 
 
-def _learns(features: Features, q: Tensor) -> bool:
+def _score_mod_needs_gradient(features: Features, q: Tensor) -> bool:
     """True if score_mod reads a tensor that requires a gradient."""
     return features.score_mod is not None and any(x.requires_grad for x in tensors_read(features.score_mod, q))
 
@@ -228,7 +228,7 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _flex_has_no_triton(device: str) -> str | None:
+def _flex_cannot_compile(device: str) -> str | None:
     """Return why engine "flex" cannot compile for a kind of accelerator, such as "cuda"; None if it can."""
     if device_kind(device).engine != "flex":
         return f"flex runs Triton's kernels, on CUDA and XPU; got tensors on {device}. engine='portable' serves them"
@@ -240,7 +240,7 @@ def _has_triton() -> bool:
     return _torch_private.has_triton()
 
 
-def _flex_too_narrow(device: str, head_dim: int) -> str | None:
+def _flex_cannot_take_head_dim(device: str, head_dim: int) -> str | None:
     if head_dim >= _MIN_FLEX_HEAD_DIM:
         return None
     rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {device}"
@@ -255,11 +255,11 @@ def _flex_cannot(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, fe
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
         device = q.device.type
-        return _flex_has_no_triton(device) or _flex_too_narrow(device, min(q.shape[-1], v.shape[-1]))
+        return _flex_cannot_compile(device) or _flex_cannot_take_head_dim(device, min(q.shape[-1], v.shape[-1]))
     serves = f"engine={'portable' if features.drops or features.score_mod is not None else 'aten'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
-    if torch.is_grad_enabled() and _learns(features, q):
+    if torch.is_grad_enabled() and _score_mod_needs_gradient(features, q):
         return (
             f"flex has no backward on CPU, and score_mod uses a tensor that requires a gradient; {serves}, "
             "or use torch.no_grad()"

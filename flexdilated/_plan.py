@@ -49,18 +49,18 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Row of a `PlanReport`: a term of the chosen plan, or several equal terms.
+    """A term of the chosen plan, or several equal terms: one item of `PlanReport.terms`.
 
     branch: number of the branch of the pattern, from 1, or "all" if the plan computes all branches of a mixture
         together.
     layout: name of the token order.
-    shape: structure of the mask, such as "dense", "causal" or "blocks of 128", or "table of blocks of 1 x 1" for a
-        table of selected blocks that is read without block lists.
+    shape: structure of the mask, such as "dense", "causal" or "blocks of 128"; for a table of keys or blocks that is
+        read without block lists, "table of blocks of 1 x 1" or the like, or "lists of single keys".
     rule: the allowed pairs, as text.
     times: how often each pair counts in the softmax.
     heads: number of query heads.
-    folds: number of separate attention problems per head, each of `queries` by `keys` tokens.
-    terms: number of equal terms, which differ only in the positions of their tokens.
+    folds: number of separate attention problems per head, each of `queries` by `keys` slots.
+    terms: number of equal terms, which differ only in their heads and in the positions of their tokens.
     """
 
     branch: int | str
@@ -77,13 +77,13 @@ class PlannedTerm:
 
 @dataclass(frozen=True)
 class WeighedOption:
-    """One way to compute a branch of a pattern, or all branches; a row of a `PlanReport`.
+    """One way to compute a branch of a pattern, or all branches; one item of `PlanReport.options`.
 
     Its predicted cost is that of the forward pass for one batch entry.
 
     branch: number of the branch, from 1, or "all" for all branches of a mixture together.
     layout: name of the token order.
-    computed_pairs: (query, key) pairs over all heads.
+    computed_pairs: (query, key) pairs in the blocks that are computed, over all heads.
     moved_bytes: bytes read and written to gather q, k and v and to merge outputs.
     launches: number of kernel launches.
     chosen: True for the option that `attend` uses.
@@ -100,7 +100,7 @@ class WeighedOption:
 
 @dataclass(frozen=True)
 class MeasuredOption:
-    """Predicted and measured forward time, in seconds, of one way to compute a pattern; a row of a `PlanReport`.
+    """Predicted and measured forward time, in seconds, of one way to compute a pattern or one of its branches.
 
     The times are for one batch entry on this machine.
 
@@ -171,14 +171,14 @@ class PlanReport(PlanSize):
         call = self.attention_memory
         work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops", "block_list_bytes")
 
-        def of(*names: str) -> dict[str, Any]:
+        def values(*names: str) -> dict[str, Any]:
             return {name: getattr(self, name) for name in names}
 
         return {
             "pattern": repr(self.pattern),
-            **of("num_tokens", "num_heads", "num_kv_heads", "head_dim", "value_dim", "batch", "dropout_p"),
+            **values("num_tokens", "num_heads", "num_kv_heads", "head_dim", "value_dim", "batch", "dropout_p"),
             "dtype": self.dtype_name,
-            **of("device", "engine", *work),
+            **values("device", "engine", *work),
             **{name: [asdict(each) for each in getattr(self, name)] for name in ("terms", "options", "measured")},
             "memory": {
                 "attention": {
@@ -400,7 +400,7 @@ def _shape_text(term: Term) -> str:
 
 
 def _planned_terms(best: Plan) -> Iterator[PlannedTerm]:
-    """Yield the terms of each branch's chosen option; equal terms share one entry."""
+    """Yield one `PlannedTerm` for each group of equal terms in each chosen option."""
     for number, chosen in enumerate(best.chosen, start=1):
         alike = Counter(
             (

@@ -76,7 +76,7 @@ class PlanSize:
         return planned_engine(self.named_engine, *size, score_mod=self.score_mod, drops=drops)
 
     def reads_table(self, bound: Bound) -> bool:
-        """True if the engine reads a table of keys or blocks in this pattern, without block lists of its pairs."""
+        """True if the engine reads a table of keys or blocks in the pattern of `bound`, without block lists for it."""
         return reads_table(bound, self.engine)
 
     @property

@@ -68,7 +68,10 @@ class Name:
         return self.absent or f"{first}ImportError when {self.error}"
 
     def find(self) -> Any:
-        """Look up the public name, then the private one, or call `probe`. Raises ImportError if torch has none."""
+        """Return the object of the public name, else of the private one, or the result of `probe`.
+
+        Raises ImportError if torch has none of them.
+        """
         for path in (self.public, self.path):
             try:
                 if path:
@@ -84,7 +87,7 @@ class Name:
         )
 
 
-def _kernel(operator: str, where: str) -> Name:
+def _kernel_name(operator: str, where: str) -> Name:
     use = f"computes {'the gradient of attention' if '_backward' in operator else 'attention with its lse'} on {where}"
     others = "" if where == "CPU" else "switch this kernel off by torch.nn.attention.sdpa_kernel, or "
     return Name(
@@ -153,14 +156,14 @@ NAMES = {
         "torch._C:_ForceDispatchKeyGuard", "turns the keys of autograd on, to record in an operator", _RECORDED
     ),
     # Kernels
-    "flash_attention_for_cpu": _kernel("flash_attention_for_cpu", "CPU"),
-    "flash_attention_for_cpu_backward": _kernel("flash_attention_for_cpu_backward", "CPU"),
-    "flash_attention": _kernel("flash_attention.default", "CUDA"),
-    "flash_attention_backward": _kernel("flash_attention_backward.default", "CUDA"),
-    "cudnn_attention": _kernel("cudnn_attention.default", "CUDA"),
-    "cudnn_attention_backward": _kernel("cudnn_attention_backward.default", "CUDA"),
-    "efficient_attention": _kernel("efficient_attention.default", "CUDA"),
-    "efficient_attention_backward": _kernel("efficient_attention_backward.default", "CUDA"),
+    "flash_attention_for_cpu": _kernel_name("flash_attention_for_cpu", "CPU"),
+    "flash_attention_for_cpu_backward": _kernel_name("flash_attention_for_cpu_backward", "CPU"),
+    "flash_attention": _kernel_name("flash_attention.default", "CUDA"),
+    "flash_attention_backward": _kernel_name("flash_attention_backward.default", "CUDA"),
+    "cudnn_attention": _kernel_name("cudnn_attention.default", "CUDA"),
+    "cudnn_attention_backward": _kernel_name("cudnn_attention_backward.default", "CUDA"),
+    "efficient_attention": _kernel_name("efficient_attention.default", "CUDA"),
+    "efficient_attention_backward": _kernel_name("efficient_attention_backward.default", "CUDA"),
     # torch.compile
     "check": Name("torch:_check", "bounds a number that a compiled graph reads from a tensor"),
     "assert_async": Name("torch:ops.aten._assert_async.msg", "checks the values of a mask when a compiled graph runs"),
@@ -219,7 +222,10 @@ NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a key of NAMES in torch on first access. Raises ImportError if torch lacks it."""
+    """Return the object of torch for a key of NAMES; it is looked up on first access, and kept.
+
+    Raises ImportError if torch lacks it, and AttributeError for a name that is no key.
+    """
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = NAMES[name].find()

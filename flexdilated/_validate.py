@@ -240,7 +240,9 @@ def check_zero_keys(
     """Raise ValueError if the pattern pads segments with zero keys and the call does not allow that.
 
     Such a pattern needs all keys of the sequence (k_offset 0), queries within it, and no score_mod. Other patterns
-    pass. queries, keys: numbers of queries and keys.
+    pass.
+
+    queries, keys: numbers of queries and keys; without them and `place`, only score_mod is checked.
     """
     if not pattern.pads:
         return
@@ -278,9 +280,11 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
 def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
     """Return (queries, factor on the scores) for the argument `scale` of q (B, H, N, D).
 
-    A tensor, of one number for each head (H,) or for all, multiplies q, in float32 or wider; the factor is then 1. Else
-    q is unchanged, and the factor is `resolve_scale(scale, head_dim)`. Raises TypeError or ValueError for other
-    tensors, and as `resolve_scale`.
+    If it is a tensor, of one number for each head (H,) or one for all, the queries are q times it, computed in float32
+    or wider and rounded to the dtype of q, and the factor is 1. Else the queries are q, and the factor is
+    `resolve_scale(scale, head_dim)`.
+
+    Raises TypeError or ValueError for other tensors, and as `resolve_scale`.
     """
     if not isinstance(scale, Tensor):
         return q, resolve_scale(scale, head_dim)
@@ -354,7 +358,7 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """Return the run-time tensors that a pattern needs, sorted by name.
+    """Return the run-time tensors that a pattern needs, sorted by name; sparse ones are packed into dense ones.
 
     Tensors are copied to the CPU here, once per call, except tables of selected blocks, which stay on their device.
 

@@ -100,9 +100,12 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
 def _steps(
     pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """Run the checks in steps; after each step yield (number of its examples, "the rule" or "attend").
+    """Run the checks in steps; after each step yield (its share of `examples`, "the rule" or "attend").
 
-    "the rule": `check_pattern`. "attend": outputs, lse and gradients. Raises AssertionError with a counterexample.
+    The shares of each kind of step sum to `examples`. "the rule": `check_pattern`, with that many boxes of each kind.
+    "attend": output, lse and gradients, in up to about that many calls.
+
+    Raises AssertionError with a counterexample.
     """
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
     for first in range(0, examples, _BOXES):

@@ -115,7 +115,7 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
     dtype, refusal = torch.bfloat16 if engine == "flash" else torch.float32, ""
     for use in _USES:
         try:
-            error = _error(engine, device, dtype, use)
+            error = _relative_error(engine, device, dtype, use)
         except ValueError as refused:
             refusal = _first_line(refused)
         except Exception as failure:  # of any kind: it is the finding
@@ -127,7 +127,7 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
     return False, f"does not serve: {refusal}"
 
 
-def _error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
+def _relative_error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
     """Return the largest error of output and gradients, each relative to the largest absolute value in its tensor.
 
     use: "training" or "inference".

@@ -75,7 +75,7 @@ class AskedPattern:
         """Copy with the run-time tensors of one batch entry; tensors that are common to all entries are kept."""
         found: dict[str, CarriedTensor] = {}
 
-        def with_row(leaf: Pattern) -> Pattern:
+        def with_entry(leaf: Pattern) -> Pattern:
             if not isinstance(leaf, RunTime) or leaf.given is None:
                 return leaf
             tensor = leaf.given.tensor
@@ -84,7 +84,7 @@ class AskedPattern:
             )
             return replace(leaf, given=given)
 
-        return replace(self, pattern=self.pattern.map_leaves(with_row))
+        return replace(self, pattern=self.pattern.map_leaves(with_entry))
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _load_tensor(name: str, file: str) -> Tensor:
 def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
 
-    0 for a tensor without values or axes, and for lengths that are not integers.
+    0 for a tensor without axes, and for lengths that are empty or no integers.
     Raises UsageError for invalid or too many values.
     """
     with refusals():

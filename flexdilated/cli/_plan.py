@@ -155,21 +155,21 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
-    def run_dry(num_tokens: int, in_model: bool) -> AttentionMemory:
+    def predicted(num_tokens: int, in_model: bool) -> AttentionMemory:
         call = attention_size(size.model, num_tokens) if in_model else size.attention(num_tokens)
         return size.memory_of(call)
 
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
-        """Memory of a call.
+        """Predict the memory of a call of `attend`.
 
-        From _LINE[0] tokens on it lies on the line through the calls of _LINE[0] and _LINE[1] tokens, if the pattern
-        accepts so many.
+        From _LINE[0] tokens on it is extrapolated along the line through the calls of _LINE[0] and _LINE[1] tokens, if
+        the pattern accepts _LINE[1] tokens.
 
         in_model: True for the call in a layer of the model.
         """
         if num_tokens < _LINE[0] or not has_line:
-            return run_dry(num_tokens, in_model)
-        smaller, larger = (run_dry(number, in_model) for number in _LINE)
+            return predicted(num_tokens, in_model)
+        smaller, larger = (predicted(number, in_model) for number in _LINE)
         return smaller.extrapolate(num_tokens, larger, _LINE)
 
     @cache
@@ -243,5 +243,5 @@ def rounded(num_tokens: int) -> int:
 
 
 def longest_bound(pattern: Expression) -> int:
-    """Largest number of tokens that the pattern accepts, at most 2**30."""
+    """Largest number of tokens that the pattern accepts, at most 2**30; 2**30 if `most_tokens` finds none."""
     return min(most_tokens(pattern) or _MOST, _MOST)

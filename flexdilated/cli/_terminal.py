@@ -125,7 +125,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def size_of(text: str) -> int | None:
-    """Parse a number of tokens such as "65536", "64K" or "1M", where K is 1,024; return None for other text."""
+    """Return the number in a text such as "65536", "64K" or "1M", where K is 2**10 and M 2**20; None for other text."""
     found = _SIZE.fullmatch(text.strip())
     return int(found[1]) * _UNITS[found[2].upper()] if found else None
 

@@ -58,15 +58,15 @@ class Cohort:
         return slice(first, last + 1) if last - first < len(self.entries) else torch.tensor(self.entries)
 
     def of(self, x: Shaped[Tensor, "B ..."], tokens: int) -> Shaped[Tensor, "C ..."]:
-        """Return the first `tokens` tokens (dim 2) of the cohort's entries of x, a view if these are consecutive."""
+        """Return the first `tokens` tokens (dim 2) of the cohort's entries of x; a view if entries are consecutive."""
         if (len(self.entries), tokens) == (x.shape[0], x.shape[2]):
             return x  # slicing takes microseconds, which count in a step
         return x[self.rows, :, :tokens]
 
     def local_score_mod(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
-        """Return a function like score_mod whose argument b counts the entries of the cohort; None for None.
+        """Return a function that calls score_mod with indices of entries in the cache's batch; None for None.
 
-        It calls score_mod with the entry's index in the cache's batch.
+        Its own argument b is an index in the cohort.
 
         batch: number of entries of the cache.
         """
@@ -76,7 +76,7 @@ class Cohort:
         return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Split the cohort into cohorts of entries with equal numbers; return [(cohort, number of its entries)].
+        """Split the cohort into cohorts whose entries have one number; return [(cohort, that number)].
 
         numbers: one for all entries, or one for each entry of the cache's batch.
         """

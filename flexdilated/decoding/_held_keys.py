@@ -41,9 +41,9 @@ class HeldKeys:
     no later query can see are dropped, and the other runs are moved together. Without a fixed capacity each token is
     moved about once, on average over many tokens.
 
-    keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
+    keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their contents are not
         stored.
-    sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
+    sources: rules of queries, such as the distinct rules of the heads. A query can see a key if one of them allows it.
     capacity: fixed number of tokens of the buffer; None to grow.
     undo: keys that one of the last `undo` queries can see are kept, too.
     """
@@ -122,7 +122,7 @@ class HeldKeys:
 
         query: position of the next query.
 
-        A buffer with a fixed capacity is not shrunk.
+        A buffer with a fixed capacity, or of at most 512 slots, is not shrunk.
         """
         if self.capacity is None and self.num_slots > _LEAST_SLOTS:
             kept = self.visible(max(0, query - self.undo))
@@ -263,7 +263,7 @@ def _num_slots_for(live: int) -> int:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError if autograd or a torch.func transform would differentiate one of these tensors."""
+    """Raise ValueError if one of these tensors needs a gradient, has a tangent, or is vmapped."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache computes no gradients, and an input requires one: call it under torch.no_grad()")

@@ -387,7 +387,10 @@ class KVCache:
         return out.to(q.dtype)
 
     def _attend_held(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
-        """Return (output, lse) of the next queries of a cohort, whose keys are appended but not yet counted as seen."""
+        """Return (output, lse) of the next queries of a cohort.
+
+        The keys of these tokens are already in `cohort.held`; `cohort.seen` does not count them yet.
+        """
         held = cohort.held
         return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held, score_mod=score_mod)
 
@@ -402,7 +405,10 @@ class KVCache:
         return {name: getattr(self, name) for name in names} | where
 
     def _checked_lengths(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
-        """Check the arguments of a call; return the number of new tokens of each batch entry, or one number for all."""
+        """Check the arguments of a call; return the number of new tokens of each batch entry.
+
+        It is one number for all entries without `lengths`, and 0 if all lengths are 0. q: None for `append`.
+        """
         for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
@@ -458,7 +464,10 @@ def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
 
 @contextmanager
 def _entries_in_errors(entries: Sequence[int], batch: int) -> Iterator[None]:
-    """Context manager that names these batch entries in its ValueErrors, unless they are the whole batch."""
+    """Context in which the text of a ValueError names these batch entries, unless they are the whole batch.
+
+    batch: number of all batch entries.
+    """
     try:
         yield
     except ValueError as error:

@@ -39,8 +39,7 @@ class Reader:
 
     num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`; scale is a number or None.
 
-    The attribute `sources` contains the distinct rules of the heads, by which `HeldKeys` decides which keys to keep;
-    `ends` has the ends of chunks.
+    Attributes: `sources` has the distinct rules of the heads of each branch, for `HeldKeys`; `ends` the ends of chunks.
 
     Raises ValueError or TypeError for a pattern that has run-time tensors or padding='zeros', or whose look-ahead is
     not limited to chunks.
@@ -152,9 +151,9 @@ class Reader:
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
     def _score_mod_of_call(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
-        """Return a function like score_mod whose h counts the heads of a call, and q_idx its queries.
+        """Return a function that calls score_mod with global heads and positions.
 
-        It calls score_mod with global heads and positions. k_idx is a position in both.
+        Its own h and q_idx are indices of the heads and queries of one call; its k_idx is a position.
 
         first: position of query 0.
         """

@@ -52,7 +52,7 @@ class ExchangePlan:
     sent: Tokens
     local: Ranges  # the positions that this rank holds
     num_tokens: int  # of all ranks
-    _on: dict[torch.device, tuple[MessageRows, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _rows_on: dict[torch.device, tuple[MessageRows, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -89,12 +89,12 @@ class ExchangePlan:
     @cached_property
     def num_received(self) -> tuple[int, ...]:
         """Number of vectors received from each rank."""
-        return tuple(_counts(self.received).sum(1).tolist())
+        return tuple(_num_vectors(self.received).sum(1).tolist())
 
     @cached_property
     def num_sent(self) -> tuple[int, ...]:
         """Number of vectors sent to each rank."""
-        return tuple(_counts(self.sent).sum(1).tolist())
+        return tuple(_num_vectors(self.sent).sum(1).tolist())
 
     @cached_property
     def own(self) -> Placement:
@@ -118,16 +118,16 @@ class ExchangePlan:
 
     def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
         """Return (sent, received): KV head and token index of each vector, as tensors on `device`; cached."""
-        if device not in self._on:
+        if device not in self._rows_on:
             ranges = tuple(keys for by_head in self.sent for ranges in by_head for keys in ranges)
-            counts = _counts(self.received)
+            counts = _num_vectors(self.received)
             first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
             each = counts.flatten()
             row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
-            sent = _heads_of_rows(_counts(self.sent)), local_indices(self.local, ranges)
-            received = _heads_of_rows(counts), first.flatten().repeat_interleave(each) + row
-            self._on[device] = tuple(MessageRows(*(x.to(device) for x in side)) for side in (sent, received))
-        return self._on[device]
+            sent = _heads_of_vectors(_num_vectors(self.sent)), local_indices(self.local, ranges)
+            received = _heads_of_vectors(counts), first.flatten().repeat_interleave(each) + row
+            self._rows_on[device] = tuple(MessageRows(*(x.to(device) for x in side)) for side in (sent, received))
+        return self._rows_on[device]
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
@@ -145,11 +145,11 @@ def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
     return wanted - starts[run] + before[run]
 
 
-def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:
+def _num_vectors(tokens: Tokens) -> Int64[Tensor, "W G"]:
     return torch.tensor([[sum(map(len, ranges)) for ranges in by_head] for by_head in tokens], dtype=torch.int64)
 
 
-def _heads_of_rows(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
+def _heads_of_vectors(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
     heads = torch.arange(counts.shape[1]).repeat(len(counts))
     return heads.repeat_interleave(counts.flatten())
 

@@ -163,8 +163,8 @@ def tokens_to_heads(
 ) -> list[Tensor]:
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
-    The shards, such as q, k and v, have one dtype and are sent in one all-to-all; a head is sent to each rank that
-    needs it if num_heads query heads are split evenly.
+    The shards, such as q, k and v, have one dtype and are sent in one all-to-all. The num_heads query heads are split
+    evenly over the ranks; each head of a shard is sent to the ranks that need it, see `taken_heads`.
 
     sharding: `Sharding.numbers()`.
     group: a process group's name.
@@ -172,19 +172,20 @@ def tokens_to_heads(
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
         gradients are sent and summed in that dtype.
     """
-    rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
+    rank, split, takers_of_tensors = _rank_sharding_and_takers(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
-    wholes = [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
-    sources, targets = _pieces_of_shards(shards, tensors, split, rank), _pieces_of_wholes(wholes, split)
+    wholes = [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, takers_of_tensors, strict=True)]
+    sources = _pieces_of_shards(shards, takers_of_tensors, split, rank)
+    targets = _pieces_of_wholes(wholes, split)
     _all_to_all(sources, targets, like=shards[0], group=group, add=False)
     return wholes
 
 
 @tokens_to_heads.register_fake
 def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
-    rank, split, tensors = _rank_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
-    return [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
+    rank, split, takers_of_tensors = _rank_sharding_and_takers(num_heads, [x.shape[1] for x in shards], sharding, group)
+    return [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, takers_of_tensors, strict=True)]
 
 
 @own_op("flexdilated::heads_to_tokens")
@@ -198,12 +199,13 @@ def heads_to_tokens(
     Other arguments: as in `tokens_to_heads`. If several ranks have the same head, their values for it are summed, in
     float32 or wider and in the order of the ranks.
     """
-    rank, split, tensors = _rank_and_heads(num_heads, heads, sharding, group)
+    rank, split, takers_of_tensors = _rank_sharding_and_takers(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
-    shared = sum(len(taken) for takers in tensors for taken in takers) > sum(heads)
+    shared = sum(len(taken) for takers in takers_of_tensors for taken in takers) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
     shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, heads, strict=True)]
-    sources, targets = _pieces_of_wholes(wholes, split), _pieces_of_shards(shards, tensors, split, rank)
+    sources = _pieces_of_wholes(wholes, split)
+    targets = _pieces_of_shards(shards, takers_of_tensors, split, rank)
     _all_to_all(sources, targets, like=wholes[0], group=group, add=shared)
     return [shard.to(dtype) for shard in shards]
 
@@ -240,7 +242,7 @@ tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_reme
 heads_to_tokens.register_autograd(_heads_to_tokens_backward, setup_context=_remember_wholes)
 
 
-def _rank_and_heads(
+def _rank_sharding_and_takers(
     num_heads: int, heads: Sequence[int], sharding: list[int], group: str
 ) -> tuple[int, Sharding, tuple[Takers, ...]]:
     """Return (this rank, the sharding, for each tensor the heads that each rank needs).
@@ -281,16 +283,20 @@ def _empty_whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, wide
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
-def _pieces_of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> PiecesByRank:
-    """For each rank r, views of this rank's tokens in the heads that r needs.
+def _pieces_of_shards(
+    shards: Sequence[Tensor], takers_of_tensors: Sequence[Takers], split: Sharding, rank: int
+) -> PiecesByRank:
+    """Return, for each rank r, views of this rank's tokens in the heads that r needs.
 
-    One view for each tensor and contiguous range of positions. tensors: for each shard, the heads that each rank needs.
+    One view for each tensor and contiguous range of positions.
+
+    takers_of_tensors: for each shard, the heads that each rank needs.
     """
     bounds = [0, *accumulate(map(len, split.ranges(rank)))]
     return [
         [
             x[:, takers[peer].start : takers[peer].stop, begin:end]
-            for x, takers in zip(shards, tensors, strict=True)
+            for x, takers in zip(shards, takers_of_tensors, strict=True)
             for begin, end in pairwise(bounds)
         ]
         for peer in range(split.num_ranks)
@@ -298,7 +304,7 @@ def _pieces_of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split
 
 
 def _pieces_of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
-    """For each rank r, views of the tokens of r in this rank's heads.
+    """Return, for each rank r, views of the tokens of r in this rank's heads.
 
     One view for each tensor and contiguous range of positions.
     """

@@ -146,10 +146,11 @@ class Ring:
     def rotate(self, visit: Visit) -> None:
         """Call `visit` with this rank's shard, then with the received part of each turn.
 
-        The next part is in transfer during a visit. visit: gets (turn or None for this rank's shard, part, keys
-        (B, G, S, D), values (B, G, S, D)) with the S tokens of the part; S = 0 if the turn receives nothing. Without
-        tokens on this rank there are no visits. Received keys are freed after their visit, so at most two shards of
-        other ranks are held.
+        visit: gets (turn, part, keys (B, G, S, D), values (B, G, S, D)) for the S tokens of the part. The turn is None
+            for this rank's shard. S is 0 if the turn receives nothing.
+
+        The next part is in transfer during a visit. Received keys are freed after their visit, so at most two shards of
+        other ranks are held. Without tokens on this rank there are no visits.
         """
         if not len(self.own):
             return
@@ -223,7 +224,10 @@ class Ring:
 
 
 class Gradients:
-    """Gradients dk, dv (B, G, L, D) of this rank's keys and values, to which each turn adds those of another rank."""
+    """Sums dk, dv (B, G, L, D) of the gradients of this rank's keys and values.
+
+    In each turn another rank sends the gradients through its queries, which are added.
+    """
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
         self.ring, self.totals = ring, (dk, dv)

@@ -30,7 +30,7 @@ _SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """The chosen schedule ("exchange" or "ring"), the reason, and the costs of both on the most loaded rank, in bytes.
+    """The chosen schedule ("exchange" or "ring"), the reason, and each cost in bytes on the rank where it is largest.
 
     exchange_bytes, ring_bytes: received keys and values, as encoded.
     exchange_memory, ring_memory: peak memory of other ranks' keys and values.
@@ -48,11 +48,13 @@ TokenCounts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i rec
 
 
 def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> TokenCounts:
-    """Return, for "exchange" and "ring", the tokens that rank i receives from rank j in the forward: (W, W).
+    """Return {"exchange": counts, "ring": counts}; counts[i, j]: number of tokens that rank i receives from rank j.
 
-    The counts are sums over KV heads. An exchange sends the tokens that rank i needs; a ring sends each contiguous
-    range of rank j's positions whole if rank i needs a token of it. heads: num_heads and, if not all heads are on this
-    device, head_offset and num_heads_global.
+    The counts are those of the forward, summed over KV heads. An exchange sends the tokens that rank i needs. A ring
+    sends each contiguous range of rank j's positions whole, in all KV heads, if rank i needs a token of it.
+
+    heads: num_heads and, if not all heads are on this device, head_offset and num_heads_global.
+
     Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
@@ -196,8 +198,8 @@ class RankLoads:
             ("schedule", f"{self.schedule}{wire}{f': {self.reason}' if self.reason else ''}"),
         ]
         columns = sharding.lengths, *self._columns.values()
-        rows = [_row(f"{rank}", *each) for rank, each in enumerate(zip(*columns, strict=True))]
-        rows.append(_row("max", *map(max, columns)))
+        rows = [_table_row(f"{rank}", *each) for rank, each in enumerate(zip(*columns, strict=True))]
+        rows.append(_table_row("max", *map(max, columns)))
         rows.append(("max / mean", "", *(f"{each:.4f}" for each in self.max_over_mean.values())))
         headers = ("rank", "tokens", "received\nin the forward", "received\nin the backward", "pairs")
         table = tabulate(rows, headers, disable_numparse=True, colalign=("right",) * len(headers))
@@ -205,7 +207,7 @@ class RankLoads:
         return f"{shown}\n\n{table}"
 
 
-def _row(name: str, tokens: int, forward: int, backward: int, pairs: int) -> tuple[str, ...]:
+def _table_row(name: str, tokens: int, forward: int, backward: int, pairs: int) -> tuple[str, ...]:
     return name, f"{tokens:,}", bytes_text(forward), bytes_text(backward), f"{pairs:,}"
 
 

@@ -133,7 +133,7 @@ Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV hea
 
 
 def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens that each rank needs in each chunk, summed over KV heads.
+    """Number of tokens that each rank needs in each chunk, summed over KV heads; undefined for its own chunks.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
     """
@@ -148,6 +148,8 @@ def _tokens_of_branches(
     group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> Int64[Tensor, "R n"]:
     """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
+
+    It is undefined for the chunks of the rank itself.
 
     group: the branches of the head, by ascending rate.
     turns: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
@@ -168,12 +170,15 @@ def _tokens_of_branches(
 def _needed_bounds(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """Return (head, tail): in chunk j, rank r needs the active keys at positions < head[r, j] or >= tail[r, j].
+    """Return (head, tail), bounds of the keys that each of R ranks needs in each chunk of another rank.
 
-    Active positions equal the branch's offset modulo its rate. Keys before head are needed by the rank's queries in
-    earlier chunks, keys from tail on by its queries in later chunks. Queries of a chunk need keys back to the start of
-    the chunk's first segment and, unless causal, up to the end of its last segment, if the chunk has an active query in
-    that segment. turns: for each of the R ranks, indices of its chunks; -1 if missing.
+    In chunk j the r-th of the R ranks needs the active keys at positions < head[r, j] or >= tail[r, j]. Active
+    positions equal the branch's offset modulo its rate. Keys before head are needed by the rank's queries in earlier
+    chunks, keys from tail on by its queries in later chunks. Queries of a chunk need keys back to the start of the
+    chunk's first segment and, unless causal, up to the end of its last segment, if the chunk has an active query in
+    that segment.
+
+    turns: for each of the R ranks, indices of its chunks; -1 if missing.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
