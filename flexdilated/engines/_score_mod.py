@@ -84,7 +84,7 @@ def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: T
 def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
     """Return the tensors that a fixed score_mod reads.
 
-    In a graph they are not known; there the result is the score_mod's value for score 0, which depends on them.
+    In a graph they are not known. There the only item is the score_mod's value for score 0, which depends on them.
     """
     if isinstance(score_mod, Recorded):
         return score_mod.tensors
@@ -128,7 +128,7 @@ def apply_score_mod(
         instead, if the group has one, and callers must mask the result.
     """
     if torch.compiler.is_compiling():
-        score_mod = _of_shape_one(score_mod)
+        score_mod = _with_one_element_score(score_mod)
     b, h, q, k = (x.int() for x in (b, h, q, k))
     q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
     if hidden is not None:
@@ -141,7 +141,7 @@ def apply_score_mod(
     return every(scores, b, h, q, k).to(scores.dtype)
 
 
-def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
+def _with_one_element_score(score_mod: ScoreMod) -> ScoreMod:
     """Return a score_mod that takes a score of shape () and calls `score_mod` with the score in shape (1,).
 
     In a graph, torch.vmap cannot add a symbolic integer, such as a size that score_mod reads, to a float of shape ().
@@ -263,10 +263,10 @@ def at_offsets(
 
 
 def function_key(x: object, depth: int = 4) -> Hashable:
-    """Return a key of a function: its code and the numbers and strings it captures, constants of a traced graph.
+    """Return a key of a function x: its code, and the values that it captures or has as default arguments.
 
-    Default arguments and captured functions, lists, tuples, dicts and sets are included up to `depth` levels. Deeper
-    ones, tensors and other objects count by type alone.
+    Numbers, strings and, up to `depth` levels deep, functions, lists, tuples, dicts and sets count by value, as they
+    are constants of a traced graph. Deeper ones, tensors and other objects count by type alone.
     """
     if x is None or isinstance(x, int | float | str):
         return x

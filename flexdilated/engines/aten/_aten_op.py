@@ -136,7 +136,7 @@ def attention(
     head, or -inf without sinks.
     """
     programs, others = _programs_for(call, bindings, q)
-    out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
+    out, lse = _run_on_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
     if others is not None:
         merge_(out, lse, *attention(others[0], q, k, v, None, others[1], scale, wide=True))
     if sinks is not None:
@@ -145,7 +145,7 @@ def attention(
     return out if wide else in_format_of(out, q), lse
 
 
-def _over_entries(
+def _run_on_entries(
     programs: Sequence[tuple[Entries, _Executable]],
     compute: Callable[..., tuple[Tensor, ...]],
     inputs: Sequence[Tensor],
@@ -154,7 +154,7 @@ def _over_entries(
     """Run each program on its batch entries; return the results for all entries, shaped as `likes`.
 
     programs: pairs (batch entries, program), which together cover the batch.
-    compute: function of a program and the inputs of its entries, one result for each of `likes`.
+    compute: function of a program and the inputs of its entries. It returns a tuple: a result for each of `likes`.
 
     Results are in float32 or wider.
     """
@@ -222,7 +222,7 @@ def gradients(
         return program.backward(q, k, v, WholeRows(*rows), scale)
 
     rows = (whole.out, whole.lse, whole.grad_out, *(() if whole.grad_lse is None else (whole.grad_lse,)))
-    dq, dk, dv = _over_entries(programs, compute, (q, k, v, *rows), (q, k, v))
+    dq, dk, dv = _run_on_entries(programs, compute, (q, k, v, *rows), (q, k, v))
     if others is not None:
         beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
         dq, dk, dv = (total.add_(part) for total, part in zip((dq, dk, dv), beside, strict=True))
@@ -245,7 +245,7 @@ set_gradient(
 def _programs_for(
     call: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
-    """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
+    """Return the programs of a call: ([(batch entries, executable), ...], the call of further pairs or None).
 
     The executable is SingleKeys or QueryRows for tables of keys or blocks, RowProgram for calls on CPU with
     `needs_no_plan` if they have no measured options, otherwise a Program. With a table, pairs that do not need it are a
@@ -283,6 +283,9 @@ def _term_programs(
     operands: OperandSizes | None = None,
 ) -> list[tuple[Entries, Program]]:
     """Return pairs (batch entries, program) that cover the batch.
+
+    kind: kind of device, such as "cpu".
+    choice, operands: as in `program_of`.
 
     There is one pair for all `batch` entries, unless run-time tensors give the entries different masks that can neither
     be joined to one sequence nor computed as hidden keys.
