@@ -144,16 +144,16 @@ class WholeSide:
     heads: tuple[int, ...]
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
-        return self._reorder(x).unsqueeze(2)
+        return self._to_slots(x).unsqueeze(2)
 
     def has_all_tokens(self, heads: int, tokens: int) -> bool:
         return True
 
     def all_tokens(self, slots: Shaped[Tensor, "B X 1 S ..."], heads: int, tokens: int) -> Tensor | None:
-        return self._restore(slots.squeeze(2))
+        return self._to_tokens(slots.squeeze(2))
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
-        x.add_(self._restore(slots.squeeze(2)))
+        x.add_(self._to_tokens(slots.squeeze(2)))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
         fresh = not bool(reached.any())
@@ -161,12 +161,12 @@ class WholeSide:
         return fresh
 
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
+        merge_(out, lse, self._to_tokens(part.squeeze(2)), self._to_tokens(part_lse.squeeze(2)))
 
-    def _reorder(self, x: Tensor) -> Tensor:
+    def _to_slots(self, x: Tensor) -> Tensor:
         return x if self.layout == self.given else _select_tokens(x, self.layout.positions(x.device))
 
-    def _restore(self, x: Tensor) -> Tensor:
+    def _to_tokens(self, x: Tensor) -> Tensor:
         return x if self.layout == self.given else _select_tokens(x, self.layout.slots(x.device))
 
 

@@ -130,7 +130,7 @@ def with_padding_keys(
 
     A zero key has score 0 and value 0.
 
-    positions: position of each of the N rows in a sequence of num_tokens tokens.
+    positions: position of each of the N queries in a sequence of num_tokens tokens.
     num_heads: number of query heads on all devices; out has those from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset

@@ -112,7 +112,7 @@ class RowPart:
     ) -> Float[Tensor, "B g R n"]:
         """Return the scores after score_mod, with -inf for hidden pairs.
 
-        score_mod: called with indices (not positions) of batch entry, query head and query, and positions of keys.
+        score_mod: called with indices (not positions) of batch entry, query head and query, and with positions of keys.
         num_heads: number of query heads of the call.
         """
         device, seen = scores.device, self.seen
@@ -144,7 +144,7 @@ class RowProgram:
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (out, natural lse) of the attention in float32 or wider; rows without keys have output 0 and lse -inf.
 
-        score_mod: called with indices of batch entry, head of q and query, and the position of the key.
+        score_mod: called with indices (not positions) of batch entry, query head and query, and with positions of keys.
         """
         levels = 1 + max((part.level for part in self.parts), default=0)
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)

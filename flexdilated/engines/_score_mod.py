@@ -51,8 +51,8 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
 
     dtype, device: of the scores.
 
-    Raises TypeError or ValueError if the score_mod does not return one score, converts one to a Python value, or writes
-    to a tensor that it captured.
+    Raises TypeError or ValueError if the score_mod does not return one score, converts a score to a Python value, or
+    writes to a tensor that it captured.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
@@ -62,7 +62,7 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
         recorded = record(score_mod, (dtype, *[torch.int32] * 4), device)
     except RecordError as error:
         raise error.about("score_mod") from None
-    _require_score(recorded.shape)
+    _require_scalar(recorded.shape)
     return recorded
 
 
@@ -99,13 +99,13 @@ def _with_checked_result(score_mod: ScoreMod) -> ScoreMod:
         if not isinstance(found, Tensor):
             raise TypeError(f"score_mod must return a tensor; got {type(found).__name__}")
         if found.shape != score.shape:
-            _require_score(found.shape)
+            _require_scalar(found.shape)
         return found
 
     return new_score
 
 
-def _require_score(shape: Sequence[int]) -> None:
+def _require_scalar(shape: Sequence[int]) -> None:
     if len(shape):
         rule = "score_mod must return a tensor of shape (): it is called with one score"
         raise ValueError(f"{rule}; got shape {tuple(shape)}")

@@ -40,7 +40,7 @@ class Sharding:
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
         have one token more. In zigzag order a rank's two chunks are halves of its shard; if its length is odd, the
         first chunk has one token more. After construction the field always holds the lengths, so two shardings are
-        equal if they have one order and assign equal positions to all ranks.
+        equal if they have one order and assign the same positions to each rank.
 
     Raises TypeError or ValueError for other values.
 
@@ -58,7 +58,7 @@ class Sharding:
         require_int("num_tokens", self.num_tokens, minimum=1)
         require_int("num_ranks", self.num_ranks, minimum=1)
         require_choice("order", self.order, ORDERS)
-        lengths = self._equal_lengths() if self.shard_lengths is None else self._checked_lengths(self.shard_lengths)
+        lengths = self._default_lengths() if self.shard_lengths is None else self._checked_lengths(self.shard_lengths)
         object.__setattr__(self, "shard_lengths", lengths)
         object.__setattr__(self, "_starts", tuple(accumulate(self._chunk_lengths(), initial=0)))
 
@@ -104,7 +104,7 @@ class Sharding:
             return self.lengths
         return (*((length + 1) // 2 for length in self.lengths), *(length // 2 for length in reversed(self.lengths)))
 
-    def _equal_lengths(self) -> tuple[int, ...]:
+    def _default_lengths(self) -> tuple[int, ...]:
         ranks = range(self.num_ranks)
         if self.order == "contiguous":
             each, longer = divmod(self.num_tokens, self.num_ranks)

@@ -70,8 +70,8 @@ class Lease:
     def release(self) -> None:
         """Return the buffer to its pool; later calls do nothing.
 
-        On devices with streams, all uses of the tensor must be ordered before the current stream: the next lease of the
-        buffer waits for no other stream.
+        On devices with streams, the current stream must wait for all uses of the tensor: the next lease of the buffer
+        waits for no other stream.
         """
         if self._pool is not None:
             self._pool._take_back(self)

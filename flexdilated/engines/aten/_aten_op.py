@@ -43,9 +43,9 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Return the keyword arguments of `make_program` for the sizes of its terms; {} for its defaults.
+    """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, for its defaults.
 
-    kind: kind of device, such as "cpu", which has the defaults, or "cuda".
+    kind: kind of device, such as "cpu".
     """
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
@@ -72,11 +72,11 @@ def plan_aten(
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
-    chosen = tuple(_plain_first(options, kind) for options in best.options)
+    chosen = tuple(_without_lists_first(options, kind) for options in best.options)
     return Plan.of(best.bound, best.layout, chosen, best.together)
 
 
-def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
+def _without_lists_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
     """Move the first (cheapest) option without block lists to the front. Raises ValueError if every option has one."""
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
@@ -245,7 +245,7 @@ set_gradient(
 def _programs_for(
     call: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
-    """Return the programs of a call: ([(batch entries, executable), ...], the call of further pairs or None).
+    """Return ([(batch entries, executable), ...], the call of further pairs or None), which together compute a call.
 
     The executable is SingleKeys or QueryRows for tables of keys or blocks, RowProgram for calls on CPU with
     `needs_no_plan` if they have no measured options, otherwise a Program. With a table, pairs that do not need it are a

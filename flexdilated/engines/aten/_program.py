@@ -78,7 +78,7 @@ class Step:
 
     @property
     def _is_causal(self) -> bool:
-        """True if the kernel's causal mode hides later keys: a bias of -inf alone would turn an infinite score into NaN."""
+        """True if the kernel's causal mode hides later keys: -inf added to an infinite score would only make it NaN."""
         weights = self.term.weights
         return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 

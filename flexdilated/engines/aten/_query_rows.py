@@ -72,7 +72,7 @@ class Problems:
         return self.set[:, None] * num_queries + self.query
 
     def without_padding(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """Return (flattened `index` without its items of padding, indices of the items that stay among all n * Q).
+        """Return (`index`, flattened, without padding; places of its items among the n * Q queries).
 
         If there is no padding, the second is slice(None).
 
@@ -90,7 +90,7 @@ class Problems:
         return (mask if groups == 1 else mask.repeat_interleave(groups, 1)).unsqueeze(1)
 
     def clear_rows_(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """Write `value`, in place, to the rows of x of padding and of queries that see no key; return x.
+        """Write `value`, in place, to rows of x that belong to padding or to queries that see no key; return x.
 
         groups: g, the number of heads, and so of rows of x, for each query.
         """
