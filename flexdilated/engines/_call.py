@@ -122,8 +122,8 @@ class Call(NamedTuple):
 
         bindings: these tensors, sorted by name.
 
-        The cache is keyed by their contents. It is used if all are on the CPU and have at most 16 KiB together: for
-        larger ones, the key would take longer than `rules`.
+        The cache is keyed by their contents. It is used if all tensors are on the CPU and have at most 16 KiB
+        together: for larger ones, the key would take longer than `rules`.
         """
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)

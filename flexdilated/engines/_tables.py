@@ -81,7 +81,7 @@ def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor]
 
 @outside_torch_modes
 def key_lists(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> KeyLists:
-    """Return the keys of each query that a call's table of single keys lists and the rule of its pairs allows.
+    """Return, for each query, the keys that the call's table of single keys lists and the rule of its pairs allows.
 
     Arguments and errors are those of `table_problems`.
     """

@@ -31,7 +31,7 @@ ORDERS: tuple[ShardOrder, ...] = get_args(ShardOrder)
 class Sharding:
     """Assigns each of the positions 0 ... num_tokens - 1 to one of num_ranks ranks.
 
-    A rank's tokens are in ascending order of position: its local token i is the i-th position of `ranges(rank)`.
+    A rank's tokens are in ascending order of position: its local token i is at the i-th position of `ranges(rank)`.
 
     order: "contiguous" gives each rank one contiguous range, in the order of the ranks. "zigzag" cuts the sequence into
         2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a

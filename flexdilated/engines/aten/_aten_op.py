@@ -62,7 +62,7 @@ def plan_aten(
     """Plan attention by a bound pattern, for tokens in the order of `layout`, on devices of a kind, such as "cpu".
 
     On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
-    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal parts, as "aten"
+    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal terms, as "aten"
     has no other kernels there; layout, choice and allowed are not used.
 
     operands: sizes on which costs depend; None for the device's usual ones.

@@ -92,7 +92,7 @@ class Program:
 
     given: token order of q, k and v.
     layout: token order of the plan.
-    steps: one for each term.
+    steps: one for each term, or for each portion of a term that was split.
     complete: True if the steps that are `fresh` (first to write their rows) write every row of the output.
     visible: False for keys that are hidden in addition to the plan's mask, in the order `given`; None: none are.
     """
@@ -234,7 +234,7 @@ def _sort_terms(
 
 
 def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
-    """Return the kernel calls of a term with a block list, cached for all terms that differ only in positions."""
+    """Return the kernel calls of a term with a block list; terms that differ only in positions share a cache entry."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(

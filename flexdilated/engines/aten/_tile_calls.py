@@ -338,7 +338,7 @@ def _equal_rows(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 def _even_sequences(
     row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int
 ) -> Iterator[Int64[Tensor, " m"]]:
-    """Yield ascending indices of problems: sequences with evenly spaced queries and keys, then all other problems.
+    """Yield indices of problems: of each sequence with evenly spaced queries and keys, then of all other problems.
 
     row, columns: query block and key blocks of each problem.
 
