@@ -1,4 +1,4 @@
-"""Engines, which compute attention from a plan: executable plans, gathers, lse merges, custom ops, dense reference."""
+"""Engines, which compute attention: executable plans, tables, few queries, lse merges, custom ops, dense reference."""
 
 from ._call import Call
 from ._dropout import Dropout, with_seed, without_seed

@@ -111,8 +111,8 @@ class Call(NamedTuple):
 
         bindings: these tensors, sorted by name.
 
-        Their values are read at every use: neither identity nor version shows every write to a tensor (collectives,
-        `.data`, NumPy and third-party kernels do not increment the version).
+        The values are read in every call and not cached: neither identity nor version shows every write to a tensor
+        (collectives, `.data`, NumPy and third-party kernels do not increment the version).
         """
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
@@ -122,13 +122,13 @@ class Call(NamedTuple):
 
         bindings: these tensors, sorted by name.
 
-        The cache is keyed by their contents. It is used if all are on the CPU and have at most 16 KiB together: for
-        larger ones, the key would take longer than `rules`.
+        The cache is keyed by their contents. It is used if all tensors are on the CPU and have at most 16 KiB
+        together: for larger ones, the key would take longer than `rules`.
         """
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
         return cache().get(
-            ("rule", self.pattern, self.extent, *map(_content, bindings)),
+            ("rule", self.pattern, self.extent, *map(_content_key, bindings)),
             lambda: self.rules(bindings),
             lambda rule: sum(table.rows.nbytes for table in tables(rule)),
             pattern=self.pattern,
@@ -200,6 +200,6 @@ def check_heads(constants: str) -> None:
 
 
 @outside_torch_modes
-def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
+def _content_key(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
     """Return (dtype, shape, digest of the values), equal for tensors of equal contents."""
     return x.dtype, x.shape, content_digest(x.detach().contiguous())

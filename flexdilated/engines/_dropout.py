@@ -34,7 +34,7 @@ class Dropout(NamedTuple):
         return cls(p, torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=device))
 
     def kept(self, place: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Bool[Tensor, "..."]:
-        """Return True for each pair that dropout keeps in one branch of the pattern.
+        """Return a mask, True for each pair that dropout keeps in one branch of the pattern.
 
         place: index of the branch.
         b, h, q, k: batch entry, global head, and positions of query and key, of any shapes that broadcast; the result
@@ -58,11 +58,11 @@ class Dropout(NamedTuple):
         The count is int32, or bool for a single branch. The function ignores the score.
         """
 
-        def share(score, b, h, q, k):
-            found = [self.kept(place, b, h, q, k) for place in places]
-            return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.int32)
+        def num_kept(score, b, h, q, k):
+            kept = [self.kept(place, b, h, q, k) for place in places]
+            return kept[0] if len(kept) == 1 else torch.stack(kept).sum(0, dtype=torch.int32)
 
-        return share
+        return num_kept
 
     def dropping_score_mod(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
         """Return a score_mod that applies score_mod and dropout to n equal branches, computed as one.
@@ -72,16 +72,16 @@ class Dropout(NamedTuple):
 
         places: indices of the n branches.
         """
-        shares = self.kept_counter(places)
+        num_kept = self.kept_counter(places)
 
-        def hide(score, b, h, q, k):
-            share = shares(score, b, h, q, k)
+        def new_score(score, b, h, q, k):
+            kept = num_kept(score, b, h, q, k)
             score = score if score_mod is None else score_mod(score, b, h, q, k)
             if len(places) > 1:
-                score = score + (share.to(score.dtype) / len(places)).clamp(min=1 / len(places)).log()
-            return torch.where(share > 0, score, -torch.inf)
+                score = score + (kept.to(score.dtype) / len(places)).clamp(min=1 / len(places)).log()
+            return torch.where(kept > 0, score, -torch.inf)
 
-        return hide
+        return new_score
 
 
 def with_seed(tensors: Sequence[Tensor], dropout: Dropout | None) -> tuple[list[Tensor], float]:

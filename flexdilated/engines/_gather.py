@@ -23,7 +23,7 @@ class HeadRun:
     The term's head i, for begin <= i < end, reads head `first + (i - begin) * step` of the tensor; with step 0 all read
     head `first`.
 
-    start: index of the token in slot 0 of each head.
+    start: index of the token in slot 0 of fold 0 of each head.
     """
 
     begin: int
@@ -33,7 +33,7 @@ class HeadRun:
     start: int
 
     def of_head(self, place: int) -> HeadRun:
-        """Return the head run of one head of this run, the term's head `place`."""
+        """Return the head run of a single head: the term's head `place`, which is in this run."""
         return HeadRun(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
@@ -42,7 +42,7 @@ class Strands:
     """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
     layout: token in each slot.
-    runs: all heads of the term, in groups; one strided view covers each.
+    runs: head runs that together have all heads of the term, each once and in order.
     """
 
     layout: Compact
@@ -144,16 +144,16 @@ class WholeSide:
     heads: tuple[int, ...]
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
-        return self._reorder(x).unsqueeze(2)
+        return self._to_slots(x).unsqueeze(2)
 
     def has_all_tokens(self, heads: int, tokens: int) -> bool:
         return True
 
     def all_tokens(self, slots: Shaped[Tensor, "B X 1 S ..."], heads: int, tokens: int) -> Tensor | None:
-        return self._restore(slots.squeeze(2))
+        return self._to_tokens(slots.squeeze(2))
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
-        x.add_(self._restore(slots.squeeze(2)))
+        x.add_(self._to_tokens(slots.squeeze(2)))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
         fresh = not bool(reached.any())
@@ -161,12 +161,12 @@ class WholeSide:
         return fresh
 
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
+        merge_(out, lse, self._to_tokens(part.squeeze(2)), self._to_tokens(part_lse.squeeze(2)))
 
-    def _reorder(self, x: Tensor) -> Tensor:
+    def _to_slots(self, x: Tensor) -> Tensor:
         return x if self.layout == self.given else _select_tokens(x, self.layout.positions(x.device))
 
-    def _restore(self, x: Tensor) -> Tensor:
+    def _to_tokens(self, x: Tensor) -> Tensor:
         return x if self.layout == self.given else _select_tokens(x, self.layout.slots(x.device))
 
 
@@ -232,11 +232,15 @@ class PickedSide:
         No view has one head of x twice, so each can be written to.
         """
         index = self.index.to(x.device, torch.int64).flatten(1)
-        for run in _runs(self.heads, tuple(range(len(self.heads))) if len(index) > 1 else (0,) * len(self.heads)):
+        if len(index) > 1:
+            for place, head in enumerate(self.heads):
+                yield x[:, head : head + 1], index[place], slice(place, place + 1)
+            return
+        for run in _head_runs(self.heads, (0,) * len(self.heads)):
             # A view of repeated heads (step 0) cannot be written to.
             for few in [run] if run.step > 0 else [run.of_head(place) for place in range(run.begin, run.end)]:
                 some = slice(few.first, few.first + (few.end - few.begin - 1) * few.step + 1, few.step)
-                yield x[:, some], index[few.begin if len(index) > 1 else 0], slice(few.begin, few.end)
+                yield x[:, some], index[0], slice(few.begin, few.end)
 
 
 TokenGather = Strands | WholeSide | PickedSide
@@ -255,7 +259,7 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
     if isinstance(layout, Folded):
         return PickedSide(_without_repeats(heads), layout.tokens().int())
     if layout.fold_starts is None:
-        return Strands(layout, _runs(heads, layout.starts))
+        return Strands(layout, _head_runs(heads, layout.starts))
     if len(set(layout.starts)) > 1:
         return PickedSide(heads, layout.tokens().int())
     return PickedSide(_without_repeats(heads), layout.tokens()[:1].int())
@@ -314,10 +318,11 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
     return x.flatten(0, 2).index_select(0, (heads + index).flatten()).view(*x.shape[:2], len(index), *x.shape[3:])
 
 
-def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Cut the heads of a term into head runs that a single strided view of the tensor covers, as long as possible.
+def _head_runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
+    """Cut the heads of a term into head runs, each as long as possible.
 
-    heads, starts: head of the tensor and token in slot 0, for each head of the term.
+    heads: head of the tensor that each head of the term reads.
+    starts: `start` of each head of the term, equal within a run; all 0 if every head has the same tokens.
     """
     runs: list[HeadRun] = []
     begin = 0
@@ -344,7 +349,7 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     if placement is not None:
         # Queries of such a term are numbered as in q.
         queries = _located_side(term.q, term.heads, term.heads, lambda head, tokens: tokens)
-        return queries, _placed_keys(term, placement, groups)
+        return queries, _placed_key_side(term, placement, groups)
     assert not isinstance(term.q, ListedOrder)
     assert not isinstance(term.k, ListedOrder)
     kv_heads = tuple(head // groups for head in term.heads)
@@ -352,7 +357,7 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
 
 
-def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | PickedSide:
+def _placed_key_side(term: Term, placement: Placement, groups: int) -> Strands | PickedSide:
     """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
     placement: positions of the tokens in k and v.
@@ -379,8 +384,8 @@ def _located_side(
     The result is a Strands, of views, if the places in each fold are evenly spaced, the folds too, and both distances
     are equal for all heads; else a PickedSide.
 
-    heads: the term's heads.
-    tensor_heads: head of the tensor that each head of the term reads.
+    heads: the term's heads, or one of them for each key/value head.
+    tensor_heads: head of the tensor that each of `heads` reads.
     locate: function (head of the tensor, tokens of the layout) -> indices of these tokens in the tensor.
     """
     tokens = layout.tokens()
@@ -400,9 +405,9 @@ def _located_side(
 
 
 def _as_compact(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
-    """Return token indices as a Compact: an arithmetic progression per head, repeated over equally spaced folds.
+    """Return token indices as a Compact: one ascending progression per head, repeated over evenly spaced folds.
 
-    Returns None if they have another form.
+    Returns None if they have another form, as for folds in descending order.
     """
     _, folds, length = slots.shape
     step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1

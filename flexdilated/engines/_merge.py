@@ -92,7 +92,7 @@ def with_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) after adding each head's sink, the logit of a key of value 0, to its rows' softmax."""
-    return _with_score(out, lse, sinks.to(lse.dtype)[:, None])
+    return _with_key(out, lse, sinks.to(lse.dtype)[:, None])
 
 
 def with_zero_keys(
@@ -102,13 +102,13 @@ def with_zero_keys(
 
     If a pattern attends to padding, each padding token is such a key.
     """
-    return _with_score(out, lse, count.to(lse.dtype).log())
+    return _with_key(out, lse, count.to(lse.dtype).log())
 
 
-def _with_score(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tuple[Tensor, Tensor]:
-    """Merge one more key per row, with this score and value 0, into (out, lse); a score of -inf adds none.
+def _with_key(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) after adding to each row one key of this score and of value 0; a score of -inf adds none.
 
-    Equal to `merge`, but computed in the dtype of out, so that the backward keeps no wider copy of it.
+    Unlike `merge`, it computes in the dtype of out, so that the backward keeps no wider copy of out.
     """
     none = score == -torch.inf
     finite, score = lse.masked_fill(none, 0.0), score.masked_fill(none, 0.0)
@@ -130,7 +130,7 @@ def with_padding_keys(
 
     A zero key has score 0 and value 0.
 
-    positions: position of each of the N rows in a sequence of num_tokens tokens.
+    positions: position of each of the N queries in a sequence of num_tokens tokens.
     num_heads: number of query heads on all devices; out has those from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset

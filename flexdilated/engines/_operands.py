@@ -228,11 +228,11 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
         for rule in [each.table_rule()]
     ]
     heads = 1 if all(listed.num_tables == 1 for listed in blocks) else len(term.heads)
-    queries = _join_entries([each.queries for each in found], heads, term.q.num_slots)
-    return HiddenSlots(queries, _join_entries([each.keys for each in found], heads, term.k.num_slots))
+    queries = _join_masks([each.queries for each in found], heads, term.q.num_slots)
+    return HiddenSlots(queries, _join_masks([each.keys for each in found], heads, term.k.num_slots))
 
 
-def _join_entries(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
+def _join_masks(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
     """Concatenate the masks of hidden slots of batch entries to (entries, heads, slots); None if all are None.
 
     None in `sides` is an entry without hidden slots. A mask of a single head is repeated for all heads.
@@ -268,7 +268,7 @@ def _slots_in_pairs(
 
     The masks have shapes (n, q_block) and (n, k_block).
 
-    index: all blocks to look at.
+    index: indices of all blocks to look at, of which each step yields n.
     ids, masks: as from `distinct_masks`; without masks the blocks are evaluated.
     """
     if masks is None:

@@ -124,18 +124,18 @@ def write_constants(texts: Sequence[str], values: Iterable[str | int | float | t
 def read_constants(constants: str) -> tuple[Any, ...]:
     """Read a text made by `write_constants`: returns (*texts, *values)."""
     values, *texts = constants.split("\n")
-    return *texts, *_values(values)
+    return *texts, *_parsed_values(values)
 
 
 @lru_cache(maxsize=1024)
-def _values(line: str) -> tuple[Any, ...]:
+def _parsed_values(line: str) -> tuple[Any, ...]:
     return tuple(literal_eval(f"[{line}]"))
 
 
 def functions_in(constants: str) -> object:
     """Return an object that keeps the Python functions in the constants' patterns alive while it is referenced.
 
-    constants: a text made by `write_constants`, whose texts are patterns; custom patterns name functions.
+    constants: a text made by `write_constants`. Custom patterns in it name functions.
 
     Graphs hold the object as long as they need the functions.
     """
@@ -202,10 +202,10 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a backward returns for an op's last arguments, which have no gradients: ([None, ...], None, ...).
+    """Return the gradients of an op's last arguments, which have none, as its backward must: ([None, ...], None, ...).
 
-    bindings: the op's list of run-time tensors; its entry is a list with one None for each tensor.
-    options: the arguments after that list; the entry of each is None, or [] for an option that is an empty list.
+    bindings: the op's list of run-time tensors; its gradient is a list with one None for each tensor.
+    options: the arguments after that list; the gradient of each is None, or [] for an option that is an empty list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)

@@ -30,7 +30,7 @@ def exports_to_onnx() -> bool:
 
 
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
-    """Return, for each pair, the number of branches that allow it and, with dropout, in which dropout keeps it.
+    """Return the number of branches that allow each pair; with dropout, only of those in which dropout keeps the pair.
 
     Without dropout, B is 1 if the rule is the same for all batch entries.
     """
@@ -55,7 +55,7 @@ def _pair_indices(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, T
 
 
 def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
-    """Apply score_mod to every score, with its batch entry, global head and positions, as FlexAttention does."""
+    """Return the scores after score_mod, called for each score with its batch entry, global head and positions."""
     each = score_mod
     for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
         each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))

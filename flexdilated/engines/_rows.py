@@ -33,14 +33,14 @@ class HeadGroup:
     """Query heads with one rule that are computed together, and the key/value heads they read.
 
     source: the rule.
-    queries: indices of the query heads, sorted by key/value head.
+    query_heads: indices of the query heads, sorted by key/value head.
     key_heads: the key/value heads, each read by `per_key_head` of the query heads.
 
     A pair counts exp(log_weight) times.
     """
 
     source: RowSource
-    queries: Index
+    query_heads: Index
     key_heads: slice
     per_key_head: int
     log_weight: float
@@ -50,9 +50,9 @@ class HeadGroup:
 class RowPart:
     """Attention of some queries of a head group over some keys.
 
-    rows: the queries.
+    rows: slice of the call's queries.
     slots: token indices of the n keys in the key tensor.
-    keys: slice of `seen.keys` with the positions of these keys.
+    keys: slice of these n keys among the keys of `seen`.
     pairs: True where a row sees a key; None if every row sees every key.
     blind: True for rows that see no key of the part; None if every row sees one.
     level: index of the output buffer; parts of one level have no head in common, so they share one.
@@ -73,7 +73,7 @@ class RowPart:
         Each of the g key/value heads has R rows: for one of its query heads after another, the part's queries. Blind
         rows, which see no key of the part, are filled with `empty`, as their values could be NaN.
         """
-        heads = x[:, self.group.queries, self.rows]
+        heads = x[:, self.group.query_heads, self.rows]
         if self.blind is not None:
             heads = heads.masked_fill(self.blind.to(x.device).view(-1, *[1] * (x.dim() - 3)), empty)
         return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
@@ -98,7 +98,7 @@ class RowPart:
     def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
         """Return an additive mask of the scores: 0 for visible, -inf for hidden pairs; None if every pair is visible.
 
-        R rows of a key/value head, n keys.
+        The mask is the same for all key/value heads, each of which has R rows.
 
         like: tensor on the mask's device; the mask has its dtype, but at least float32.
         """
@@ -112,12 +112,12 @@ class RowPart:
     ) -> Float[Tensor, "B g R n"]:
         """Return the scores after score_mod, with -inf for hidden pairs.
 
-        score_mod: called with indices (not positions) of batch entry, query head and query, and positions of keys.
+        score_mod: called with indices (not positions) of batch entry, query head and query, and with positions of keys.
         num_heads: number of query heads of the call.
         """
         device, seen = scores.device, self.seen
         by_head = self.to_heads(scores)
-        heads = torch.arange(num_heads, device=device)[self.group.queries]
+        heads = torch.arange(num_heads, device=device)[self.group.query_heads]
         b = torch.arange(len(scores), device=device).repeat_interleave(len(heads))
         queries = torch.arange(self.rows.start, self.rows.stop, self.rows.step, device=device)
         keys = (seen.keys if isinstance(seen.keys, Tensor) else positions(seen.keys))[self.keys].to(device)
@@ -144,15 +144,15 @@ class RowProgram:
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (out, natural lse) of the attention in float32 or wider; rows without keys have output 0 and lse -inf.
 
-        score_mod: called with indices of batch entry, head of q and query, and the position of the key.
+        score_mod: called with indices (not positions) of batch entry, query head and query, and with positions of keys.
         """
         levels = 1 + max((part.level for part in self.parts), default=0)
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
         lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
         for part in self.parts:
             out, lse = _attend(part, q, k, v, scale, score_mod)
-            outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
-            lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
+            outs[part.level][:, part.group.query_heads, part.rows] = part.to_heads(out).to(outs.dtype)
+            lses[part.level][:, part.group.query_heads, part.rows] = part.to_heads(lse)
         if levels == 1:
             return outs[0], lses[0]
         shares, lse = shares_of(lses, 0)
@@ -174,7 +174,7 @@ class RowProgram:
             sums = part.of_rows(lse - part.group.log_weight, empty=torch.inf)
             keys, values = part.of_keys(k), part.of_keys(v)
             grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
-            dq[:, part.group.queries, part.rows] += part.to_heads(grads[0])
+            dq[:, part.group.query_heads, part.rows] += part.to_heads(grads[0])
             part.add_to_keys(dk, grads[1])
             part.add_to_keys(dv, grads[2])
         return dq, dk, dv
@@ -185,7 +185,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
     if score_mod is not None:
-        out, lse = _weighted(part.modified_scores(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
+        out, lse = _out_and_lse(part.modified_scores(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
     elif device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
@@ -211,10 +211,10 @@ def matrix_forward(
 
     bias: added to the scores; -inf hides a pair.
     """
-    return _weighted(_scores(q, k, scale, bias), v)
+    return _out_and_lse(_scores(q, k, scale, bias), v)
 
 
-def _weighted(
+def _out_and_lse(
     scores: Float[Tensor, "B g R n"], v: Float[Tensor, "B g n E"]
 ) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     lse = scores.logsumexp(-1)
@@ -299,11 +299,12 @@ def group_heads(
     branches: the rules of each branch, from `branch_rules`.
     """
     return tuple(
-        tuple(group for rule in rules for group in _groups(rule, num_heads, num_kv_heads, device)) for rules in branches
+        tuple(group for rule in rules for group in _groups_of_rule(rule, num_heads, num_kv_heads, device))
+        for rules in branches
     )
 
 
-def _groups(rule: RuleHeads, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
+def _groups_of_rule(rule: RuleHeads, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
     """Yield the head groups of a rule.
 
     The key/value heads of a group are evenly spaced, and each serves equally many of the rule's query heads.
@@ -423,14 +424,14 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
         for group in branch:
             seen = group.source.seen(queries, keys)
             if seen is not None:
-                own = _parts(group, seen, store, level)
+                own = _parts_of_group(group, seen, store, level)
                 parts += own
                 deepest = max(deepest, level + len(own))
         level = deepest
     return RowProgram(tuple(parts))
 
 
-def _parts(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
+def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
     """Split the attention of a head group into parts that each read one view of the keys.
 
     seen: queries, the keys they see and the mask.

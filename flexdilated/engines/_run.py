@@ -44,7 +44,7 @@ def run(
     if engine == "aten":
         return aten(q, k, v, features.sinks, bindings, *call.arguments, features.scale)
     if engine == "reference":
-        return _reference(q, k, v, bindings, call, features)
+        return _run_reference(q, k, v, bindings, call, features)
     if engine == "portable":
         return portable(q, k, v, bindings, call, features)
     if engine not in ("flex", "flash"):
@@ -55,7 +55,7 @@ def run(
     return flex(q, k, v, bindings, call, features)
 
 
-def _reference(
+def _run_reference(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], call: Call, features: Features
 ) -> tuple[Tensor, Tensor]:
     queries, keys = call.layout, Layout(call.num_keys, call.rate)

@@ -51,8 +51,8 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
 
     dtype, device: of the scores.
 
-    Raises TypeError or ValueError if the score_mod does not return one score, converts one to a Python value, or writes
-    to a tensor that it captured.
+    Raises TypeError or ValueError if the score_mod does not return one score, converts a score to a Python value, or
+    writes to a tensor that it captured.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
@@ -62,7 +62,7 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
         recorded = record(score_mod, (dtype, *[torch.int32] * 4), device)
     except RecordError as error:
         raise error.about("score_mod") from None
-    _require_score(recorded.shape)
+    _require_scalar(recorded.shape)
     return recorded
 
 
@@ -84,7 +84,7 @@ def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: T
 def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
     """Return the tensors that a fixed score_mod reads.
 
-    In a graph they are not known; there the result is the score_mod's value for score 0, which depends on them.
+    In a graph they are not known. There the only item is the score_mod's value for score 0, which depends on them.
     """
     if isinstance(score_mod, Recorded):
         return score_mod.tensors
@@ -99,13 +99,13 @@ def _with_checked_result(score_mod: ScoreMod) -> ScoreMod:
         if not isinstance(found, Tensor):
             raise TypeError(f"score_mod must return a tensor; got {type(found).__name__}")
         if found.shape != score.shape:
-            _require_score(found.shape)
+            _require_scalar(found.shape)
         return found
 
     return new_score
 
 
-def _require_score(shape: Sequence[int]) -> None:
+def _require_scalar(shape: Sequence[int]) -> None:
     if len(shape):
         rule = "score_mod must return a tensor of shape (): it is called with one score"
         raise ValueError(f"{rule}; got shape {tuple(shape)}")
@@ -124,11 +124,11 @@ def apply_score_mod(
 
     b, h: batch entry and head of each problem.
     q, k: positions of queries and keys.
-    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair
-        instead, if the group has one, and callers must mask the result.
+    hidden: True for pairs that are not allowed, for which score_mod may fail. It gets the indices of an allowed pair of
+        the same Q queries and K keys instead, if there is one; callers must mask the result.
     """
     if torch.compiler.is_compiling():
-        score_mod = _of_shape_one(score_mod)
+        score_mod = _with_one_element_score(score_mod)
     b, h, q, k = (x.int() for x in (b, h, q, k))
     q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
     if hidden is not None:
@@ -141,7 +141,7 @@ def apply_score_mod(
     return every(scores, b, h, q, k).to(scores.dtype)
 
 
-def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
+def _with_one_element_score(score_mod: ScoreMod) -> ScoreMod:
     """Return a score_mod that takes a score of shape () and calls `score_mod` with the score in shape (1,).
 
     In a graph, torch.vmap cannot add a symbolic integer, such as a size that score_mod reads, to a float of shape ().
@@ -263,10 +263,10 @@ def at_offsets(
 
 
 def function_key(x: object, depth: int = 4) -> Hashable:
-    """Return a key of a function: its code and the numbers and strings it captures, constants of a traced graph.
+    """Return a key of a function x: its code, and the values that it captures or has as default arguments.
 
-    Default arguments and captured functions, lists, tuples, dicts and sets are included up to `depth` levels. Deeper
-    ones, tensors and other objects count by type alone.
+    Numbers, strings and, up to `depth` levels deep, functions, lists, tuples, dicts and sets count by value, as they
+    are constants of a traced graph. Deeper ones, tensors and other objects count by type alone.
     """
     if x is None or isinstance(x, int | float | str):
         return x

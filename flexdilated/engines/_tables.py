@@ -21,8 +21,8 @@ def table_split_of(call: Call) -> TableSplit | None:
     """Split the call's pattern into a table of keys or blocks, a mask on their pairs, and a pattern of other pairs.
 
     The table lists the keys of each query, or the key blocks that each query block selects. Returns None if the pattern
-    has no such table or it cannot be separated, if tokens are not at consecutive positions in natural order, or if the
-    first key does not begin a block.
+    has no such table or it cannot be separated, or if tokens are not at consecutive positions in natural order. Returns
+    None, too, if the first key does not begin a block, unless the table is read as lists of single keys.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
     if found is None or lists_keys(found.leaf):
@@ -41,7 +41,7 @@ def table_split_in_text(text: str) -> TableSplit | None:
 
 
 def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """Return (call, run-time tensors) for `selection.others`, the branch of the pattern without selected blocks.
+    """Return (call, run-time tensors) for `selection.others`, the part of the pattern without the table.
 
     selection: split of the call's pattern, in which `others` is not None.
     bindings: run-time tensors of the whole pattern, sorted by name.
@@ -62,11 +62,11 @@ def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list
 
 @outside_torch_modes
 def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[TableProblems]:
-    """Return the problems of a call's table of selected blocks, for each batch entry.
+    """Return a list with the problems of a call's table of selected blocks, one item for each batch entry.
 
-    There is only one item, for all entries, if the tensor of the table and the rule have a single entry.
+    There is one item, for all batch entries, if the table and the rule have a single entry.
 
-    selection: the call's pattern, split into the table and the rule that further restricts its pairs.
+    selection: split of the call's pattern into the table, the rule that further restricts its pairs, and other pairs.
     bindings: run-time tensors of the pattern, sorted by name.
     batch: number of batch entries.
 
@@ -75,25 +75,32 @@ def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor]
     leaf = selection.leaf
     (table,) = tensors_of(call, leaf, bindings)
     rows, first = leaf.rows(table, call.extent)
-    entries = _with_rules(call, selection, bindings, batch, rows)
+    entries = _rules_and_tables(call, selection, bindings, batch, rows)
     return [TableProblems.of(bound, call.num_kv_heads, own, leaf.block, first) for bound, own in entries]
 
 
 @outside_torch_modes
 def key_lists(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> KeyLists:
-    """Return the keys of each query that a call's table of single keys lists and the rule of its pairs allows.
+    """Return, for each query, the keys that the call's table of single keys lists and the rule of its pairs allows.
 
     Arguments and errors are those of `table_problems`.
     """
     (table,) = tensors_of(call, selection.leaf, bindings)
     rows = selection.leaf.key_rows(table, call.extent)
-    return KeyLists.of(list(_with_rules(call, selection, bindings, batch, rows)))
+    return KeyLists.of(list(_rules_and_tables(call, selection, bindings, batch, rows)))
 
 
-def _with_rules(
+def _rules_and_tables(
     call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, entries: Sequence[Entry]
 ) -> Iterator[tuple[Bound, Entry]]:
-    """Yield (rule of the pairs in the table, with the call's sizes; table), for each batch entry or for all at once."""
+    """Yield (the rule that further restricts the table's pairs, with the call's sizes; the table) of each batch entry.
+
+    Yields once, for all batch entries, if both have a single entry.
+
+    entries: the table of each batch entry, or a single one for all.
+
+    Raises ValueError unless the numbers of entries in the table and in the rule are 1 or `batch`.
+    """
     rest = selection.rest
     rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
     rule.require_entries(batch)

@@ -1,4 +1,4 @@
-"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs; and the bytes that they send."""
+"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs; counts of the bytes sent."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def group_of(name: str) -> ProcessGroup:
 
 
 def timeout_of(ranks: Ranks) -> timedelta:
-    """Timeout of a transfer; torch's default if the backend for this kind of device has none."""
+    """Timeout of a transfer; torch's default if there is no backend for this kind of device or the backend has none."""
     try:
         backend = _torch_private.get_backend(group_of(ranks.name), torch.device(ranks.device_type))
     except RuntimeError:  # no backend for this kind: `check_device` raises a better error
@@ -80,7 +80,7 @@ def timeout_of(ranks: Ranks) -> timedelta:
 
 
 def check_device(ranks: Ranks, tensor: Tensor) -> None:
-    """Raise ValueError if the ranks cannot send this tensor from its device."""
+    """Raise ValueError unless the tensor is on the mesh's kind of device and the group has a backend for that kind."""
     config = _backends(ranks.name)
     kinds = [part.partition(":")[0] for part in config.split(",")]
     if tensor.device.type != ranks.device_type or tensor.device.type not in kinds:
@@ -92,7 +92,7 @@ def check_device(ranks: Ranks, tensor: Tensor) -> None:
 
 @graph_constant  # torch.compile cannot trace the look-up of a group
 def _backends(group: str) -> str:
-    """Backend of each kind of device, such as "cpu:gloo,cuda:nccl"."""
+    """Return the backends of the process group of this name, by kind of device: text such as "cpu:gloo,cuda:nccl"."""
     return get_backend_config(group_of(group))
 
 
@@ -100,7 +100,7 @@ def _backends(group: str) -> str:
 class Traffic:
     """Payload bytes sent and received, and number of transfers, by role, since the process began or since `reset`.
 
-    A transfer is one collective, or one message to or from another rank. The roles are:
+    A transfer is one collective, one message to or from another rank, or one check that all ranks agree. The roles are:
 
     * "keys": keys and values for the queries of other ranks.
     * "gradients": gradients of these keys and values, sent back.

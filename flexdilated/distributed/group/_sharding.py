@@ -31,7 +31,7 @@ ORDERS: tuple[ShardOrder, ...] = get_args(ShardOrder)
 class Sharding:
     """Assigns each of the positions 0 ... num_tokens - 1 to one of num_ranks ranks.
 
-    A rank's tokens are in ascending order of position: its local token i is the i-th position of `ranges(rank)`.
+    A rank's tokens are in ascending order of position: its local token i is at the i-th position of `ranges(rank)`.
 
     order: "contiguous" gives each rank one contiguous range, in the order of the ranks. "zigzag" cuts the sequence into
         2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a
@@ -40,7 +40,7 @@ class Sharding:
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
         have one token more. In zigzag order a rank's two chunks are halves of its shard; if its length is odd, the
         first chunk has one token more. After construction the field always holds the lengths, so two shardings are
-        equal if they have one order and assign equal positions to all ranks.
+        equal if they have one order and assign the same positions to each rank.
 
     Raises TypeError or ValueError for other values.
 
@@ -58,7 +58,7 @@ class Sharding:
         require_int("num_tokens", self.num_tokens, minimum=1)
         require_int("num_ranks", self.num_ranks, minimum=1)
         require_choice("order", self.order, ORDERS)
-        lengths = self._equal_lengths() if self.shard_lengths is None else self._checked_lengths(self.shard_lengths)
+        lengths = self._default_lengths() if self.shard_lengths is None else self._checked_lengths(self.shard_lengths)
         object.__setattr__(self, "shard_lengths", lengths)
         object.__setattr__(self, "_starts", tuple(accumulate(self._chunk_lengths(), initial=0)))
 
@@ -104,7 +104,7 @@ class Sharding:
             return self.lengths
         return (*((length + 1) // 2 for length in self.lengths), *(length // 2 for length in reversed(self.lengths)))
 
-    def _equal_lengths(self) -> tuple[int, ...]:
+    def _default_lengths(self) -> tuple[int, ...]:
         ranks = range(self.num_ranks)
         if self.order == "contiguous":
             each, longer = divmod(self.num_tokens, self.num_ranks)
@@ -161,20 +161,21 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 
 @advises()
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
-    """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
+    """Return all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
     mesh: a DeviceMesh of one dimension.
     dim: dimension of the tokens; the default is that of (B, H, L, D).
-    sharding: None means equal shards, `Sharding(W * L, W)`.
+    sharding: None means equal shards, `Sharding(W * L, W)`, and L above 0. With a sharding, L may be 0.
 
-    All ranks must have one dtype, and one shape except along dim; a rank may have no tokens.
+    All ranks must have one dtype, and one shape except along dim.
 
     Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum, over all ranks, of the gradients
     that each rank computes for this rank's tokens. It is summed in float32 or wider, in the order of the ranks. So
     every rank must run the backward. If all W ranks compute the same loss from the whole, x.grad is W times the
     gradient of that loss: divide by W, or let DDP do it.
 
-    Raises ValueError on all ranks if their arguments differ, and torch.distributed.DistError if another rank fails.
+    Raises TypeError or ValueError for other arguments, ValueError on all ranks if their arguments differ, and
+    torch.distributed.DistError if another rank fails.
 
     >>> fd.distributed.unshard(torch.randn(1, 4, 256, 64), mesh).shape
     torch.Size([1, 4, 256, 64])
@@ -213,11 +214,11 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     own = x.movedim(dim, 0).contiguous()
     whole = own.new_empty(split.num_tokens, *own.shape[1:])
     runs = split.ranges(ranks.rank)
-    for run, rows in zip(runs, _rows_of_runs(own, runs), strict=True):
-        whole[run.start : run.stop] = rows
+    for run, tokens in zip(runs, _tokens_of_runs(own, runs), strict=True):
+        whole[run.start : run.stop] = tokens
     _send_and_receive(
         ranks,
-        send=[(rows, peer) for peer in ranks.others for rows in _rows_of_runs(own, runs)],
+        send=[(tokens, peer) for peer in ranks.others for tokens in _tokens_of_runs(own, runs)],
         receive=[(whole[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
     )
     return whole.movedim(0, dim).contiguous()
@@ -241,7 +242,7 @@ def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> 
     _send_and_receive(
         ranks,
         send=[(rows[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
-        receive=[(part, peer) for peer in ranks.others for part in _rows_of_runs(parts[peer], runs)],
+        receive=[(part, peer) for peer in ranks.others for part in _tokens_of_runs(parts[peer], runs)],
     )
     total = torch.zeros_like(own, dtype=sum_dtype(own))
     for part in parts:
@@ -281,9 +282,9 @@ def _check_same_call(ranks: Ranks, call: str, x: Tensor, dim: int, split: Shardi
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
 
 
-def _rows_of_runs(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
-    """Split a rank's rows into its runs (contiguous ranges of positions), each of which is one message."""
-    return rows.split([len(run) for run in runs])
+def _tokens_of_runs(tokens: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
+    """Split a rank's tokens, along dim 0, into one view for each of the rank's runs; each view is one message."""
+    return tokens.split([len(run) for run in runs])
 
 
 def _send_and_receive(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
@@ -318,7 +319,7 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
 
 
 def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
-    """Return `sharding`; raises TypeError or ValueError unless it is a `Sharding` over these ranks."""
+    """Return `sharding`; raises TypeError or ValueError unless it is a `Sharding` over as many ranks as these."""
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
     if sharding.num_ranks != ranks.size:

@@ -1,6 +1,6 @@
 """Codecs: encodings of key and value vectors in a message; codec "auto" is the narrowest that keeps an error bound.
 
-All ranks choose the same codec, from the range of their vectors.
+For "auto" all ranks choose the same codec, from the largest `row_peak` of all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INT8_ERROR = 0.50001 / 127
 
 @dataclass(frozen=True)
 class Codec:
-    """Encoding of vectors of head_dim numbers in a fixed number of bytes each. Not differentiable.
+    """Encoding that gives every vector of head_dim numbers the same number of bytes. Not differentiable.
 
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
         for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
@@ -62,13 +62,13 @@ class Codec:
 
     @torch.no_grad()
     def encode(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None = None) -> UInt8[Tensor, "... R"]:
-        """Encoded vectors as bytes, in `out` (any strides) if given; otherwise the result may share memory with x."""
+        """Return the encoded vectors as bytes, in `out` (any strides) if given; else they may share memory with x."""
         if self.name != "int8":
             wire = _view_as(x.to(self._wire_dtype(x.dtype)).contiguous(), torch.uint8)
             return wire if out is None else out.copy_(wire)
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
-        rows, largest = _rows_and_largest(x)
+        rows, largest = _vectors_and_largest(x)
         # A scale of at least the smallest normal number: rows of 0 need no special case, and some devices flush
         # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
@@ -171,7 +171,7 @@ def codec_for(
 ) -> Codec:
     """Return the codec of this name; for "auto" that of `choose_codec`, which keeps error_bound on all ranks.
 
-    All ranks must call it.
+    For "auto" all ranks must call it.
 
     error_bound: used by "auto" alone.
 
@@ -190,13 +190,13 @@ def row_peak(x: Float[Tensor, "... D"]) -> float:
     """
     if x.numel() == 0:
         return 1.0
-    rows, largest = _rows_and_largest(x)
+    rows, largest = _vectors_and_largest(x)
     peaks = (rows / largest).square_().mean(-1, keepdim=True).rsqrt_()
     sound = (largest >= _LEVELS * _FLOAT32.tiny) & (largest <= torch.finfo(torch.bfloat16).max)
     return float(peaks.where(sound, math.inf).where(largest != 0, 1.0).amax())
 
 
-def _rows_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
+def _vectors_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
     """Return (the vectors in float32 or wider, the largest magnitude in each vector)."""
     rows = x if x.dtype == torch.float64 else x.float()
     low, high = rows.aminmax(dim=-1, keepdim=True)

@@ -28,11 +28,13 @@ named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 class PoolStatistics:
     """Statistics of a `BufferPool`: current and peak bytes, and counts; peaks and counts are since its last `reset`.
 
+    A lease counts if it has a buffer of the pool. Calls of `lease` that torch served count in `num_plain` only.
+
     allocated_bytes: of all buffers, leased and idle.
-    leased_bytes: requested by open leases.
-    num_allocations: leases that needed new memory.
-    num_plain: calls of `lease` that torch served with new memory outside the pool.
-    reuse_rate: share of leases without new memory; 0 for no leases.
+    leased_bytes: requested by open leases; their buffers may be larger.
+    peak_bytes: largest allocated_bytes.
+    num_allocations: number of leases that needed a new buffer.
+    reuse_rate: share of leases without a new buffer; 0 for no leases.
     """
 
     allocated_bytes: int = 0
@@ -68,7 +70,8 @@ class Lease:
     def release(self) -> None:
         """Return the buffer to its pool; later calls do nothing.
 
-        On CUDA the current stream must be ordered after all uses of the tensor: the next lease waits for no other.
+        On devices with streams, the current stream must wait for all uses of the tensor: the next lease of the buffer
+        waits for no other stream.
         """
         if self._pool is not None:
             self._pool._take_back(self)
@@ -130,7 +133,7 @@ class BufferPool:
             lease = Lease(tensor.set_(buffer[-1], 0, torch.Size(shape)), self)  # a new Tensor object for each lease
             self._open[lease] = buffer
             self._counts.num_leases += 1
-            self._measure()
+            self._update_bytes()
         return lease
 
     def release(self) -> None:
@@ -142,13 +145,13 @@ class BufferPool:
         """Restart the counts at 0 and the peaks at the bytes held and leased now. Keeps the buffers."""
         with self._lock:
             self._counts = PoolStatistics()
-            self._measure()
+            self._update_bytes()
 
     @property
     def statistics(self) -> PoolStatistics:
         """A copy of the current statistics."""
         with self._lock:
-            return replace(self._measure())
+            return replace(self._update_bytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy or pickle as an empty pool with equal settings."""
@@ -161,7 +164,7 @@ class BufferPool:
         held, leased = bytes_text(now.allocated_bytes), bytes_text(now.leased_bytes)
         return f"BufferPool({self.name}, {where}, {least}{budget}: holds {held}, of which {leased} are leased)"
 
-    def _measure(self) -> PoolStatistics:
+    def _update_bytes(self) -> PoolStatistics:
         now, leased = self._counts, list(self._open.items())
         now.idle_bytes = sum(num_bytes for num_bytes, *_ in self._idle)
         now.allocated_bytes = now.idle_bytes + sum(num_bytes for _, (num_bytes, *_) in leased)
@@ -193,7 +196,7 @@ class BufferPool:
     def _shrink(self, coming_bytes: int) -> None:
         """Free idle buffers until allocated plus `coming_bytes` fit the budget, or no idle buffer is left."""
         limit = self.budget_bytes
-        while limit is not None and self._idle and self._measure().allocated_bytes + coming_bytes > limit:
+        while limit is not None and self._idle and self._update_bytes().allocated_bytes + coming_bytes > limit:
             del self._idle[0]
 
 

@@ -43,9 +43,9 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Return the keyword arguments of `make_program` for the sizes of its terms; {} for its defaults.
+    """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, for its defaults.
 
-    kind: kind of device, such as "cpu", which has the defaults, or "cuda".
+    kind: kind of device, such as "cpu".
     """
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
@@ -62,7 +62,7 @@ def plan_aten(
     """Plan attention by a bound pattern, for tokens in the order of `layout`, on devices of a kind, such as "cpu".
 
     On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
-    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal parts, as "aten"
+    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal terms, as "aten"
     has no other kernels there; layout, choice and allowed are not used.
 
     operands: sizes on which costs depend; None for the device's usual ones.
@@ -72,11 +72,11 @@ def plan_aten(
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
-    chosen = tuple(_plain_first(options, kind) for options in best.options)
+    chosen = tuple(_without_lists_first(options, kind) for options in best.options)
     return Plan.of(best.bound, best.layout, chosen, best.together)
 
 
-def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
+def _without_lists_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
     """Move the first (cheapest) option without block lists to the front. Raises ValueError if every option has one."""
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
@@ -136,7 +136,7 @@ def attention(
     head, or -inf without sinks.
     """
     programs, others = _programs_for(call, bindings, q)
-    out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
+    out, lse = _run_on_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
     if others is not None:
         merge_(out, lse, *attention(others[0], q, k, v, None, others[1], scale, wide=True))
     if sinks is not None:
@@ -145,7 +145,7 @@ def attention(
     return out if wide else in_format_of(out, q), lse
 
 
-def _over_entries(
+def _run_on_entries(
     programs: Sequence[tuple[Entries, _Executable]],
     compute: Callable[..., tuple[Tensor, ...]],
     inputs: Sequence[Tensor],
@@ -154,7 +154,7 @@ def _over_entries(
     """Run each program on its batch entries; return the results for all entries, shaped as `likes`.
 
     programs: pairs (batch entries, program), which together cover the batch.
-    compute: function of a program and the inputs of its entries, one result for each of `likes`.
+    compute: function of a program and the inputs of its entries. It returns a tuple: a result for each of `likes`.
 
     Results are in float32 or wider.
     """
@@ -222,7 +222,7 @@ def gradients(
         return program.backward(q, k, v, WholeRows(*rows), scale)
 
     rows = (whole.out, whole.lse, whole.grad_out, *(() if whole.grad_lse is None else (whole.grad_lse,)))
-    dq, dk, dv = _over_entries(programs, compute, (q, k, v, *rows), (q, k, v))
+    dq, dk, dv = _run_on_entries(programs, compute, (q, k, v, *rows), (q, k, v))
     if others is not None:
         beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
         dq, dk, dv = (total.add_(part) for total, part in zip((dq, dk, dv), beside, strict=True))
@@ -245,7 +245,7 @@ set_gradient(
 def _programs_for(
     call: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
-    """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
+    """Return ([(batch entries, executable), ...], the call of further pairs or None), which together compute a call.
 
     The executable is SingleKeys or QueryRows for tables of keys or blocks, RowProgram for calls on CPU with
     `needs_no_plan` if they have no measured options, otherwise a Program. With a table, pairs that do not need it are a
@@ -283,6 +283,9 @@ def _term_programs(
     operands: OperandSizes | None = None,
 ) -> list[tuple[Entries, Program]]:
     """Return pairs (batch entries, program) that cover the batch.
+
+    kind: kind of device, such as "cpu".
+    choice, operands: as in `program_of`.
 
     There is one pair for all `batch` entries, unless run-time tensors give the entries different masks that can neither
     be joined to one sequence nor computed as hidden keys.

@@ -47,7 +47,7 @@ class Step:
     fresh: bool
 
     def forward(self, x: KernelTensors, scale: float) -> tuple[Tensor, Tensor]:
-        x = self._clear(x)
+        x = self._clear_hidden(x)
         if self.calls is not None:
             out, lse = _tile_blocks.forward(x, self.calls, scale=scale)
         else:
@@ -62,7 +62,7 @@ class Step:
         # A pair that counts m times has weight m exp(s - lse) = exp(s - (lse - log m)); a row without keys has none.
         lse = (lse - log(self.term.multiplicity)).masked_fill(lse == -torch.inf, torch.inf)
         lse = self.hidden.clear_queries(lse, dim=3, value=torch.inf)
-        x, (grad_out, out) = self._clear(x), (self.hidden.clear_queries(part, dim=3) for part in (grad_out, out))
+        x, (grad_out, out) = self._clear_hidden(x), (self.hidden.clear_queries(part, dim=3) for part in (grad_out, out))
         if self.calls is not None:
             dq, dk, dv = _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
         else:
@@ -71,14 +71,14 @@ class Step:
             )
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
-    def _clear(self, x: KernelTensors) -> KernelTensors:
+    def _clear_hidden(self, x: KernelTensors) -> KernelTensors:
         """Zero queries without a key and keys without a query: kernels compute whole blocks and would spread a NaN."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
         return KernelTensors(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
 
     @property
     def _is_causal(self) -> bool:
-        """True if the term runs in the kernel's causal mode; an additive mask would turn an infinite score into NaN."""
+        """True if the kernel's causal mode hides later keys: -inf added to an infinite score would only make it NaN."""
         weights = self.term.weights
         return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 
@@ -92,7 +92,7 @@ class Program:
 
     given: token order of q, k and v.
     layout: token order of the plan.
-    steps: one for each term.
+    steps: one for each term, or for each portion of a term that was split.
     complete: True if the steps that are `fresh` (first to write their rows) write every row of the output.
     visible: False for keys that are hidden in addition to the plan's mask, in the order `given`; None: none are.
     """
@@ -116,7 +116,7 @@ class Program:
         """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         q, k, v = (self._to_plan_order(readable(x)) for x in (q, self._clear_keys(k), self._clear_keys(v)))
         sums: tuple[Tensor, Tensor] | None = None
-        for step, operands in self._operands(q, k, v):
+        for step, operands in self._steps_with_operands(q, k, v):
             part = step.forward(operands, scale)
             if sums is None:
                 out, lse = (_result_by_token(step.queries, each, q) for each in part)
@@ -145,7 +145,7 @@ class Program:
         operands = tuple(self._to_plan_order(readable(x)) for x in operands)
         grad_out, out, lse = (self._to_plan_order(x) for x in (readable(grad_out), readable(out), whole.lse))
         totals: list[Tensor | None] = [None, None, None]
-        for step, x in self._operands(*operands):
+        for step, x in self._steps_with_operands(*operands):
             grads = step.backward(x, grad_out, out, lse, scale)
             sides = (step.queries, step.keys, step.keys)
             totals = [
@@ -158,7 +158,7 @@ class Program:
         )
         return dq, self._clear_keys(dk), self._clear_keys(dv)
 
-    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, KernelTensors]]:
+    def _steps_with_operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, KernelTensors]]:
         """Yield each step with its gathered q, k and v; consecutive steps over equal keys share one copy of k and v."""
         visible = None
         if self.visible is not None:
@@ -211,7 +211,7 @@ def make_program(
 
 
 def _step(term: Term, queries: TokenGather, keys: TokenGather, block_size: tuple[int, ...], fresh: bool) -> Step:
-    calls = _calls(term, block_size) if term.shape == "blocks" else None
+    calls = _kernel_calls(term, block_size) if term.shape == "blocks" else None
     hidden = hidden_of_term(term) if calls is None else calls.hidden
     return Step(term, queries, keys, calls, hidden, fresh)
 
@@ -227,14 +227,14 @@ def _sort_terms(
     seen: dict[TokenGather, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
-    def rank(index: int) -> tuple[bool, int]:
+    def sort_key(index: int) -> tuple[bool, int]:
         return not laid_out[index][0].has_all_tokens(bound.num_heads, bound.num_queries), places[index]
 
-    return [laid_out[index] for index in sorted(range(len(laid_out)), key=rank)]
+    return [laid_out[index] for index in sorted(range(len(laid_out)), key=sort_key)]
 
 
-def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
-    """Kernel calls of a term with a block list, from a cache shared by terms that differ only in their positions."""
+def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
+    """Return the kernel calls of a term with a block list; terms that differ only in positions share a cache entry."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(
@@ -255,20 +255,20 @@ def _portions_of(term: Term, most_slots: int) -> tuple[Term, ...]:
 
 @dataclass(frozen=True)
 class EntryRange:
-    """Consecutive batch entries with equal masks: `rows` is their slice of the batch dim."""
+    """Consecutive batch entries that one program computes: `entries` is their slice of the batch dim."""
 
-    rows: slice
+    entries: slice
 
     def rows_of(self, table: Shaped[Tensor, "#B L"]) -> Shaped[Tensor, "#b L"]:
         """Rows of these entries in a table of all batch entries; a table of a single row is returned unchanged."""
-        return table if len(table) == 1 else table[self.rows]
+        return table if len(table) == 1 else table[self.entries]
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
-        return x[self.rows]
+        return x[self.entries]
 
     def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "b H N ..."]) -> None:
         """Copy `part` to these batch entries of x, in place."""
-        x[self.rows] = part
+        x[self.entries] = part
 
 
 @dataclass(frozen=True)
@@ -287,11 +287,12 @@ Entries = EntryRange | Packed
 
 
 def _result_by_token(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | None:
-    """Return a step's result in the token order of x (B, X, N, D), as (B, X, N, ...) in float32 or wider.
+    """Return an output, lse or gradient of a step in the token order of x (B, X, N, D), in float32 or wider.
 
-    Returns None unless the side has every token of every head, as a `WholeSide` or as one view in the order of x.
+    The result is (B, X, N, ...). It is None unless the side has every token of every head, as a `WholeSide` or as one
+    view in the order of x.
 
-    slots: the result, in the side's slots.
+    slots: the output, lse or gradient, in the side's slots.
     """
     # A sum over steps can start from it, without a scatter into zeros.
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])

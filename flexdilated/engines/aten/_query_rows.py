@@ -29,7 +29,7 @@ from ..kernels._kernel import flash_backward, flash_forward
 
 _CELLS = 1 << 18  # pairs evaluated at once
 
-_Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
+_KeyValues = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class Problems:
     set: index of the head set of each problem; g query heads each.
     query: index of each query in the call.
     block: index of each key block.
-    place: index of each query's result among the results of its head set before their merge, which has one for each
-        query or one for each query and selected block; -1 for padding.
+    place: index of each query's result among the results of its head set; -1 for padding. A head set has one result for
+        each query of the portion or, if results of blocks are merged later, one for each query and table entry.
     shown: True for visible (query, key) pairs; None if every query sees every key.
     """
 
@@ -68,14 +68,15 @@ class Problems:
         return None if self.shown is None else ~self.shown.any(1)[:, None, :, None]
 
     def rows(self, num_queries: int) -> Int64[Tensor, "n Q"]:
-        """Index of each query among the num_queries queries of each head set, flattened."""
+        """Return the index of each query in the flattened (head sets, num_queries)."""
         return self.set[:, None] * num_queries + self.query
 
-    def kept(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """Return (index, selector), to scatter the results of all queries except padding.
+    def without_padding(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
+        """Return (`index`, flattened, without padding; places of its items among the n * Q queries).
 
-        The index is the given one, flattened, without that of padding. The selector has the indices of these queries
-        among the n * Q flattened ones; it is slice(None) without padding.
+        If there is no padding, the second is slice(None).
+
+        index: where the result of each query is to be written.
         """
         if not self.padded:
             return index.flatten(), slice(None)
@@ -89,7 +90,7 @@ class Problems:
         return (mask if groups == 1 else mask.repeat_interleave(groups, 1)).unsqueeze(1)
 
     def clear_rows_(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """Write `value`, in place, to the rows of x of padding and of queries that see no key; return x.
+        """Write `value`, in place, to rows of x that belong to padding or to queries that see no key; return x.
 
         groups: g, the number of heads, and so of rows of x, for each query.
         """
@@ -99,15 +100,15 @@ class Problems:
         return x.masked_fill_(blind[:, None].view(*x.shape[:3], *[1] * (x.dim() - 3)), value)
 
     def clear_keys_(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
-        """Write zeros to x, keys or values, where none of a problem's queries sees the key, in place; return x."""
+        """Write zeros to x (keys, values or gradients) where none of a problem's queries sees the key; return x."""
         return x if self.unseen is None else x.masked_fill_(self.unseen, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Attention over a table of selected blocks, for batch entries with equal masks.
+    """Attention over a table of selected blocks, for batch entries with equal tables and rules.
 
-    of: the table's problems.
+    of: the table's problems, the same for each of these batch entries.
     """
 
     of: TableProblems
@@ -118,7 +119,7 @@ class QueryRows:
         """(out, natural lse) of b batch entries, in float32 or wider; a query without keys has output 0, lse -inf."""
         found = [self._forward(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
         out, lse = zip(*found, strict=True)
-        return _stacked(out), _stacked(lse)
+        return _stack_entries(out), _stack_entries(lse)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         rows, wide = self._by_set(q), sum_dtype(q)
@@ -144,16 +145,20 @@ class QueryRows:
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def _attend(
-        self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
+        self, each: Problems, rows: Tensor, blocks: _KeyValues, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
     ) -> None:
         """Write the results of a batch of problems; begin: index of each problem's first result in parts and lses."""
         groups = rows.shape[2]
-        found = (self._keys_from_tokens(each, x) for x in blocks) if self.of.reads_few else self._keys(each, blocks)
+        found = (
+            (self._keys_from_tokens(each, x) for x in blocks)
+            if self.of.reads_few
+            else self._keys_and_values(each, blocks)
+        )
         keys, values = (each.clear_keys_(x) for x in found)
         own = each.clear_rows_(picked(rows, each.rows(rows.shape[1])), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
         lse = each.clear_rows_(lse, groups, -torch.inf)
-        place, there = each.kept(begin[:, None] + each.place)
+        place, there = each.without_padding(begin[:, None] + each.place)
         parts[place] = out.view(-1, groups, out.shape[-1])[there].to(parts.dtype)
         lses[place] = lse.view(-1, groups)[there].to(parts.dtype)
 
@@ -171,7 +176,7 @@ class QueryRows:
             self._backward(q[entry], k[entry], v[entry], grad_out[entry], out[entry], lse[entry], scale)
             for entry in range(len(q))
         ]
-        dq, dk, dv = (_stacked(each)[..., : whole.out.shape[-1]] for each in zip(*found, strict=True))
+        dq, dk, dv = (_stack_entries(each)[..., : whole.out.shape[-1]] for each in zip(*found, strict=True))
         return dq, dk, dv
 
     def _backward(
@@ -188,30 +193,30 @@ class QueryRows:
         return dq.transpose(1, 2).flatten(0, 1), dk, dv
 
     def _add_grads(
-        self, each: Problems, blocks: _Blocks, whole: Sequence[Tensor], scale: float, totals: Sequence[Tensor]
+        self, each: Problems, blocks: _KeyValues, whole: Sequence[Tensor], scale: float, totals: Sequence[Tensor]
     ) -> None:
         """Add the gradients of a batch of problems to totals (dq, dk, dv); whole: (q, gradient of out, out, lse)."""
         groups, dtype = whole[0].shape[2], totals[0].dtype
-        keys, values = (each.clear_keys_(x) for x in self._keys(each, blocks))
+        keys, values = (each.clear_keys_(x) for x in self._keys_and_values(each, blocks))
         at = each.rows(whole[0].shape[1])
         own, grad, result, lse = (picked(x, at) for x in whole)
         own, grad, result = (each.clear_rows_(x, groups, 0.0) for x in (own, grad, result))
         lse, mask = each.clear_rows_(lse, groups, torch.inf), each.mask(groups, own.dtype)
         found = flash_backward(grad, own, keys, values, result, lse, scale=scale, mask=mask)
-        place, there = each.kept(at)
+        place, there = each.without_padding(at)
         of_rows = found[0].view(each.query.numel(), groups, -1)
         totals[0].flatten(0, 1).index_add_(0, place, of_rows[there].to(dtype))
-        at = self._at(each, blocks[0].shape[1]).flatten()
+        at = self._block_index(each, blocks[0].shape[1]).flatten()
         for total, part in zip(totals[1:], found[1:], strict=True):
             part = each.clear_keys_(part).reshape(len(at), *blocks[0].shape[2:])
             total.flatten(0, 1).index_add_(0, at, part.to(dtype))
 
-    def _keys(self, each: Problems, blocks: _Blocks) -> list[Float[Tensor, "n 1 LK D"]]:
-        at = self._at(each, blocks[0].shape[1])
+    def _keys_and_values(self, each: Problems, blocks: _KeyValues) -> list[Float[Tensor, "n 1 LK D"]]:
+        at = self._block_index(each, blocks[0].shape[1])
         return [picked(x, at) for x in blocks]
 
-    def _at(self, each: Problems, num_blocks: int) -> Int64[Tensor, "n L"]:
-        """Index of each key block among the num_blocks key blocks of each key/value head, flattened."""
+    def _block_index(self, each: Problems, num_blocks: int) -> Int64[Tensor, "n L"]:
+        """Return the index of each key block in the flattened (key/value heads, num_blocks)."""
         return self.of.key_head(each.set)[:, None] * num_blocks + each.block
 
     def _keys_from_tokens(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
@@ -236,11 +241,11 @@ class QueryRows:
 
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
         for owners, query, block, place, seen in self.of.batches(sets, queries, rows.shape[3], rows.element_size()):
-            shown = None if seen is None else self._shown(owners[0], query, block, seen)
+            shown = None if seen is None else self._shown_pairs(owners[0], query, block, seen)
             for owner in owners:
                 yield Problems(owner, query, block, place, shown)
 
-    def _shown(
+    def _shown_pairs(
         self,
         owner: Int64[Tensor, " n"],
         query: Int64[Tensor, "n Q"],
@@ -260,7 +265,7 @@ class QueryRows:
         return shown.flatten(2)
 
 
-def _stacked(entries: Sequence[Tensor]) -> Tensor:
+def _stack_entries(entries: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(entries)) if len(entries) > 1 else entries[0].unsqueeze(0)  # without a copy
 
 

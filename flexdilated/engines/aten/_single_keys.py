@@ -43,11 +43,11 @@ class SingleKeys:
             q, k, v = (x.to(wide) for x in (q, k, v))
             return attention(ListProblems.of(self.lists, self.offsets, q, k, v), Weighting(scale), q, k, v)
         masked = _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
-        q, k, v = masked.queries(q), masked.keys(k), masked.keys(v)
+        q, k, v = masked.clear_queries(q), masked.clear_keys(k), masked.clear_keys(v)
         out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
         for some, mask in masked.chunks(q):
             out[:, :, some], lse[:, :, some] = flash_forward(q[:, :, some], k, v, scale=scale, mask=mask)
-        return masked.queries(out), masked.queries(lse, -torch.inf)
+        return masked.clear_queries(out), masked.clear_queries(lse, -torch.inf)
 
     def backward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
@@ -65,8 +65,8 @@ class SingleKeys:
             return dq, dk, dv
         width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
         (q, k, v), grad_out, out = whole.with_column(q, k, v)
-        q, grad_out, out = masked.queries(q), masked.queries(grad_out), masked.queries(out)
-        lse, k, v = masked.queries(lse, torch.inf), masked.keys(k), masked.keys(v)
+        q, grad_out, out = (masked.clear_queries(x) for x in (q, grad_out, out))
+        lse, k, v = masked.clear_queries(lse, torch.inf), masked.clear_keys(k), masked.clear_keys(v)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         for some, mask in masked.chunks(q):
             few_grads, few_q, few_out, few_lse = (x[:, :, some] for x in (grad_out, q, out, lse))
@@ -92,50 +92,56 @@ class _DenseMask:
     num_keys: int
 
     @cached_property
-    def _sets(self) -> int:
+    def _num_sets(self) -> int:
         return lcm(self.lists.shape[1], self.num_kv_heads)
 
     @cached_property
-    def _line(self) -> Tensor:
-        """The list of each listed key."""
+    def _list_of_key(self) -> Tensor:
+        """Index of the list that each of the listed keys is in."""
         return torch.arange(len(self.lists.ends)).repeat_interleave(self.lists.counts)
 
     @cached_property
-    def _blind(self) -> Bool[Tensor, "b H N 1"] | None:
-        """True for queries without keys; None for none."""
+    def _blind_queries(self) -> Bool[Tensor, "b H N 1"] | None:
+        """True for queries without keys; None if there are none."""
         blind = (self.lists.counts == 0).view(self.lists.shape)
         if not bool(blind.any()):
             return None
         return blind.repeat_interleave(self.num_heads // self.lists.shape[1], 1).unsqueeze(-1)
 
     @cached_property
-    def _unseen(self) -> Bool[Tensor, "b S M 1"] | None:
-        """True for keys that no query of a head set sees; None for none."""
+    def _unseen_keys(self) -> Bool[Tensor, "b S M 1"] | None:
+        """True for keys that no query of the head set sees; None if there are none."""
         entries, tables, queries = self.lists.shape
         unseen = torch.ones(entries * tables, self.num_keys, dtype=torch.bool)
-        unseen[self._line // queries, self.lists.keys] = False
+        unseen[self._list_of_key // queries, self.lists.keys] = False
         if not bool(unseen.any()):
             return None
-        return unseen.view(entries, tables, -1).repeat_interleave(self._sets // tables, 1).unsqueeze(-1)
+        return unseen.view(entries, tables, -1).repeat_interleave(self._num_sets // tables, 1).unsqueeze(-1)
 
-    def queries(self, x: Shaped[Tensor, "B H N ..."], value: float = 0.0) -> Shaped[Tensor, "B H N ..."]:
+    def clear_queries(self, x: Shaped[Tensor, "B H N ..."], value: float = 0.0) -> Shaped[Tensor, "B H N ..."]:
         """Return x with `value` at queries without keys, which may hold NaN."""
-        if self._blind is None or x.is_meta:
+        if self._blind_queries is None or x.is_meta:
             return x
-        return x.masked_fill(self._blind if x.dim() == 4 else self._blind.squeeze(-1), value)
+        return x.masked_fill(self._blind_queries if x.dim() == 4 else self._blind_queries.squeeze(-1), value)
 
-    def keys(self, x: Float[Tensor, "B G M D"]) -> Float[Tensor, "B S M D"]:
-        """Return the keys or values of each head set, or of each key/value head, with 0 at keys that no query sees."""
-        if self._unseen is None:
+    def clear_keys(self, x: Float[Tensor, "B G M D"]) -> Float[Tensor, "B S M D"]:
+        """Return x (keys or values) once for each head set, with 0 at keys that no query of the head set sees.
+
+        Return x itself, once for each key/value head, if there are no such keys.
+        """
+        if self._unseen_keys is None:
             return x
-        x = x.repeat_interleave(self._sets // self.num_kv_heads, 1)
-        return x if x.is_meta else x.masked_fill(self._unseen, 0.0)
+        x = x.repeat_interleave(self._num_sets // self.num_kv_heads, 1)
+        return x if x.is_meta else x.masked_fill(self._unseen_keys, 0.0)
 
     def key_gradients(self, x: Float[Tensor, "B S M D"]) -> Float[Tensor, "B G M D"]:
         return x if x.shape[1] == self.num_kv_heads else x.unflatten(1, (self.num_kv_heads, -1)).sum(2)
 
     def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, Float[Tensor, "#B #H n M"]]]:
-        """Yield (range of queries, additive mask) that cover all queries; on meta tensors, two of them."""
+        """Yield (slice of the queries, additive mask of their pairs), together for all queries.
+
+        For meta tensors, only the first `ENOUGH` are yielded, and the masks hide all pairs.
+        """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads
         at_once = max(16, _MASK_BYTES // (entries * heads * self.num_keys * q.element_size()))
@@ -144,9 +150,9 @@ class _DenseMask:
             mask = q.new_full((entries, tables, end - begin, self.num_keys), -torch.inf)
             if not q.is_meta:
                 for matrix in range(entries * tables):
-                    line = matrix * queries
-                    first = int(self.lists.ends[line + begin - 1]) if line + begin else 0
-                    own = slice(first, int(self.lists.ends[line + end - 1]))
-                    rows = self._line[own] - line - begin
+                    first_list = matrix * queries + begin
+                    first_key = int(self.lists.ends[first_list - 1]) if first_list else 0
+                    own = slice(first_key, int(self.lists.ends[first_list + end - begin - 1]))
+                    rows = self._list_of_key[own] - first_list
                     mask[matrix // tables, matrix % tables][rows, self.lists.keys[own]] = 0.0
             yield slice(begin, end), mask.repeat_interleave(heads // tables, 1)

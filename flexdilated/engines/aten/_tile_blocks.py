@@ -33,7 +33,8 @@ class _Portion:
 
     at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v.
     mask: additive, one per problem or one for all; None if every pair is allowed.
-    blind: True for queries that see no key, if some keys are hidden by `KernelTensors.visible`; None if there are none.
+    blind: True for queries that see no key, by `mask` and `KernelTensors.visible`; None without such queries, and if
+        `visible` is None.
     """
 
     call: KernelCall
@@ -57,8 +58,8 @@ def forward(
     for each in _portions(x, calls):
         queries, keys = each.call.queries, each.call.keys
         tile_q = queries.of(q[each.at_q])
-        tile_k, tile_v = (_problems(keys.of(part[each.at_k])) for part in (k, v))
-        few_q = filled(_problems(tile_q), each.blind)
+        tile_k, tile_v = (_as_problems(keys.of(part[each.at_k])) for part in (k, v))
+        few_q = filled(_as_problems(tile_q), each.blind)
         part, part_lse = flash_forward(few_q, tile_k, tile_v, scale=scale, mask=each.mask)
         part_lse = filled(part_lse, each.blind, -torch.inf)
         part, part_lse = part.reshape(tile_q.shape), part_lse.reshape(tile_q.shape[:-1])
@@ -81,10 +82,10 @@ def backward(
         queries, keys = each.call.queries, each.call.keys
         tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
         tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
-        row_lse = filled(_problems(queries.of(lse[each.at_q])), each.blind, torch.inf)
-        few_grad, few_q, few_out = (filled(_problems(part), each.blind) for part in (tile_grad, tile_q, tile_out))
+        row_lse = filled(_as_problems(queries.of(lse[each.at_q])), each.blind, torch.inf)
+        few_grad, few_q, few_out = (filled(_as_problems(part), each.blind) for part in (tile_grad, tile_q, tile_out))
         grad_q, grad_k, grad_v = flash_backward(
-            few_grad, few_q, _problems(tile_k), _problems(tile_v), few_out, row_lse, scale=scale, mask=each.mask
+            few_grad, few_q, _as_problems(tile_k), _as_problems(tile_v), few_out, row_lse, scale=scale, mask=each.mask
         )
         queries.put(dq[each.at_q], grad_q.reshape(tile_q.shape))
         keys.add(dk[each.at_k], grad_k.reshape(tile_k.shape))
@@ -109,7 +110,7 @@ def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
                 if hidden is None:
                     yield _Portion(part, at_q, at_k, many, None)
                     continue
-                rows = _problems(part.keys.of(hidden[at_k])).unsqueeze(2)
+                rows = _as_problems(part.keys.of(hidden[at_k])).unsqueeze(2)
                 many = rows if many is None else many + rows
                 blind = many.amax(-1) == -torch.inf
                 yield _Portion(part, at_q, at_k, many, blind if bool(blind.any()) else None)
@@ -150,7 +151,7 @@ def _repeat_masks(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, 
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 
-def _problems(tiles: Tensor) -> Tensor:
+def _as_problems(tiles: Tensor) -> Tensor:
     """Reshape (X, n, slots, ...) to (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
     return tiles.flatten(0, 1).unsqueeze(1)
 

@@ -80,11 +80,11 @@ class BlockRanges:
         return picked.unflatten(1, self.blocks.shape).flatten(2, 3)[:, :, : self.length]
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Copy row i of `part` to the blocks of list i of x, in place; no block may be listed twice."""
+        """Copy row i of `part`, which must be whole blocks, to range i of x, in place; no block may be listed twice."""
         self._in_blocks(x).index_copy_(1, self.blocks.flatten().long(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets the sum."""
+        """Add row i of `part` to range i of x, in place; a block in several ranges gets the sum."""
         missing = self.blocks.shape[1] * self.side - self.length
         if missing:  # index_add_ takes whole blocks, and the last listed one may be cut off at `length`
             dims_after = part.dim() - 3
@@ -208,7 +208,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
     """Make the kernel calls that compute a term from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
-    lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
+    lists = _join_query_blocks(_block_lists(blocks, ids, told_apart=masks is not None), blocks)
     calls = list(_batched_calls(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
     listed = (call.keys for call in calls if isinstance(call.keys, BlockRanges))
@@ -222,7 +222,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 
 @dataclass(frozen=True)
-class _Lists:
+class _BlockLists:
     """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
 
     A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
@@ -242,23 +242,23 @@ class _Lists:
     masked: Bool[Tensor, " m"]
     code: Int64[Tensor, " m"]
 
-    def select(self, index: Tensor) -> _Lists:
-        return _Lists(*(getattr(self, field.name)[index] for field in fields(self)))
+    def select(self, index: Tensor) -> _BlockLists:
+        return _BlockLists(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Lists:
+def _block_lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _BlockLists:
     found, length = (blocks.table.long() * blocks.num_rows + blocks.row).unique_consecutive(return_counts=True)
     row, begin = found % blocks.num_rows, length.cumsum(0) - length
     masked = _sum_by_list((~blocks.full).long(), length) > 0
     num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
     last = blocks.column[begin + length - 1].long()
     short = ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
-    code = _codes(ids, length) if told_apart else torch.arange(len(row))
+    code = _mask_fingerprints(ids, length) if told_apart else torch.arange(len(row))
     num_keys = length * blocks.k_block - short
-    return _Lists(found // blocks.num_rows, row, begin, length, num_queries, num_keys, masked, code * masked)
+    return _BlockLists(found // blocks.num_rows, row, begin, length, num_queries, num_keys, masked, code * masked)
 
 
-def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+def _mask_fingerprints(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
     """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs.
 
     ids: mask indices of all lists, concatenated.
@@ -273,7 +273,7 @@ def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tenso
     return _sum_by_list(of_place[place] * of_id[ids], length)
 
 
-def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
+def _join_query_blocks(lists: _BlockLists, blocks: Blocks) -> _BlockLists:
     """Join consecutive query blocks with equal key blocks and no mask to lists of up to _MAX_JOINED_SLOTS queries."""
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
@@ -298,11 +298,11 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
     return sums.index_add_(0, torch.repeat_interleave(length), values)
 
 
-def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
+def _batched_calls(lists: _BlockLists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
-    A list is the key blocks of one query block, or of those that `_join_rows` joined. First come groups of lists with
-    equal masks, which share one mask tensor, where a group is large enough for its own call; then all other lists.
+    First come groups of lists with equal masks, which share one mask tensor, if a group is large enough for its own
+    call; then all other lists.
 
     ids: mask index of each listed block.
     """
@@ -319,11 +319,11 @@ def _batched_calls(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> I
                 continue
             chosen = lists.select(group)
             columns = blocks.column[chosen.begin[:, None] + torch.arange(int(chosen.length[0]))]
-            for some in _even_runs(chosen.row, columns, -(-_LEAST_PAIRS // pairs)):
+            for some in _even_sequences(chosen.row, columns, -(-_LEAST_PAIRS // pairs)):
                 if len(some) < least:
                     others.append(group[some])
                 else:
-                    yield _call(chosen.select(some), columns[some], blocks, ids)
+                    yield _kernel_call(chosen.select(some), columns[some], blocks, ids)
         left = torch.cat(others).sort().values if others else left[:0]
 
 
@@ -335,36 +335,44 @@ def _equal_rows(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
     return group.argsort(stable=True).split(sizes.tolist())
 
 
-def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
-    """Yield ascending indices of problems: sequences with evenly spaced queries and keys, then all other problems.
+def _even_sequences(
+    row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int
+) -> Iterator[Int64[Tensor, " m"]]:
+    """Yield indices of problems: of each sequence with evenly spaced queries and keys, then of all other problems.
 
     row, columns: query block and key blocks of each problem.
 
     A sequence has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
     """
+    # Example: query blocks 0 1 2 5 7 9, all over the same consecutive key blocks, are the sequences 0 1 2, 5 and 7 9.
     first = columns[:, 0].long()
     unbroken = columns[:, -1].long() - first == columns.shape[1] - 1
+    # For each of the n - 1 gaps between neighbours: distances of queries and of keys; True if a view can cross it.
     gap = torch.stack([row.diff(), first.diff()], 1)
     steady = unbroken[1:] & unbroken[:-1] & (gap[:, 1] >= 0)
+    # changes[i]: gap i differs from gap i - 1, or there is no such gap.
     changes = torch.ones(len(gap) + 1, dtype=torch.bool)
     changes[1:-1] = ~(steady[1:] & steady[:-1] & (gap[1:] == gap[:-1]).all(1))
-    # The gap before a problem decides its run; without a steady gap before it, the gap after it does.
+    # For each of the n problems: the sequence of the gap after it, and that of the gap before it. The gap before it
+    # decides; without a steady gap before it, the gap after it does.
     after = changes.cumsum(0)
     before = torch.cat([torch.tensor([0]), after[:-1]])
     no_before, some_after = torch.cat([torch.tensor([True]), ~steady]), torch.cat([steady, torch.tensor([False])])
-    run_of = torch.where(no_before & some_after, after, before)
-    _, sizes = run_of.unique_consecutive(return_counts=True)
+    sequence_of = torch.where(no_before & some_after, after, before)
+    _, sizes = sequence_of.unique_consecutive(return_counts=True)
     others = []
-    for run in torch.arange(len(row)).split(sizes.tolist()):
-        if len(run) >= least and unbroken[run].all():
-            yield run
+    for sequence in torch.arange(len(row)).split(sizes.tolist()):
+        if len(sequence) >= least and unbroken[sequence].all():
+            yield sequence
         else:
-            others.append(run)
+            others.append(sequence)
     if others:
         yield torch.cat(others)
 
 
-def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"]) -> KernelCall:
+def _kernel_call(
+    chosen: _BlockLists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"]
+) -> KernelCall:
     length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
     unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
     queries: Stretches | None = even_ranges(chosen.row * blocks.q_block, height)
