@@ -92,7 +92,7 @@ def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> 
 
 
 def _narrow_lists(tables: Tables) -> Tables:
-    """Cut the block lists of rows to width 1 if the mask has one column, and those of columns if it has one row."""
+    """Return the tables with lists of key blocks cut to width 1 if there is one key block; so too for query blocks."""
     # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}

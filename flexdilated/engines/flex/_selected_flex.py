@@ -50,9 +50,9 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
     """Return (queries, keys) of the kernel's blocks, for selected blocks of these sizes.
 
-    unit: queries that are gathered as one unit, 0 if none are.
+    If queries are gathered, a kernel block has TILE queries and at least TILE keys; else it is a selected block.
 
-    If queries are gathered, a tile of queries and at least a tile of keys; else the selected blocks.
+    unit: queries that are gathered as one unit, 0 if none are.
     """
     return (TILE, max(block[1], TILE)) if unit else block
 
@@ -203,15 +203,15 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: a place holds the queries of one pair, a tile several places.
+    """Places of gathered queries in the kernel's tiles: a tile has TILE // unit places, each for the queries of one pair.
 
-    A pair is an entry of the table: a unit and a key block that the unit selects. Pairs are sorted by block; the pairs
-    of each block begin at a tile.
+    A pair here is an entry of the table: a unit of queries and a key block that the unit selects. Pairs are sorted by
+    key block; the pairs of each key block begin at a tile.
 
     place: index of the place of each pair, -1 for an entry without a block.
     pair: index of the pair in each place, -1 for none.
-    block: key block of each tile, C (the number of blocks) for unused tiles.
-    begin, number: first tile and number of tiles of each block.
+    block: key block of each tile, C (the number of key blocks) for unused tiles.
+    begin, number: first tile and number of tiles of each key block.
     """
 
     place: Int32[Tensor, "B H RW"]
@@ -310,8 +310,8 @@ def _run(
 class _VectorGather(torch.autograd.Function):
     """Autograd function (x, index, inverse) -> vectors of x (dim 2) by index, 0 for a negative index.
 
-    The gradient is a gather too. inverse: for each vector of x, along the last dim, the indices of its copies in the
-    result; negative for no copy.
+    The gradient is a gather too, by `inverse`: for each vector of x, along the last dim, the indices of its copies in
+    the result; negative for no copy.
     """
 
     @staticmethod
