@@ -203,7 +203,7 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: a tile has TILE // unit places, each for the queries of one pair.
+    """Places of gathered queries in the kernel's tiles. A tile has TILE // unit places, each for one pair's queries.
 
     A pair here is an entry of the table: a unit of queries and a key block that the unit selects. Pairs are sorted by
     key block; the pairs of each key block begin at a tile.

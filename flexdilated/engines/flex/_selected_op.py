@@ -70,9 +70,10 @@ def _parts_of(text: str) -> SelectedParts | None:
 
 
 def takes_table(parts: SelectedParts, call: Call) -> bool:
-    """True if kernels support the table's blocks, at the call's first query and first key.
+    """True if kernels can compute the call's selected blocks from the table itself.
 
-    Tokens must be at consecutive positions in natural order, and the first key must begin a block.
+    Kernels must support the block size (see `unit_of`), tokens must be at consecutive positions in natural order, and
+    the first key must begin a block.
     """
     q_block, k_block = parts.block
     in_order = not call.placement and call.rate == 1 and call.k_offset % k_block == 0

@@ -344,9 +344,9 @@ class DilatedSelfAttention(nn.Module):
     def forward(self, x: Float[Tensor, "B N E"], sequences: Sequences = WHOLE) -> Float[Tensor, "B N E"]:
         """Return the attention output of the tokens x, after the output projection.
 
-        sequences: their padding and sharding.
+        sequences: padding and sharding of the sequences.
 
-        Raises ValueError for a branch that shifts tokens, with a padding mask or a mesh.
+        Raises ValueError if there is a padding mask or a mesh, and a branch shifts tokens.
         """
         q, k, v = self.project(x)
         config, N = self.config, sequences.longest(q)
@@ -389,7 +389,10 @@ class DilatedSelfAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, sequences: Sequences, *, return_lse: bool
     ) -> Any:
-        """Attention over all keys except padding, of all ranks: the output, or (output, lse) if return_lse."""
+        """Return the output of attention by `pattern`, or (output, natural lse) if return_lse.
+
+        It is over the keys of all ranks, except padding, and over the pattern's zero keys.
+        """
         rule = pattern if sequences.visible is None else pattern.unpadded & sequences.visible
         lengths, options = sequences.lengths, self._options()
         options["return_lse"] = return_lse or lengths is not None

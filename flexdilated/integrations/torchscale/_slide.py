@@ -208,8 +208,9 @@ class SlideEncoder(nn.Module):
             configuration, padding must be at the end.
 
         Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
-        published model wraps some of them to the next row); in a compiled graph such a tile causes the device's own
-        index error. Masks raise as in `LongNetEncoder`.
+        published model wraps some of them to the next row). A compiled graph does not check the tiles: an index beyond
+        the grid causes the device's own index error, and a negative one counts from the grid's other end. Masks raise
+        as in `LongNetEncoder`.
         """
         self._check(tiles, coordinates)
         sharding, length = self._sharding(tiles), tiles.shape[1]
