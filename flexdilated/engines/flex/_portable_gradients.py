@@ -21,7 +21,7 @@ _NO_THIRD = "the portable engine has no third derivative; engine='reference' has
 def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
+    """Compute a `Portable` with a score_mod, eagerly; returns (out in q's dtype, natural lse in float32 or wider)."""
     out, lse = _ScoreModAttention.apply(run.reading(()).with_sinks(None), q, k, v, run.features.sinks, *run.tensors)
     return out, lse
 

@@ -185,7 +185,7 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return (queries, keys) of a term's blocks: square, at least TILE, and as small as short block lists allow.
+    """Return (queries, keys) of square blocks for a term: small ones, of TILE or more, whose lists are still short.
 
     Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
     The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then

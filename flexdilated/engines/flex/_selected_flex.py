@@ -149,7 +149,7 @@ def attend_selected(
     if unit != of.q_block:
         row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
         rows, named = rows[:, :, row], named[:, :, row]
-    at = _places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
+    at = _tile_places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
     own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
     short = rows.shape[2] * unit - tokens
     own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
@@ -221,7 +221,7 @@ class TilePlaces(NamedTuple):
     number: Int64[Tensor, "B H C"]
 
 
-def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> TilePlaces:
+def _tile_places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> TilePlaces:
     lead, pairs, device = block.shape[:2], block.shape[2], block.device
     block = torch.where(named, block, blocks)
     ordered, order = block.sort(dim=-1, stable=True)

@@ -51,7 +51,7 @@ class SelectedParts(NamedTuple):
 
 @graph_constant
 def selected_parts(text: str) -> SelectedParts | None:
-    """Describe the table of selected blocks of a pattern, given as JSON, and the pairs that are allowed without it.
+    """Split a pattern, given as JSON, into its table of selected blocks and the pairs allowed without the table.
 
     A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
     Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.

@@ -108,7 +108,7 @@ class ListProblems:
         return None if bool((counts == counts[:1]).all()) else counts.argsort(descending=True, stable=True)
 
     @cached_property
-    def _spans(self) -> list[tuple[int, int, int]]:
+    def _list_ranges(self) -> list[tuple[int, int, int]]:
         """Ranges of the lists in descending order of length: (begin, end, length of the longest list) of each range.
 
         A range is computed in one or more chunks, each with all its lists. Lists without keys are in no range. For meta
@@ -161,7 +161,7 @@ class ListProblems:
         set_of_user = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
         entry_of_user = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
         head_in_set = torch.arange(heads // sets, device=device)
-        for begin, end, length in self._spans:
+        for begin, end, length in self._list_ranges:
             at = torch.arange(begin, end, device=device) if self._order is None else self._order[begin:end]
             count, place = self.lists.counts[at, None], torch.arange(length, device=device)
             query, table, entry = at % queries, at // queries % tables, at // (queries * tables)

@@ -228,9 +228,11 @@ class BlockProblems:
             for first in range(0, shared, span.problems)[: ENOUGH if self.is_meta else None]:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
-                yield _BlockChunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
+                yield _BlockChunk(
+                    problem[part], block[part], self._hidden_pairs(span, self.partial[at], beyond, *own), own
+                )
 
-    def _hidden(
+    def _hidden_pairs(
         self,
         span: Span,
         partial: Int64[Tensor, " t"],

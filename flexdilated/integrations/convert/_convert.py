@@ -102,8 +102,8 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
 def _attentions(model: nn.Module) -> list[Candidate]:
     """Return the attention modules of a model, in the order of `model.named_modules()`.
 
-    They are the modules that a library's `find` describes, and unknown modules: those of other classes with Attention or
-    Attn in the class name. Unknown modules cannot be converted. They are left out if they contain an attention module,
+    They are the modules that a library's `find` describes, and unknown ones: modules of other classes with Attention or
+    Attn in the class name, which cannot be converted. Unknown modules are left out if they contain an attention module,
     or if a module that `find` describes contains them.
     """
     found: dict[str, Candidate] = {}

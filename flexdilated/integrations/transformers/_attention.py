@@ -49,8 +49,8 @@ _HIDDEN = -1e4  # models add this, or less, to scores of hidden keys
 def register(name: str = "flexdilated") -> None:
     """Register this library's attention as an `attn_implementation` of transformers; `set_pattern` does so too.
 
-    A model that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to rounding. After this
-    call, saved configs that have patterns include the implementation's name.
+    A model without patterns that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to
+    rounding. After this call, saved configs that have patterns include the implementation's name.
 
     >>> fd.integrations.transformers.register()  # doctest: +SKIP
     >>> model = AutoModel.from_pretrained(path, attn_implementation="flexdilated")  # doctest: +SKIP
@@ -153,9 +153,9 @@ class Visibility:
         if index == (slice(None), 0, slice(None), slice(None)):
             layer = nn.Identity()  # like all layers with an indexer it is causal
             if running_call(layer) is None and not self.are_documents_read:
-                return self._dense  # the layers hand over no position_ids either
+                return self._dense_mask  # the layers hand over no position_ids either
             queries = torch.empty(1, 1, self.shape[2], 1, device="meta")
-            return _restrict_to_documents(self, layer, queries, {}, ready_made=False, evicts=False)._dense
+            return _restrict_to_documents(self, layer, queries, {}, ready_made=False, evicts=False)._dense_mask
         batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
             raise ValueError(
@@ -166,7 +166,7 @@ class Visibility:
         return replace(self, q_offset=self.q_offset + queries[0], shape=shape)
 
     @cached_property
-    def _dense(self) -> Bool[Tensor, "B N M"]:
+    def _dense_mask(self) -> Bool[Tensor, "B N M"]:
         """True for the keys that the model's rule, documents and padding allow."""
         b = torch.arange(self.shape[0], device=self.device)[:, None, None]
         q = self.q_offset + torch.arange(self.shape[2], device=self.device)[:, None]
@@ -357,7 +357,7 @@ def attention(
     features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias, "indices": indices}
     given, ready_made = origin_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
-        attention_mask = _without_mask(module, query, key, given, is_causal)
+        attention_mask = _visibility_without_mask(module, query, key, given, is_causal)
     elif isinstance(attention_mask, Tensor):
         visible = _unmasked_keys(attention_mask)
         attention_mask = visibility(
@@ -373,12 +373,14 @@ def attention(
     )
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
-        _refuse("a layer that selects blocks", features, "give the layer a pattern")
+        _refuse_features("a layer that selects blocks", features, "give the layer a pattern")
         return _attend_selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     bindings = {name: attention_mask.reading.tensors[name] for name in names(rule)}
     if given is not None:
-        _refuse("a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache")
+        _refuse_features(
+            "a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache"
+        )
         out = given.layer.attend(
             given,
             query,
@@ -453,7 +455,7 @@ def _attend_selected(
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 
 
-def _without_mask(
+def _visibility_without_mask(
     module: nn.Module, query: Tensor, key: Tensor, given: KeyOrigin | None, is_causal: bool | None
 ) -> Visibility:
     """`Visibility` for a model that makes no mask: causal order or all pairs, as with "sdpa".
@@ -486,7 +488,7 @@ def _unmasked_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
     return visible
 
 
-def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
+def _refuse_features(what: str, features: dict[str, Any], advice: str) -> None:
     """Raise ValueError if any of `features`, values by argument name, is not None.
 
     what: the part that does not support them.

@@ -198,7 +198,7 @@ class _Layer(CacheLayerMixin):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        given: origin of k, as `origin_of(k)` returns it; its tokens are the new ones.
+        given: origin of k, as `origin_of(k)` returns it; the new tokens are those in `given.tokens`.
         k, v: as `update` returned them.
         module: the model's attention module, which must be causal.
         score_mod, sinks: as in `flexdilated.attend`.
