@@ -73,7 +73,10 @@ def run_flex(
 
 
 def as_arguments(features: Features) -> tuple[Any, ...]:
-    """Return the features as arguments of a compiled function: scale and dropout_p as text, a constant of its graph."""
+    """Return the features as arguments of a compiled function.
+
+    scale and dropout_p are text, so that they are constants of the function's graph.
+    """
     score_mod = None if features.score_mod is None else plain_function(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
 
@@ -88,8 +91,8 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequenc
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
-    accelerators it has less of them: the numbers of heads, the head dim, True for a batch of 1, and for each kernel
-    call True if both lengths are whole blocks.
+    accelerators it has instead the numbers of heads, the head dim, True for a batch of 1, and for each kernel call True
+    if both lengths are whole blocks.
 
     blocks: (queries, keys) of a block, for each kernel call.
     """
@@ -151,9 +154,10 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return True for each guard that torch.compile has to check: all except those on numbers of a program's modules.
+    """Return a boolean for each guard: True if torch.compile has to check it.
 
-    Those numbers are part of the key under which the compiled function is cached.
+    Guards on numbers of a program's modules need no check: the numbers are part of the key under which the compiled
+    function is cached.
     """
     modules = "L['steps']", "L['enter']", "L['of']"
     return [

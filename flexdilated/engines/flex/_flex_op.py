@@ -178,7 +178,7 @@ def _varying_tensors(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
     """Return the program with the tensors `found`, from `run_time_tables`; traceable by torch.compile.
 
-    Rows of run-time tables that masks read are replaced in place.
+    The rows of run-time tables that masks read are replaced in place, so in the given program too.
     """
     steps, following = [], iter(found)
     for step in program.steps:

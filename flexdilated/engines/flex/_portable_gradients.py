@@ -89,7 +89,7 @@ def second_gradients(
 ) -> list[Tensor | None]:
     """Return the gradient of each tensor in `given`, the inputs of `Portable.backward`.
 
-    It is None if it is 0, or if the tensor is read by score_mod and not learned.
+    None stands for a gradient of 0, and for a tensor that score_mod reads but that gets no gradient.
 
     given: (grad_out, grad_lse, q, k, v, out, lse, *tensors that score_mod reads).
     incoming: gradient of each result of `Portable.backward`.

@@ -112,7 +112,7 @@ def portable_gradients(
     """Return (dq, dk, dv) of a call, in the dtypes of q, k and v.
 
     bindings: the pattern's run-time tensors, sorted by name.
-    whole: out and lse of the rows, which may have more keys than the call, and sinks; with the gradients of both.
+    whole: out, lse and their gradients, which may be of a softmax over more keys than the call's, and over sinks.
     """
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = portable_run(call, q, bindings, features).backward(q, k, v, whole)

@@ -348,9 +348,9 @@ def _mark_static(x: Tensor) -> None:
 def _token_indices(
     positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement
 ) -> Int64[Tensor, "H S"]:
-    """Return the index of the key tensor at which the key of each position is, for each head of a term.
+    """Return, for each head of a term, the indices in the key tensor of the keys at `positions`.
 
-    It is -1 for positions that are not in the placement.
+    The index is -1 for a position that is not in the placement.
 
     kv_heads: key/value head of each head of the term.
     """

@@ -391,7 +391,7 @@ class DilatedSelfAttention(nn.Module):
     ) -> Any:
         """Return the output of attention by `pattern`, or (output, natural lse) if return_lse.
 
-        It is over the keys of all ranks, except padding, and over the pattern's zero keys.
+        Queries attend to the keys of all ranks, except padding, and to the zero keys of `pattern`.
         """
         rule = pattern if sequences.visible is None else pattern.unpadded & sequences.visible
         lengths, options = sequences.lengths, self._options()

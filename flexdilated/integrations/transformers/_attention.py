@@ -253,7 +253,8 @@ def _restrict_to_documents(
 ) -> Visibility:
     """Return the mask restricted to packed documents, whose beginnings are found in position_ids.
 
-    Returns `mask` itself if each sequence is one document. The result is computed once for all layers that get `mask`.
+    Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
+    once for all layers that get `mask`.
 
     options: those of the attention function, whose position_ids are read in a model without hooks.
     ready_made: True if the model passed a mask tensor or None, from which `mask` was made.

@@ -363,10 +363,12 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
 
 
 def _our_layer(layer: Any, undo: int) -> Any:
-    """Return the cache layer of this module that replaces a layer of transformers' DynamicCache.
+    """Return the layer of a `FlexdilatedCache` that takes the place of a layer of transformers' DynamicCache.
 
-    A layer that holds only states, or nothing, is returned unchanged. undo: number of last tokens that `crop` can
-    remove.
+    A layer that holds only states, or nothing, is returned unchanged.
+
+    undo: number of last tokens that `crop` can remove.
+
     Raises ValueError for unsupported kinds of layers.
     """
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
