@@ -48,7 +48,9 @@ def flash_sides(device: torch.device, head_dim: int) -> tuple[int, int]:
 
 
 def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides: tuple[int, ...] = ()) -> str | None:
-    """Reason that engine "flash" cannot serve such tensors and block sizes, with an alternative; None if it can.
+    """Return the reason that engine "flash" cannot serve this device, dtype, head dim and block size; None if it can.
+
+    The text names an alternative.
 
     sides: (queries, keys) of a block; empty for the engine's default.
     """

@@ -43,13 +43,13 @@ def run_flex(
     features: Features,
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """Compute attention by a FlexProgram; returns (out, natural lse, or None without `features.return_lse`).
+    """Compute attention by a FlexProgram; returns (out, natural lse). The lse is None without `features.return_lse`.
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
     structure and each key from `kind_of`. In a traced graph, the function's operations become part of the graph. Pairs
     that dropout drops are left out of the softmax and of the lse; out is not divided by 1 - dropout_p.
 
-    kernel: a replacement for flex_attention, called without compilation.
+    kernel: function to call in place of flex_attention, without compilation; None for flex_attention.
     """
     returns_lse, sinks = features.return_lse, features.sinks
     if not program.steps:
@@ -73,7 +73,10 @@ def run_flex(
 
 
 def as_arguments(features: Features) -> tuple[Any, ...]:
-    """Return the features as arguments of a compiled function; scale and dropout_p as text, so they are constants."""
+    """Return the features as arguments of a compiled function.
+
+    scale and dropout_p are text, so that they are constants of the function's graph.
+    """
     score_mod = None if features.score_mod is None else plain_function(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
 
@@ -88,10 +91,10 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequenc
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
-    accelerators it has instead: the numbers of heads, the head dim, True for a batch of 1, and for each kernel True if
-    both lengths are whole blocks.
+    accelerators it has instead the numbers of heads, the head dim, True for a batch of 1, and for each kernel call True
+    if both lengths are whole blocks.
 
-    blocks: (queries, keys) of a block, for each kernel.
+    blocks: (queries, keys) of a block, for each kernel call.
     """
     if not device_kind(q.device).flex_trains:
         sizes: Hashable = (q.shape, k.shape)
@@ -111,7 +114,7 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    LRU caches keep the maps and the compiled functions. Each compiled function has a separate code object: torch counts
+    Both kinds of functions are kept in LRU caches. Each compiled function has a separate code object: torch counts
     recompilations per code object and stops compiling at a limit, which all callers of the code would share.
 
     structure: such as `FlexProgram.structure`.
@@ -151,9 +154,10 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return, for each guard, True if torch.compile is to check it: all but guards on numbers of a program's modules.
+    """Return a boolean for each guard: True if torch.compile has to check it.
 
-    Those numbers are part of the key under which the compiled function is cached.
+    Guards on numbers of a program's modules need no check: the numbers are part of the key under which the compiled
+    function is cached.
     """
     modules = "L['steps']", "L['enter']", "L['of']"
     return [

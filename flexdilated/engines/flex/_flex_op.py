@@ -63,8 +63,12 @@ def run_time_program(
 
     bindings: the tensors, sorted by name.
     batch: number of batch entries.
+    operands: as in `static_program`.
 
-    The program has the terms of `blank_program`, whatever the values.
+    The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules, so
+    the two programs differ only in tensors.
+
+    Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
     rule = call.rules(bindings)
     rule.require_entries(batch)
@@ -84,10 +88,13 @@ def blank_program(
 ) -> FlexProgram:
     """Return the FlexProgram of a call for placeholder values of its run-time tensors; cached.
 
-    bindings: the tensors, of which only the shapes matter.
+    bindings: the tensors, sorted by name, of which only the shapes matter.
     batch: number of batch entries.
+    operands: as in `static_program`.
 
-    Programs from `run_time_program` differ from this one only in tensors, those that `run_time_tables` returns.
+    Programs from `run_time_program` differ from this one only in the tensors that `run_time_tables` returns.
+
+    Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
     blank = call.blank(bindings)
     blank.require_entries(batch)
@@ -127,18 +134,19 @@ def _cached_program(
 def run_time_tables(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """Return the tensors of a call's program that depend on values of run-time tensors, for each term in turn.
+    """Return the tensors of a call's program that depend on the values of its run-time tensors, term after term.
 
-    The tensors are its block tables (as in BlockMask), the rows of its mask's run-time tables and the masks of hidden
-    queries and keys. Their shapes are equal for all values.
+    For each term they are its block tables (as in BlockMask), the rows of the run-time tables that its mask reads, and
+    its masks of hidden queries and keys. The values do not change any shape.
 
+    bindings: the run-time tensors, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     return [  # contiguous, as the fake implementation declares
         x.clone(memory_format=torch.contiguous_format) if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
-        for x, width in _padded_widths(program)
+        for x, width in _varying_tensors(program)
     ]
 
 
@@ -147,15 +155,15 @@ def _(q, k, bindings, *arguments):
     found = Call.of(q, k, *arguments)
     with suspended_torch_modes():
         program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
-        shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _padded_widths(program)]
+        shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _varying_tensors(program)]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def _padded_widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
-    """Yield (tensor, padded width) for each tensor of a program that depends on values of run-time tensors.
+def _varying_tensors(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
+    """Yield (tensor, padded width) for all tensors of a program that depend on the values of run-time tensors.
 
-    The padded width is a size of the last dim that is enough for all values. For each step, in the order in which
-    `with_tables` reads them: its block tables, the rows of its run-time tables, its masks of hidden slots.
+    The padded width is a size of the last dim that is enough for all values. The order is that in which `with_tables`
+    reads them: for each step its block tables, the rows of its run-time tables, and its masks of hidden slots.
     """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device
@@ -170,7 +178,7 @@ def _padded_widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
     """Return the program with the tensors `found`, from `run_time_tables`; traceable by torch.compile.
 
-    Rows of run-time tables that masks read are replaced in place.
+    The rows of run-time tables that masks read are replaced in place, so in the given program too.
     """
     steps, following = [], iter(found)
     for step in program.steps:
@@ -185,9 +193,10 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
 
 
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
-    """Return (mask of hidden queries, mask of hidden keys), in shapes that do not depend on run-time tensors' values.
+    """Return (mask of hidden queries, mask of hidden keys) of a step; () if its term has no run-time tables.
 
-    A hidden query attends to no key, and no query attends to a hidden key. Empty for a term without run-time tables.
+    A hidden query attends to no key, and no query attends to a hidden key. The shapes do not depend on the values of
+    run-time tensors: a side without hidden slots has a mask of False.
     """
     lead, device = step.mask.kv_num_blocks.shape[:2], step.mask.kv_num_blocks.device
     sides = ((step.hidden.queries, step.term.q.num_slots), (step.hidden.keys, step.term.k.num_slots))
@@ -207,7 +216,7 @@ def _check_sides(q: Tensor, call: Call) -> None:
 
 
 def _check_table(q: Tensor, call: Call) -> None:
-    """Raise ValueError if FlashAttention's kernels do not support the sizes of the call's selected blocks."""
+    """Raise ValueError if the call has a table of selected blocks that FlashAttention's kernels do not support."""
     table = selected_parts(call.pattern)
     if table is None or not takes_table(table, call):
         return
@@ -243,7 +252,7 @@ def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[rang
 
 
 def call_of_part(call: Call, part: range) -> Call:
-    """Return the Call (pattern and sizes) restricted to some key/value heads and their query heads."""
+    """Return the Call (pattern and sizes) restricted to the key/value heads in `part` and their query heads."""
     groups = call.num_heads // call.num_kv_heads
     sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
     return call._replace(**sizes, head_offset=call.head_offset + part.start * groups)
@@ -283,16 +292,16 @@ def flex(
     _, lse = _attend_in_parts(q, k, v, bindings, call, features.with_dropout(None))
     assert kept_lse is not None
     assert lse is not None
-    return with_dropout(kept, kept_lse, lse, features.dropout_p), lse
+    return output_with_dropout(kept, kept_lse, lse, features.dropout_p), lse
 
 
-def with_dropout(
+def output_with_dropout(
     kept: Float[Tensor, "B H N D"], kept_lse: Float[Tensor, "B H N"], lse: Float[Tensor, "B H N"], p: float
 ) -> Float[Tensor, "B H N D"]:
     """Return the output of attention with dropout of probability p: kept * exp(kept_lse - lse) / (1 - p).
 
     kept, kept_lse: output and natural log-sum-exp over the kept pairs only.
-    lse: over all pairs.
+    lse: over all pairs, and sinks if there are any.
 
     A row without kept pairs has output 0.
     """

@@ -92,7 +92,10 @@ def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> 
 
 
 def _narrow_lists(tables: Tables) -> Tables:
-    """Cut the block lists of rows to width 1 if the mask has one column, and those of columns if it has one row."""
+    """Return the tables without the padding of lists that have only one block to list.
+
+    If the mask has one key block, lists of key blocks get width 1; if it has one query block, lists of query blocks do.
+    """
     # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}

@@ -21,12 +21,12 @@ _NO_THIRD = "the portable engine has no third derivative; engine='reference' has
 def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
-    out, lse = _WithScoreMod.apply(run.reading(()).with_sinks(None), q, k, v, run.features.sinks, *run.tensors)
+    """Compute a `Portable` with a score_mod, eagerly; returns (out in q's dtype, natural lse in float32 or wider)."""
+    out, lse = _ScoreModAttention.apply(run.reading(()).with_sinks(None), q, k, v, run.features.sinks, *run.tensors)
     return out, lse
 
 
-class _WithScoreMod(torch.autograd.Function):
+class _ScoreModAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *read: Tensor
@@ -48,10 +48,11 @@ class _WithScoreMod(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """Backward of `_WithScoreMod`, an autograd function itself so that second derivatives exist.
+    """Backward of `_ScoreModAttention`, an autograd function itself so that second derivatives exist.
 
-    It returns (dq, dk, dv, gradient of each learned tensor). learned: for each tensor of `read`, True if it gets a
-    gradient.
+    It returns (dq, dk, dv, gradient of each tensor that is learned).
+
+    learned: for each tensor that score_mod reads (`read`), True if it gets a gradient.
     """
 
     @staticmethod
@@ -86,7 +87,9 @@ def _leaves(tensors: Sequence[Tensor], learned: Sequence[bool]) -> list[Tensor]:
 def second_gradients(
     run: Portable, given: Sequence[Tensor], incoming: Sequence[Tensor], learned: Sequence[bool] = ()
 ) -> list[Tensor | None]:
-    """Return the gradient of each tensor of `given`, through `Portable.backward`, from `incoming`; None for 0.
+    """Return the gradient of each tensor in `given`, the inputs of `Portable.backward`.
+
+    None stands for a gradient of 0, and for a tensor that score_mod reads but that gets no gradient.
 
     given: (grad_out, grad_lse, q, k, v, out, lse, *tensors that score_mod reads).
     incoming: gradient of each result of `Portable.backward`.
@@ -116,8 +119,8 @@ def second_gradients(
 class _RefuseDerivative(torch.autograd.Function):
     """Autograd function (x, *inputs) -> copy of x, where x is a derivative computed from `inputs`.
 
-    Autograd thereby records that x depends on them: a further derivative reaches this function, and raises
-    RuntimeError.
+    Autograd thereby records that x depends on `inputs`: the backward of a further derivative reaches this function,
+    which raises RuntimeError.
     """
 
     @staticmethod

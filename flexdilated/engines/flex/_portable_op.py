@@ -1,9 +1,9 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-For the backward are kept q, k, v, the output, its lse, and small tensors: sinks, run-time tensors, dropout's seed. A
-call without a score_mod is a custom op. Ops take no functions: eagerly, a call with a score_mod is an autograd function
-of the recorded operations, which also keeps the tensors that they read; torch.compile traces the score_mod into its
-graph.
+It keeps q, k, v, the output, its lse, and small tensors (sinks, run-time tensors, dropout's seed) for the backward. A
+call without a score_mod is a custom op. Ops take no functions, so a call with a score_mod is, eagerly, an autograd
+function of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the
+score_mod is traced.
 """
 
 from __future__ import annotations
@@ -57,25 +57,33 @@ def portable(
     return run_with_score_mod(portable_run(call, q, bindings, features), q, k, v)
 
 
-def _to_trace(call: Call, q: Tensor, bindings: list[Tensor]) -> tuple[FlexProgram, tuple[tuple[Span, ...], ...]]:
-    """Return (program, spans of each step) for a graph, which cannot read the lengths of block lists from tables."""
+def _program_and_spans(
+    call: Call, q: Tensor, bindings: list[Tensor]
+) -> tuple[FlexProgram, tuple[tuple[Span, ...], ...]]:
+    """Return (program, spans of each step) for a graph.
+
+    If run-time tensors decide the lengths of block lists, the spans are for the longest possible lists.
+    """
     program = MAKERS["program"](call, q, bindings)
 
     def spans(step: FlexStep) -> tuple[Span, ...]:
         lengths = step.list_lengths
         if bindings:
-            longest = [longest_lists(step.term, step.structure.sides)[0]] * len(lengths.counts)
-            lengths = ListLengths(longest, longest)
+            longest, _ = longest_lists(step.term, step.structure.sides)
+            lengths = ListLengths.at_most(longest, len(lengths.counts))
         return spans_of(step.mask, lengths, int(q.shape[0]) * len(step.term.heads), in_graph=True)
 
     return program, tuple(map(spans, program.steps))
 
 
-MAKERS["portable"] = _to_trace
+MAKERS["portable"] = _program_and_spans
 
 
 def portable_run(call: Call, q: Tensor, bindings: list[Tensor], features: Features) -> Portable:
-    """Return the run of a call: its keys by a table of single keys, where the pattern has one, and a program."""
+    """Return the `Portable` of a call: a program and, if its pattern has a table of single keys, the table's pairs.
+
+    bindings: the pattern's run-time tensors, sorted by name.
+    """
     selection = table_split_of(call)
     if selection is None or not lists_keys(selection.leaf):
         return Portable(_program(call, bindings, q), features)
@@ -104,7 +112,7 @@ def portable_gradients(
     """Return (dq, dk, dv) of a call, in the dtypes of q, k and v.
 
     bindings: the pattern's run-time tensors, sorted by name.
-    whole: out, lse and their gradients for the rows, possibly over more keys than those of the call, and with sinks.
+    whole: out, lse and their gradients, which may be of a softmax over more keys than the call's, and over sinks.
     """
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = portable_run(call, q, bindings, features).backward(q, k, v, whole)
@@ -175,7 +183,7 @@ def _remember(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.options, ctx.kept = options, functions_in(options[0])
 
 
-def _second(ctx: Any, *incoming: Tensor) -> Any:
+def _second_gradients(ctx: Any, *incoming: Tensor) -> Any:
     (grad_out, grad_lse, q, k, v, out, lse), bindings = ctx.saved_tensors[:7], [*ctx.saved_tensors[7:]]
     constants, q_offset, k_offset, scale, p = ctx.options
     call = Call.of(q, k, constants, q_offset, k_offset)
@@ -187,4 +195,4 @@ def _second(ctx: Any, *incoming: Tensor) -> Any:
 
 
 set_gradient(portable_op, portable_backward, refusal=None)
-portable_backward.register_autograd(_second, setup_context=_remember)
+portable_backward.register_autograd(_second_gradients, setup_context=_remember)

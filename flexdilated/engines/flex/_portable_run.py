@@ -30,8 +30,8 @@ class ListedKeys(NamedTuple):
     """The pairs of a table of single keys, which are computed without a step of the program.
 
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    place: index of the branch with the table among the branches of the pattern.
-    places: the same index for each branch of the program.
+    place: index, in the call's pattern, of the branch with the table.
+    places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
     """
 
     lists: KeyLists
@@ -81,14 +81,14 @@ class Portable:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool = False) -> tuple[Tensor, Tensor]:
         """Return (out in the dtype of q, natural lse in float32 or wider).
 
-        recorded: True where autograd or a graph records the operations, of which otherwise some work in place.
+        recorded: True where autograd or a graph records the operations; if False, some of them work in place.
         """
         wide, sinks = sum_dtype(q), self.features.sinks
         x, parts = (q.to(wide), k.to(wide), v.to(wide)), []
         if self.program.steps:
-            parts.append(self._of_steps(*x, recorded=recorded))
+            parts.append(self._attention_of_steps(*x, recorded=recorded))
         if self.of_table is not None:
-            parts.append(attention(self.of_table.problems(*x), self._scores_of_table(), *x, recorded=recorded))
+            parts.append(attention(self.of_table.problems(*x), self._weighting_of_table(), *x, recorded=recorded))
         if not parts:
             out, lse = without_keys(q, k, v, sinks)
             return out.contiguous(), lse
@@ -97,14 +97,14 @@ class Portable:
             out, lse = (with_sinks if recorded else add_sinks)(out, lse, sinks)
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
-    def _of_steps(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool) -> tuple[Tensor, Tensor]:
+    def _attention_of_steps(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool) -> tuple[Tensor, Tensor]:
         operands, total = in_plan_order(self.program.enter, q, k, v), None
         for index, step in enumerate(self.program.steps):
             hidden, (slots, rows, start) = step.hidden, step.queries
             own = operands_of(step, tables_of(step), *operands)
             spans = _spans(step, own[0]) if self.spans is None else self.spans[index]
             out, lse = attention(
-                BlockProblems.of(step.mask, spans, *own[:2]), self._scores(step), *own, recorded=recorded
+                BlockProblems.of(step.mask, spans, *own[:2]), self._weighting_of_step(step), *own, recorded=recorded
             )
             out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
             lse = lse + log(step.structure.multiplicity)
@@ -120,9 +120,10 @@ class Portable:
     def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
         """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype.
 
-        The tensors in `learned` are leaves.
+        The tensors in `learned` must be leaves.
 
-        whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
+        whole: results of the rows over all their keys, with the gradients of these results; k and v may have only some
+            of the keys.
         """
         wide = sum_dtype(q)
         rows = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf), whole.grad_out.to(wide), whole.delta()
@@ -130,7 +131,7 @@ class Portable:
         x, grads = [x.detach().to(wide) for x in (q, k, v)], None
         if self.of_table is not None:
             problems = self.of_table.problems(x[0], x[1], x[2])
-            *grads, of_learned = gradients(problems, self._scores_of_table(), x[0], x[1], x[2], *rows)
+            *grads, of_learned = gradients(problems, self._weighting_of_table(), x[0], x[1], x[2], *rows)
         if grads is None or self.program.steps:
             of_steps = self._gradients_of_steps(x, rows, of_learned)
             grads = of_steps if grads is None else [a.add_(b) for a, b in zip(grads, of_steps, strict=True)]
@@ -139,9 +140,11 @@ class Portable:
     def _gradients_of_steps(
         self, x: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor], of_learned: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Return the gradients of x (q, k, v) in the program's pairs; those of `learned` are added to of_learned.
+        """Return the gradients of x = (q, k, v) through the program's pairs; add those of `learned` to of_learned.
 
-        rows: (lse, gradient of out, delta) of the whole rows.
+        The addition to of_learned is in place.
+
+        rows: (lse, gradient of out, delta) of the whole rows, in the order of the tokens in x.
         """
         if self.program.enter is not None:
             slots, at, start = self.program.enter[0]
@@ -165,7 +168,10 @@ class Portable:
     def _gradients_of_step(
         self, step: FlexStep, operands: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return (dq, dk, dv of the step's operands, gradient of each tensor in `learned`); rows: of all queries."""
+        """Return (dq, dk, dv of the step's operands, gradient of each tensor in `learned`).
+
+        rows: (lse, gradient of out, delta) of the whole rows, of all queries in the plan's order.
+        """
         (slots, at, start), hidden = step.queries, step.hidden
         lse, grad_out, delta = (
             hidden.clear_queries(slots.take(each, at, start, operands[0].shape[2]), dim=2, value=value)
@@ -174,22 +180,22 @@ class Portable:
         q, k, v = (x.detach() for x in operands)
         problems = BlockProblems.of(step.mask, _spans(step, q), q, k)
         lse = lse - log(step.structure.multiplicity)
-        return gradients(problems, self._scores(step), q, k, v, lse, grad_out, delta)
+        return gradients(problems, self._weighting_of_step(step), q, k, v, lse, grad_out, delta)
 
-    def _scores(self, step: FlexStep) -> Weighting:
+    def _weighting_of_step(self, step: FlexStep) -> Weighting:
         places = step.structure.places
         if self.of_table is not None:
             places = tuple(self.of_table.places[place] for place in places)
-        return self._scores_at(places, step.indices.at_positions)
+        return self._weighting_at(places, step.indices.at_positions)
 
-    def _scores_of_table(self) -> Weighting:
+    def _weighting_of_table(self) -> Weighting:
         assert self.of_table is not None
-        return self._scores_at((self.of_table.place,), lambda function: function)
+        return self._weighting_at((self.of_table.place,), lambda function: function)
 
-    def _scores_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Weighting:
-        """Return the `Weighting` of some branches.
+    def _weighting_at(self, places: tuple[int, ...], at: Callable[[ScoreMod], ScoreMod]) -> Weighting:
+        """Return the `Weighting` of equal branches that are computed as one.
 
-        places: indices of the branches.
+        places: indices of the branches in the call's pattern.
         at: turns a function of heads and positions into one of the kernel's indices.
         """
         shares, factor = None, 1.0
@@ -201,7 +207,7 @@ class Portable:
 
 
 def _merged(first: OutAndLse, second: OutAndLse, *, recorded: bool) -> OutAndLse:
-    """Merge two parts by lse, unless `recorded` in place of the first."""
+    """Return two parts merged by lse; if not `recorded`, the first is overwritten with the result."""
     if recorded:
         return merge([first, second])
     merge_(*first, *second)

@@ -116,7 +116,7 @@ class FlexProgram:
     shares_rows: True if several steps may contribute to one row.
     enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
     packed: concatenated block tables of all steps, on accelerators.
-    sizes: (rows, columns, row list width, column list width) of the block tables of each step; empty without `packed`.
+    sizes: four numbers for each step, as from `_sizes`, all in one tuple; empty without `packed`.
     """
 
     steps: tuple[FlexStep, ...]
@@ -136,9 +136,9 @@ class FlexProgram:
     def structure(self) -> Hashable:
         """Key of the compiled function, equal for programs that differ only in lengths and in tensors that masks read.
 
-        A mask reads its pattern's numbers from such tensors, so they are not in the key. Graph constants are: other
-        values that mask functions capture, and `Structure.numbers` of each step, such as block sizes and the step of a
-        gather, which is a dilation rate.
+        A mask reads its pattern's numbers from such tensors, so they are not in the key. It has the
+        constants of the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such
+        as block sizes and the step of a gather, which is a dilation rate.
         """
         steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
@@ -168,7 +168,7 @@ def make_flex_program(
         block = block_size or sides_that_fit(planned)
         term = planned.in_blocks_of(*block)
         sides = sides_of(term, plan, groups, placement, device)
-        steps.append(_step(term, plan, places, sides, (plan.bound.num_heads, num_kv_heads), block, device))
+        steps.append(_make_step(term, plan, places, sides, (plan.bound.num_heads, num_kv_heads), block, device))
     packed, sizes = None, ()
     if device_kind(device).flex_trains and steps:
         tables = [_widen_lists(tables_of(step)) for step in steps]
@@ -185,7 +185,7 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return (queries, keys) of a term's blocks: square, at least TILE, and as small as short block lists allow.
+    """Return (queries, keys) of square blocks for a term: small ones, of TILE or more, whose lists are still short.
 
     Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
     The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then
@@ -194,7 +194,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
     def full(side: int) -> tuple[int, int]:
-        return _full_lists(term.in_blocks_of(side, side), (side, side))
+        return _total_blocks(term.in_blocks_of(side, side), (side, side))
 
     def are_short(side: int, by_row: int, by_column: int) -> bool:
         columns, rows = full(side)
@@ -213,20 +213,24 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
 
 
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
-    """Return (most blocks listed in a row, most listed in a column) for any values of a term's run-time tensors.
+    """Return the widths that a term's block lists need: (lists of key blocks, lists of query blocks).
 
-    On CPU, the number of all blocks in a row and in a column.
+    On accelerators they are the bounds from `longest_lists`; on CPU, lists have places for all blocks.
     """
-    return longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
+    return longest_lists(term, sides) if device_kind(device).flex_trains else _total_blocks(term, sides)
 
 
-def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
-    """Return (number of blocks in a row of the term's mask, number of blocks in a column)."""
+def _total_blocks(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
+    """Return (number of key blocks, number of query blocks) of a term."""
     return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
 
 
 def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
-    columns, rows = _full_lists(term, sides)
+    """Return upper bounds of the lengths of a term's block lists, for all values of its run-time tensors.
+
+    They are (key blocks listed for a query block, query blocks listed for a key block), each at least 1.
+    """
+    columns, rows = _total_blocks(term, sides)
     outer = replace(term, rule=term.rule.superset())
     if outer.rule == Every():
         return columns, rows
@@ -249,19 +253,19 @@ def _widen_lists(tables: Tables) -> Tables:
 
 
 def _sizes(tables: Tables) -> tuple[int, int, int, int]:
-    """Return (rows, columns, width of row lists, width of column lists) of block tables.
+    """Return (query blocks, key blocks, width of the lists of key blocks, width of the lists of query blocks).
 
-    Lists of full and of partial blocks have equal widths.
+    tables: block tables, in which lists of full and of partial blocks have equal widths.
     """
     by_row, by_column = tables["kv_indices"].shape, tables["q_indices"].shape
     return by_row[2], by_column[2], by_row[3], by_column[3]
 
 
 def unpack_tables(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
-    """Cut a program's `packed` tensor into views: the block tables of each step (the kernel call of one term), by name.
+    """Return the block tables of each step, by name: views of a program's `packed` tensor.
 
     leads: (batch entries, heads) of each step's tables.
-    sizes: four numbers for each step, as in FlexProgram.
+    sizes: `FlexProgram.sizes`.
     """
     found, begin = [], 0
     for index, lead in enumerate(leads):
@@ -282,7 +286,7 @@ def mask_of(step: FlexStep, tables: Tables) -> BlockMask:
     return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
 
 
-def _step(
+def _make_step(
     term: Term,
     plan: Plan,
     places: tuple[int, ...],

@@ -50,9 +50,9 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
     """Return (queries, keys) of the kernel's blocks, for selected blocks of these sizes.
 
-    unit: queries that are gathered as one unit, 0 if none are.
+    If queries are gathered, a kernel block has TILE queries and at least TILE keys; else it is a selected block.
 
-    If queries are gathered, a tile of queries and at least a tile of keys; else the selected blocks.
+    unit: queries that are gathered as one unit, 0 if none are.
     """
     return (TILE, max(block[1], TILE)) if unit else block
 
@@ -149,7 +149,7 @@ def attend_selected(
     if unit != of.q_block:
         row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
         rows, named = rows[:, :, row], named[:, :, row]
-    at = _places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
+    at = _tile_places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
     own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
     short = rows.shape[2] * unit - tokens
     own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
@@ -203,15 +203,15 @@ def _tables_of_rows(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles: a place holds the queries of one pair, a tile several places.
+    """Places of gathered queries in the kernel's tiles. A tile has TILE // unit places, each for one pair's queries.
 
-    A pair is an entry of the table: a unit and a key block that the unit selects. Pairs are sorted by block; the pairs
-    of each block begin at a tile.
+    A pair here is an entry of the table: a unit of queries and a key block that the unit selects. Pairs are sorted by
+    key block; the pairs of each key block begin at a tile.
 
     place: index of the place of each pair, -1 for an entry without a block.
     pair: index of the pair in each place, -1 for none.
-    block: key block of each tile, C (the number of blocks) for unused tiles.
-    begin, number: first tile and number of tiles of each block.
+    block: key block of each tile, C (the number of key blocks) for unused tiles.
+    begin, number: first tile and number of tiles of each key block.
     """
 
     place: Int32[Tensor, "B H RW"]
@@ -221,7 +221,7 @@ class TilePlaces(NamedTuple):
     number: Int64[Tensor, "B H C"]
 
 
-def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> TilePlaces:
+def _tile_places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> TilePlaces:
     lead, pairs, device = block.shape[:2], block.shape[2], block.device
     block = torch.where(named, block, blocks)
     ordered, order = block.sort(dim=-1, stable=True)
@@ -310,8 +310,8 @@ def _run(
 class _VectorGather(torch.autograd.Function):
     """Autograd function (x, index, inverse) -> vectors of x (dim 2) by index, 0 for a negative index.
 
-    The gradient is a gather too. inverse: for each vector of x, along the last dim, the indices of its copies in the
-    result; negative for no copy.
+    The gradient is a gather too, by `inverse`: for each vector of x, along the last dim, the indices of its copies in
+    the result; negative for no copy.
     """
 
     @staticmethod

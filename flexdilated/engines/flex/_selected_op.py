@@ -51,7 +51,7 @@ class SelectedParts(NamedTuple):
 
 @graph_constant
 def selected_parts(text: str) -> SelectedParts | None:
-    """Describe the table of selected blocks of a pattern, given as JSON, and the pairs that are allowed without it.
+    """Split a pattern, given as JSON, into its table of selected blocks and the pairs allowed without the table.
 
     A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
     Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.
@@ -70,7 +70,11 @@ def _parts_of(text: str) -> SelectedParts | None:
 
 
 def takes_table(parts: SelectedParts, call: Call) -> bool:
-    """True if kernels support the table's blocks, tokens are in natural order and the first key begins a block."""
+    """True if kernels can compute the call's selected blocks from the table itself.
+
+    Kernels must support the block size (see `unit_of`), tokens must be at consecutive positions in natural order, and
+    the first key must begin a block.
+    """
     q_block, k_block = parts.block
     in_order = not call.placement and call.rate == 1 and call.k_offset % k_block == 0
     return in_order and unit_of((q_block, k_block), call.q_offset) is not None
@@ -154,7 +158,8 @@ def _table_indices(call: Call, count: int) -> tuple[int, ...]:
 def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
     """Return, for each (query block, key block), 2 if both are whole and the rule allows all their pairs, else 1.
 
-    One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
+    The result has one head (h = 1) if the rule is equal for all heads. It is None if it would have more than
+    _MOST_CLASSES numbers.
     """
     rows, columns = -(-call.num_queries // block[0]), -(-call.num_keys // block[1])
     bound: Bound = call.bound(rule)
@@ -184,7 +189,7 @@ def selected_flex(
     call: Call,
     features: Features,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out in float32 or wider, natural lse) over the pairs in the table's selected blocks.
+    """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `PreparedCall.rest` allows.
 
     Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph.
 
@@ -208,7 +213,9 @@ def selected_flex(
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: PreparedCall) -> Int64[Tensor, "b t R W"]:
     """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
 
-    table: key blocks that each query block selects. The result has t tables: the T given ones, or one for each head.
+    table: key blocks that each query block selects.
+
+    The result has t tables: the T of `table` if `PreparedCall.where.tables` is empty, else one for each head.
     """
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables
@@ -234,8 +241,9 @@ def _held_rows(
 ) -> list[Tensor]:
     """Return copies of the rows of each run-time table that `PreparedCall.rest` reads, in the order of its `held`.
 
-    An op, so that a compiled graph computes them from the values of each run.
+    This is an op, so that a compiled graph computes them from the values of each call.
 
+    bindings: all run-time tensors of the call's pattern, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)

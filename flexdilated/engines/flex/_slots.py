@@ -33,6 +33,9 @@ class SlotIndex(NamedTuple):
     offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
     listed: token in each slot, -1 for none, for kind "index".
     inverse: slot of each token of every query head, -1 for none, for kind "index".
+
+    In a term with all query heads, those that share a key/value head are gathered once if their slots hold equal
+    tokens. They then count as one head, here and in `SlotRule`.
     """
 
     heads: Int32[Tensor, " H"] | None = None
@@ -54,8 +57,8 @@ class SlotRule(torch.nn.Module):
     kind: "all": the slots are the tensor itself. "heads": slot i is token i, of some of the heads. "segments": slot i
         is in segment i // width, where it is token i % width * step + the head's offset; a segment has `segment`
         tokens. "index": index tensors have the token of each slot.
-    numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive heads of the term read
-        one head of the tensor.
+    numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive query heads read one
+        head of the tensor.
     """
 
     def __init__(self, kind: str, *numbers: int) -> None:
@@ -65,7 +68,7 @@ class SlotRule(torch.nn.Module):
     def take(
         self, x: Shaped[Tensor, "B X N ..."], rows: SlotIndex, start: int, slots: int
     ) -> Shaped[Tensor, "B H S ..."]:
-        """Gather the tokens of x into the slots of a term: X heads, N tokens to H heads of S slots; empty slots are 0.
+        """Return the S slots of each of a term's H heads, gathered from the tokens of x; empty slots are 0.
 
         For kind "all", x itself is returned.
 
@@ -105,7 +108,8 @@ class SideGather(NamedTuple):
 class _SlotMap:
     """Index maps between slots of one side of a term and tokens of a tensor.
 
-    The first of `numbers` is the number of consecutive heads of the term that read one head of the tensor.
+    kind, numbers: as in `SlotRule`.
+    start: token at which segment 0 begins.
     """
 
     kind: str
@@ -241,7 +245,7 @@ def sides_of(
     """Return (gather of a term's queries from q, gather of its keys and values from k and v).
 
     groups: number of query heads for each key/value head.
-    placement: positions of the tokens in the tensors; None if these hold all tokens.
+    placement: positions of the tokens in the tensors; None if they are consecutive.
     """
     num_heads, (num_queries, num_keys) = plan.bound.num_heads, (plan.bound.num_queries, plan.bound.num_keys)
     heads = None if term.heads == tuple(range(num_heads)) else term.heads
@@ -344,9 +348,11 @@ def _mark_static(x: Tensor) -> None:
 def _token_indices(
     positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement
 ) -> Int64[Tensor, "H S"]:
-    """Return the token index, in the key tensor of each head, of the key at each position.
+    """Return, for each head of a term, the indices in the key tensor of the keys at `positions`.
 
-    -1 for positions that are not in the placement.
+    The index is -1 for a position that is not in the placement.
+
+    kv_heads: key/value head of each head of the term.
     """
     found: dict[tuple[int, int], Tensor] = {}
     for row, head in zip(positions, kv_heads, strict=True):

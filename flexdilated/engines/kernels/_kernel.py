@@ -29,7 +29,8 @@ class KernelTensors:
 
     G divides H.
 
-    visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
+    visible: True for keys that may be attended to, on CPU only; None: all keys. At other keys, k and v must both be 0:
+        kernels read them too, and would spread a NaN.
     """
 
     q: Float[Tensor, "B H F Q D"]

@@ -57,7 +57,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
     It must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if no kernel qualifies.
     """
     capability = torch.cuda.get_device_capability(device)
-    for kernel in _by_preference(capability):
+    for kernel in _kernels_by_preference(capability):
         if kernel.serves(dtype, head_dim, num_keys, capability):
             return kernel
     raise ValueError(
@@ -67,7 +67,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
     )
 
 
-def _by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
+def _kernels_by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
     """The three kernels in order of preference, as in torch's sdp_utils.cpp.
 
     cuDNN comes first on Hopper and later, if its version is above 9.15.0; else flash does.
@@ -90,7 +90,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
     q, k, v = (_make_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
 
     def attend(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
-        return _in_batches(lambda *x: kernel.forward(*x, scale, causal), q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        return _call_in_batches(
+            lambda *x: kernel.forward(*x, scale, causal), q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        )
 
     parts = [attend(*part) for part in _problem_parts(q.shape[2], k.shape[2], is_causal)]
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
@@ -109,7 +111,7 @@ def backward(
         by_row, by_key = (x[:, :, rows] for x in (grad_out, q, out, lse)), (x[:, :, keys] for x in (k, v))
         (grad, queries, result, sums), (key, value) = by_row, by_key
         sides = (grad, queries, key, value, result, sums)
-        return _in_batches(lambda *x: kernel.backward(*x, scale, causal), *sides)
+        return _call_in_batches(lambda *x: kernel.backward(*x, scale, causal), *sides)
 
     parts = list(_problem_parts(q.shape[2], k.shape[2], is_causal))
     if len(parts) == 1 and parts[0][1].stop == k.shape[2]:
@@ -147,7 +149,7 @@ def _problem_parts(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[s
         yield slice(square, queries), slice(0, keys), False
 
 
-def _in_batches(call: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
+def _call_in_batches(call: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
     """Call a function on chunks of the batch (dim 0) that fit CUDA's launch grid; concatenate each of its results."""
     at_once = max(1, _PROBLEMS_AT_ONCE // operands[0].shape[1])
     if len(operands[0]) <= at_once:

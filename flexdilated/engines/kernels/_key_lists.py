@@ -54,7 +54,7 @@ class ListChunk:
     query: Int64[Tensor, " t"]
     key: Int64[Tensor, "t L"]
 
-    def modified(self, score_mod: ScoreMod, scores: Float[Tensor, "x t g L"]) -> Float[Tensor, "x t g L"]:
+    def with_score_mod(self, score_mod: ScoreMod, scores: Float[Tensor, "x t g L"]) -> Float[Tensor, "x t g L"]:
         x, _, g = self.head.shape
         heads = self.head.transpose(1, 2).flatten(0, 1)
         of_heads = scores.transpose(1, 2).flatten(0, 1).unsqueeze(2)
@@ -62,7 +62,7 @@ class ListChunk:
         found = apply_score_mod(score_mod, of_heads, entry, heads, self.query[:, None], self.key, self.hidden)
         return found.squeeze(2).unflatten(0, (x, g)).transpose(1, 2)
 
-    def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t g L"]:
+    def shares_of_pairs(self, shares: ScoreMod) -> Shaped[Tensor, "x t g L"]:
         query = self.query[:, None, None]
         return shares(query, self.entry[..., None, None], self.head[..., None], query, self.key[:, None])
 
@@ -73,8 +73,9 @@ class ListProblems:
 
     sizes: (B, H, G, N, M).
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    row_bytes: bytes of a key and its value.
-    is_meta: True for meta tensors, which show the peak memory: a few chunks of each kind suffice for it.
+    row_bytes: bytes of a key and its value, of one head.
+    is_meta: True for meta tensors, which are run only to find the peak memory: the first few chunks of each kind are
+        then enough, and the rest are skipped.
     """
 
     lists: KeyLists
@@ -97,20 +98,21 @@ class ListProblems:
         return cls(lists, sizes, first, row_bytes, is_meta=q.is_meta)
 
     @cached_property
-    def _sets(self) -> int:
+    def _num_head_sets(self) -> int:
         return lcm(self.lists.shape[1], self.sizes[2])
 
     @cached_property
     def _order(self) -> Int64[Tensor, " n"] | None:
-        """Lists in descending order of length; None for lists of equal length."""
+        """Indices of the lists in descending order of their lengths; None if all lengths are equal."""
         counts = self.lists.counts
         return None if bool((counts == counts[:1]).all()) else counts.argsort(descending=True, stable=True)
 
     @cached_property
-    def _spans(self) -> list[tuple[int, int, int]]:
-        """(begin, end, longest length) of ranges of the lists in descending order of length, for a chunk or more each.
+    def _list_ranges(self) -> list[tuple[int, int, int]]:
+        """Ranges of the lists in descending order of length: (begin, end, length of the longest list) of each range.
 
-        Lists without keys are left out.
+        A range is computed in one or more chunks, each with all its lists. Lists without keys are in no range. For meta
+        tensors, only the first few of the ranges that are alike are kept.
         """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
         rising = -counts.cpu()  # read once: on an accelerator, each read waits for it
@@ -118,16 +120,17 @@ class ListProblems:
         while begin < total:
             length = -int(rising[begin])
             alike = int(torch.searchsorted(rising, -(length // _MOST_PADDING), right=True))
-            end = min(total, max(alike, begin + 1), begin + max(1, self._keys_at_once // (length * self._users)))
+            lists = max(1, self._keys_at_once // (length * self._problems_per_list))
+            end = min(total, max(alike, begin + 1), begin + lists)
             found.append((begin, end, length))
             begin = end
         return few_of_each_kind(found, lambda span: span[2].bit_length()) if self.is_meta else found
 
     @property
-    def _users(self) -> int:
-        """Number of problems that share a list."""
+    def _problems_per_list(self) -> int:
+        """Number of problems, pairs of a batch entry and a head set, that share a list."""
         entries, tables, _ = self.lists.shape
-        return self.sizes[0] // entries * (self._sets // tables)
+        return self.sizes[0] // entries * (self._num_head_sets // tables)
 
     @property
     def _keys_at_once(self) -> int:
@@ -135,27 +138,30 @@ class ListProblems:
         return max(1, (GATHERED_BYTES if on_host else _BYTES_ON_DEVICE) // self.row_bytes)
 
     def by_query_block(self, x: Float[Tensor, "B H N ..."], value: float = 0.0) -> Float[Tensor, "BXN g ..."]:
-        return x.unflatten(1, (self._sets, -1)).transpose(2, 3).flatten(0, 2)
+        return x.unflatten(1, (self._num_head_sets, -1)).transpose(2, 3).flatten(0, 2)
 
     def by_key_block(self, x: Float[Tensor, "B G M ..."]) -> Float[Tensor, "BGM 1 ..."]:
         return x.flatten(0, 2).unsqueeze(1)
 
     def queries(self, x: Float[Tensor, "BXN g ..."]) -> Float[Tensor, "B H N ..."]:
-        return x.unflatten(0, (self.sizes[0], self._sets, -1)).transpose(2, 3).flatten(1, 2)
+        return x.unflatten(0, (self.sizes[0], self._num_head_sets, -1)).transpose(2, 3).flatten(1, 2)
 
     def keys(self, x: Float[Tensor, "BGM 1 ..."]) -> Float[Tensor, "B G M ..."]:
         return x.unflatten(0, (self.sizes[0], self.sizes[2], -1)).squeeze(3)
 
     def chunks(self) -> Iterator[ListChunk]:
-        """Yield chunks that together have every query with a key, the longest lists first; on meta tensors, a few."""
+        """Yield chunks that together have every query with a key, the longest lists first.
+
+        For meta tensors, yield only the first few chunks of each kind: they are enough to find the peak memory.
+        """
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
-        device, sets, (head, q_first, k_first) = self.lists.keys.device, self._sets, self.first
+        device, sets, (head, q_first, k_first) = self.lists.keys.device, self._num_head_sets, self.first
         # The list of table t and entry e serves batch // entries batch entries times sets // tables head sets.
         set_of_user = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
         entry_of_user = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
         head_in_set = torch.arange(heads // sets, device=device)
-        for begin, end, length in self._spans:
+        for begin, end, length in self._list_ranges:
             at = torch.arange(begin, end, device=device) if self._order is None else self._order[begin:end]
             count, place = self.lists.counts[at, None], torch.arange(length, device=device)
             query, table, entry = at % queries, at // queries % tables, at // (queries * tables)
@@ -163,7 +169,7 @@ class ListProblems:
             key = self.lists.keys[self.lists.ends[at, None] - count + torch.minimum(place, count - 1)]
             hidden = None if self._order is None else (place >= count)[None, :, None]
             together = max(1, self._keys_at_once // (length * (end - begin)))
-            for some in range(0, self._users, together)[: ENOUGH if self.is_meta else None]:
+            for some in range(0, self._problems_per_list, together)[: ENOUGH if self.is_meta else None]:
                 users = slice(some, some + together)
                 batch_entry = entry_of_user[users] + entry * (batch // entries)  # (x, t)
                 head_set = set_of_user[users] + table * (sets // tables)  # (x, t)

@@ -37,7 +37,7 @@ class Weighting(NamedTuple):
     learned: tensors that score_mod reads and that require a gradient.
     shares: for dropout, a function (score, b, h, q, k) -> number of the mask's branches that keep each pair, where
         indices broadcast; None for no dropout.
-    factor: multiplies the kept weights.
+    factor: multiplies all weights, after `shares`.
     """
 
     scale: float
@@ -51,10 +51,12 @@ class Span(NamedTuple):
     """Block lists that are computed in the same chunks.
 
     begin, stop: their range in the descending order of length.
-    length: most blocks in a list.
-    masked: most blocks with a mask in a list; a block that the end of the tokens cuts off always has a mask.
-    has_gaps: True if a list is shorter than `length`.
-    problems: most problems in a chunk that share a list.
+    length: upper bound of the number of blocks in a list.
+    masked: upper bound of the number of blocks with a mask in a list; a block that the end of the tokens cuts off
+        always has a mask.
+    has_gaps: True if a list is known to have fewer than `length` blocks.
+    problems: largest number of problems (pairs of a batch entry and a query head) sharing a list that one chunk
+        computes.
     """
 
     begin: int
@@ -66,7 +68,7 @@ class Span(NamedTuple):
 
 
 class ListLengths(NamedTuple):
-    """Lengths of a BlockMask's block lists, the longest list first.
+    """Lengths of a BlockMask's block lists, or upper bounds of them, the longest list first.
 
     counts: number of blocks in each list.
     partials: number of blocks with a mask in each list.
@@ -82,13 +84,18 @@ class ListLengths(NamedTuple):
         counts, order = count.sort(descending=True, stable=True)
         return cls(counts.tolist(), partial[order].tolist())
 
+    @classmethod
+    def at_most(cls, longest: int, lists: int) -> ListLengths:
+        """Return bounds for `lists` lists of at most `longest` blocks; all of these may have a mask."""
+        return cls([longest] * lists, [longest] * lists)
+
 
 def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: bool = False) -> tuple[Span, ...]:
     """Return the spans of a BlockMask's non-empty block lists, such that chunks have a bounded number of scores.
 
-    A chunk has more scores only if it has a single problem.
+    A chunk exceeds the bound only if it has a single problem.
 
-    lengths: upper bounds of the lengths of the mask's lists.
+    lengths: lengths of the mask's lists, or upper bounds of them.
     problems: batch entries times query heads.
     in_graph: True for the larger chunks of a graph.
     """
@@ -131,11 +138,11 @@ class _BlockChunk:
     hidden: Bool[Tensor, "y t _ LK"] | None
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
 
-    def modified(self, score_mod: ScoreMod, scores: Float[Tensor, "x t Q LK"]) -> Float[Tensor, "x t Q LK"]:
+    def with_score_mod(self, score_mod: ScoreMod, scores: Float[Tensor, "x t Q LK"]) -> Float[Tensor, "x t Q LK"]:
         return apply_score_mod(score_mod, scores, *self.places, self.hidden)
 
-    def shares(self, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
-        """Call `shares`, as in `Weighting`, with the indices of every pair of the chunk, and return the results."""
+    def shares_of_pairs(self, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
+        """Return the results of `shares`, a function as in `Weighting`, for all pairs of the chunk."""
         b, h, q, k = self.places
         return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
 
@@ -195,13 +202,13 @@ class BlockProblems:
     def chunks(self) -> Iterator[_BlockChunk]:
         """Yield chunks that together have every query block with a non-empty list, the longest lists first.
 
-        For meta tensors, yield only a few chunks of each kind of span: computing them takes as much memory as all.
+        For meta tensors, yield only the first few chunks of similar spans: they are enough to find the peak memory.
         """
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
         shared, blocks = (batch // own_batch) * (heads // own_heads), -(-keys // k_side)
-        spans = few_of_each_kind(self.spans, _kind) if self.is_meta else self.spans
+        spans = few_of_each_kind(self.spans, _kind_of_span) if self.is_meta else self.spans
         for span in spans:
             at, length = self.order[span.begin : span.stop], span.length
             row, head, entry = at % rows, at // rows % own_heads, at // (rows * own_heads)
@@ -221,9 +228,11 @@ class BlockProblems:
             for first in range(0, shared, span.problems)[: ENOUGH if self.is_meta else None]:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
-                yield _BlockChunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
+                yield _BlockChunk(
+                    problem[part], block[part], self._hidden_pairs(span, self.partial[at], beyond, *own), own
+                )
 
-    def _hidden(
+    def _hidden_pairs(
         self,
         span: Span,
         partial: Int64[Tensor, " t"],
@@ -257,13 +266,13 @@ class BlockProblems:
 Problems = BlockProblems | ListProblems
 
 
-def _kind(span: Span) -> tuple[int, int]:
+def _kind_of_span(span: Span) -> tuple[int, int]:
     return span.stop - span.begin, span.length.bit_length()
 
 
 def attention(
     problems: Problems,
-    scores: Weighting,
+    weighting: Weighting,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
@@ -282,7 +291,7 @@ def attention(
     lse = q.new_full(queries.shape[:2], -torch.inf)
     found = []
     for chunk in problems.chunks():
-        given = chunk, scores, queries, keys, values
+        given = chunk, weighting, queries, keys, values
         if torch.compiler.is_compiling():
             rows, some = checkpoint(_chunk_attention, *given, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -299,32 +308,32 @@ def attention(
 
 def _chunk_attention(
     chunk: _BlockChunk | ListChunk,
-    scores: Weighting,
+    weighting: Weighting,
     queries: Float[Tensor, "BHR Q D"],
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
     """Return (out, natural lse) of a chunk's problems; queries, keys and values are the blocks of all problems."""
-    found = (queries[chunk.problem] @ _gather_blocks(keys, chunk.block).mT).mul_(scores.scale)
-    if scores.score_mod is not None:  # its result is not written to: autograd may keep it
-        found = chunk.modified(scores.score_mod, found)
-        found = found.clone() if chunk.hidden is None else found.masked_fill(chunk.hidden, -torch.inf)
+    scores = (queries[chunk.problem] @ _gather_blocks(keys, chunk.block).mT).mul_(weighting.scale)
+    if weighting.score_mod is not None:  # its result is not written to: autograd may keep it
+        scores = chunk.with_score_mod(weighting.score_mod, scores)
+        scores = scores.clone() if chunk.hidden is None else scores.masked_fill(chunk.hidden, -torch.inf)
     elif chunk.hidden is not None:
-        found = found.masked_fill_(chunk.hidden, -torch.inf)
-    top = found.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
-    weights = _exp_(found.sub_(top))
+        scores = scores.masked_fill_(chunk.hidden, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    weights = _exp_(scores.sub_(top))
     total = weights.sum(-1, keepdim=True)
-    if scores.shares is not None:
-        weights = weights * chunk.shares(scores.shares)
+    if weighting.shares is not None:
+        weights = weights * chunk.shares_of_pairs(weighting.shares)
     empty = total == 0
     some = total.masked_fill(empty, 1.0)
-    rows = (weights @ _gather_blocks(values, chunk.block)) * (scores.factor / some)
+    rows = (weights @ _gather_blocks(values, chunk.block)) * (weighting.factor / some)
     return rows, (some.log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def gradients(
     problems: Problems,
-    scores: Weighting,
+    weighting: Weighting,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
@@ -341,10 +350,10 @@ def gradients(
     lses = problems.by_query_block(lse, torch.inf)
     keys, values = problems.by_key_block(k), problems.by_key_block(v)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    of_learned = [torch.zeros_like(x) for x in scores.learned]
+    of_learned = [torch.zeros_like(x) for x in weighting.learned]
     for chunk in problems.chunks():
         own, own_lse, own_grad, own_delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
-        parts, found = _chunk_gradients(chunk, scores, own, own_lse, own_grad, own_delta, keys, values)
+        parts, found = _chunk_gradients(chunk, weighting, own, own_lse, own_grad, own_delta, keys, values)
         dq[chunk.problem] = parts[0]
         for total, part in zip((dk, dv), parts[1:], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
@@ -355,7 +364,7 @@ def gradients(
 
 def _chunk_gradients(
     chunk: _BlockChunk | ListChunk,
-    scores: Weighting,
+    weighting: Weighting,
     queries: Float[Tensor, "x t Q D"],
     lse: Float[Tensor, "x t Q"],
     grad_out: Float[Tensor, "x t Q E"],
@@ -365,26 +374,29 @@ def _chunk_gradients(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
     """Return ((dq, dk, dv), gradient of each learned tensor or None for 0) of a chunk's problems.
 
-    keys and values are the blocks of all problems; the other arguments, and dq, dk and dv, are of this chunk alone.
+    dq has the shape of `queries`. dk and dv have a vector for each listed key of each problem, (x, t, LK, D or E); the
+    caller adds up those of one key.
+
+    keys, values: blocks of all problems, from which chunk.block chooses. All other arguments are of this chunk alone.
     """
-    learns, keys = scores.score_mod is not None, _gather_blocks(keys, chunk.block)
+    learns, keys = weighting.score_mod is not None, _gather_blocks(keys, chunk.block)
     with torch.set_grad_enabled(learns):
-        plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
-        new = plain if scores.score_mod is None else chunk.modified(scores.score_mod, plain)
+        plain = (queries @ keys.mT).mul_(weighting.scale).requires_grad_(learns)
+        new = plain if weighting.score_mod is None else chunk.with_score_mod(weighting.score_mod, plain)
     weights = new.detach() - lse[..., None]
     weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
     of_scores, kept = grad_out @ _gather_blocks(values, chunk.block).mT, weights
-    if scores.shares is not None:
-        shares = chunk.shares(scores.shares).to(weights.dtype).mul_(scores.factor)
+    if weighting.shares is not None:
+        shares = chunk.shares_of_pairs(weighting.shares).to(weights.dtype).mul_(weighting.factor)
         of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
     of_values = kept.mT @ grad_out
     of_scores, of_learned = of_scores.sub_(delta[..., None]).mul_(weights), ()
     if learns:
-        found: Sequence[Tensor | None] = (None,) * (1 + len(scores.learned))
+        found: Sequence[Tensor | None] = (None,) * (1 + len(weighting.learned))
         if new.requires_grad:  # a score_mod may return a constant
-            found = torch.autograd.grad(new, (plain, *scores.learned), of_scores, allow_unused=True)
+            found = torch.autograd.grad(new, (plain, *weighting.learned), of_scores, allow_unused=True)
         of_scores, of_learned = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
-    of_scores = of_scores * scores.scale
+    of_scores = of_scores * weighting.scale
     return (of_scores @ keys, of_scores.mT @ queries, of_values), of_learned
 
 

@@ -102,8 +102,8 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
 def _attentions(model: nn.Module) -> list[Candidate]:
     """Return the attention modules of a model, in the order of `model.named_modules()`.
 
-    They are the modules that a library's `find` describes, and modules of other classes with Attention or Attn in their
-    class name. Those of other classes have a reason, `refused`. They are left out if they contain an attention module,
+    They are the modules that a library's `find` describes, and unknown ones: modules of other classes with Attention or
+    Attn in the class name, which cannot be converted. Unknown modules are left out if they contain an attention module,
     or if a module that `find` describes contains them.
     """
     found: dict[str, Candidate] = {}
@@ -116,7 +116,7 @@ def _attentions(model: nn.Module) -> list[Candidate]:
             named[name] = module
     for name, module in named.items():
         if not any(_contains(name, inner) for inner in (*found, *named)):
-            found[name] = Candidate(name, module, refused=_unknown_reason(module))
+            found[name] = Candidate(name, module, refused=_reason_for_unknown(module))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -124,7 +124,7 @@ def _contains(outer: str, inner: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
-def _unknown_reason(module: nn.Module) -> str:
+def _reason_for_unknown(module: nn.Module) -> str:
     match type(module).__module__.partition(".")[0]:
         case "flexdilated":
             return "it attends by a pattern already"

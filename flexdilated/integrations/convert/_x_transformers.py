@@ -123,9 +123,11 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
 
 def _layer_type(module: nn.Module, layers: Any) -> str | None:
-    """Type of the layer in `layers`, an x-transformers AttentionLayers, that contains a module.
+    """Return the type of the layer that contains `module`: "a" for self-attention, "c" for cross-attention.
 
-    "a" is self-attention, "c" cross-attention; the result is None if no layer contains the module.
+    None if no layer contains it.
+
+    layers: an AttentionLayers of x-transformers.
     """
     held = zip(layers.layer_types, layers.layers, strict=False)
     return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)

@@ -344,9 +344,9 @@ class DilatedSelfAttention(nn.Module):
     def forward(self, x: Float[Tensor, "B N E"], sequences: Sequences = WHOLE) -> Float[Tensor, "B N E"]:
         """Return the attention output of the tokens x, after the output projection.
 
-        sequences: their padding and sharding.
+        sequences: padding and sharding of the sequences.
 
-        Raises ValueError for a branch that shifts tokens, with a padding mask or a mesh.
+        Raises ValueError if there is a padding mask or a mesh, and a branch shifts tokens.
         """
         q, k, v = self.project(x)
         config, N = self.config, sequences.longest(q)
@@ -360,7 +360,7 @@ class DilatedSelfAttention(nn.Module):
         if config.merge_grad == "exact" and not shifting:
             out = self._attend(q, k, v, config.pattern, sequences, return_lse=False)
         else:
-            parts = [self._branch(q, k, v, *each, sequences) for each in branches]
+            parts = [self._attend_branch(q, k, v, *each, sequences) for each in branches]
             out = join(parts, detached=config.merge_grad == "detached")
         return self.out_proj(self.inner_attn_ln(out.transpose(1, 2).flatten(2)))
 
@@ -389,7 +389,10 @@ class DilatedSelfAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, sequences: Sequences, *, return_lse: bool
     ) -> Any:
-        """Attention over all keys except padding, of all ranks: the output, or (output, lse) if return_lse."""
+        """Return the output of attention by `pattern`, or (output, natural lse) if return_lse.
+
+        Queries attend to the keys of all ranks, except padding, and to the zero keys of `pattern`.
+        """
         rule = pattern if sequences.visible is None else pattern.unpadded & sequences.visible
         lengths, options = sequences.lengths, self._options()
         options["return_lse"] = return_lse or lengths is not None
@@ -407,7 +410,7 @@ class DilatedSelfAttention(nn.Module):
         outs, lses = zip(*padded, strict=True)
         return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
 
-    def _branch(
+    def _attend_branch(
         self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
         """Return (output (B, H, N, D), natural log-sum-exp (B, H, N)) of the branch (segment length, dilation rate).
@@ -420,7 +423,7 @@ class DilatedSelfAttention(nn.Module):
             return self._attend(q, k, v, pattern, sequences, return_lse=True)
         # Zeros are inserted as tokens, so all zero keys take part; output row p is row p of the longer sequence.
         longer = segment + -segment % rate
-        q, k, v = (_with_zeros(x, segment, longer) for x in (q, k, v))
+        q, k, v = (_pad_segments(x, segment, longer) for x in (q, k, v))
         out, lse = attend(q, k, v, dilated(longer, rate, "contiguous"), return_lse=True, **options)
         return out[:, :, :N], lse[:, :, :N]
 
@@ -446,7 +449,7 @@ def join(
     return (weights.unsqueeze(-1).to(outs.dtype) * outs).sum(0)
 
 
-def _with_zeros(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
+def _pad_segments(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
     """Pad each segment of `segment` tokens, and a shorter last one, with zeros to `longer` tokens."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % segment)).unflatten(2, (-1, segment))
     return F.pad(x, (0, 0, 0, longer - segment)).flatten(2, 3)

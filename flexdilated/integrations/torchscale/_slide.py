@@ -208,8 +208,9 @@ class SlideEncoder(nn.Module):
             configuration, padding must be at the end.
 
         Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
-        published model wraps some of them to the next row); in a compiled graph such a tile causes the device's own
-        index error. Masks raise as in `LongNetEncoder`.
+        published model wraps some of them to the next row). A compiled graph does not check the tiles: an index beyond
+        the grid causes the device's own index error, and a negative one counts from the grid's other end. Masks raise
+        as in `LongNetEncoder`.
         """
         self._check(tiles, coordinates)
         sharding, length = self._sharding(tiles), tiles.shape[1]
@@ -235,7 +236,7 @@ class SlideEncoder(nn.Module):
         """
         self._check(tiles, coordinates)
         x = self.patch_embed["proj"](tiles)
-        x = x + self._positions(coordinates).to(x.dtype)
+        x = x + self._position_embeddings(coordinates).to(x.dtype)
         x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
         return x if self._rank == 0 else x[:, 1:]  # cut off, so that the class token has a gradient on every rank
 
@@ -259,7 +260,7 @@ class SlideEncoder(nn.Module):
         first, *rest = each.lengths
         return replace(each, num_tokens=each.num_tokens + 1, shard_lengths=(first + 1, *rest))
 
-    def _positions(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
+    def _position_embeddings(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
         """Position embeddings: the second coordinate in the first half of the channels, the first in the other half."""
         grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
         tiles = torch.floor(coordinates / self.config.tile_size).long()

@@ -49,8 +49,8 @@ _HIDDEN = -1e4  # models add this, or less, to scores of hidden keys
 def register(name: str = "flexdilated") -> None:
     """Register this library's attention as an `attn_implementation` of transformers; `set_pattern` does so too.
 
-    A model that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to rounding. After this
-    call, saved configs that have patterns include the implementation's name.
+    A model without patterns that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to
+    rounding. After this call, saved configs that have patterns include the implementation's name.
 
     >>> fd.integrations.transformers.register()  # doctest: +SKIP
     >>> model = AutoModel.from_pretrained(path, attn_implementation="flexdilated")  # doctest: +SKIP
@@ -110,7 +110,8 @@ class Visibility:
     """Replacement of a mask tensor: the model's rule and padding as patterns, without the patterns of layers.
 
     function: the model's mask function (batch, head, query, key) -> bool; None allows all pairs.
-    begin: pattern that divides each sequence into documents, from whose starts positions count; None for no division.
+    begin: pattern that divides each sequence into documents; in a document, positions count from its start. None for
+        no division.
     unpadded: pattern of unpadded keys within a document; None if all are unpadded.
     tensors: run-time tensors of `begin` and `unpadded`.
     q_offset, kv_offset: positions of the first query and key.
@@ -144,17 +145,17 @@ class Visibility:
     def __getitem__(self, index: tuple[Any, Any, Any, Any]) -> Visibility | Bool[Tensor, "B N M"]:
         """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on.
 
-        The index 0 in place of the slice of heads gives the model's rule and padding as a tensor, True for visible
-        keys: a model that chooses keys by scores of all pairs masks them by it.
+        With the index (:, 0, :, :) the result is a tensor instead, True for keys that the model's rule, documents and
+        padding allow. Models that choose keys by the scores of all pairs need it.
 
-        Raises ValueError for other slices.
+        Raises ValueError for other indices.
         """
         if index == (slice(None), 0, slice(None), slice(None)):
             layer = nn.Identity()  # like all layers with an indexer it is causal
             if running_call(layer) is None and not self.are_documents_read:
-                return self._dense  # the layers hand over no position_ids either
+                return self._dense_mask  # the layers hand over no position_ids either
             queries = torch.empty(1, 1, self.shape[2], 1, device="meta")
-            return _with_documents(self, layer, queries, {}, ready_made=False, evicts=False)._dense
+            return _restrict_to_documents(self, layer, queries, {}, ready_made=False, evicts=False)._dense_mask
         batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
             raise ValueError(
@@ -165,7 +166,7 @@ class Visibility:
         return replace(self, q_offset=self.q_offset + queries[0], shape=shape)
 
     @cached_property
-    def _dense(self) -> Bool[Tensor, "B N M"]:
+    def _dense_mask(self) -> Bool[Tensor, "B N M"]:
         """True for the keys that the model's rule, documents and padding allow."""
         b = torch.arange(self.shape[0], device=self.device)[:, None, None]
         q = self.q_offset + torch.arange(self.shape[2], device=self.device)[:, None]
@@ -180,7 +181,7 @@ class Visibility:
         return shown if visible is None else shown & visible.to(self.device)[b, k]
 
     def visible(self) -> Bool[Tensor, "B L"] | None:
-        """False for keys that are padding, from position 0 on; None if there is no padding."""
+        """True for keys that are not padding, for positions from 0 on; None if there is no padding."""
         if _PADDING not in self.tensors:
             return None
         visible = self.tensors[_PADDING] >= 0
@@ -247,13 +248,16 @@ def visibility(
     return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, device, is_known)
 
 
-def _with_documents(
+def _restrict_to_documents(
     mask: Visibility, module: nn.Module, query: Tensor, options: dict[str, Any], *, ready_made: bool, evicts: bool
 ) -> Visibility:
-    """Return the mask within the documents that position_ids begin, computed once for all layers that get the mask.
+    """Return the mask restricted to packed documents, whose beginnings are found in position_ids.
+
+    Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
+    once for all layers that get `mask`.
 
     options: those of the attention function, whose position_ids are read in a model without hooks.
-    ready_made: True if the model passed a mask tensor or None, and `mask` was made from that.
+    ready_made: True if the model passed a mask tensor or None, from which `mask` was made.
     evicts: True for keys of a `FlexdilatedCache`.
     """
     if mask.are_documents_read:
@@ -354,7 +358,7 @@ def attention(
     features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias, "indices": indices}
     given, ready_made = origin_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
-        attention_mask = _without_mask(module, query, key, given, is_causal)
+        attention_mask = _visibility_without_mask(module, query, key, given, is_causal)
     elif isinstance(attention_mask, Tensor):
         visible = _unmasked_keys(attention_mask)
         attention_mask = visibility(
@@ -365,17 +369,19 @@ def attention(
             "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, and rules as patterns: give "
             f"masks.custom(block_mask) to set_pattern(model, pattern); got {type(attention_mask).__name__}"
         )
-    attention_mask = _with_documents(
+    attention_mask = _restrict_to_documents(
         attention_mask, module, query, options, ready_made=ready_made, evicts=given is not None
     )
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
-        _refuse("a layer that selects blocks", features, "give the layer a pattern")
+        _refuse_features("a layer that selects blocks", features, "give the layer a pattern")
         return _attend_selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     bindings = {name: attention_mask.reading.tensors[name] for name in names(rule)}
     if given is not None:
-        _refuse("a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache")
+        _refuse_features(
+            "a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache"
+        )
         out = given.layer.attend(
             given,
             query,
@@ -450,7 +456,7 @@ def _attend_selected(
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 
 
-def _without_mask(
+def _visibility_without_mask(
     module: nn.Module, query: Tensor, key: Tensor, given: KeyOrigin | None, is_causal: bool | None
 ) -> Visibility:
     """`Visibility` for a model that makes no mask: causal order or all pairs, as with "sdpa".
@@ -483,7 +489,7 @@ def _unmasked_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
     return visible
 
 
-def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
+def _refuse_features(what: str, features: dict[str, Any], advice: str) -> None:
     """Raise ValueError if any of `features`, values by argument name, is not None.
 
     what: the part that does not support them.

@@ -38,10 +38,10 @@ _UNDO = 64
 _EVERYTHING = [RowSource(causal(), 0, 1)]
 
 
-def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
+def _needing_config(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config.
 
-    It is for methods that need each layer's kind, which the config tells.
+    The method needs the kind of each layer, which the config determines.
     """
 
     @wraps(method)
@@ -76,11 +76,11 @@ class FlexdilatedCache(Cache):
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
 
-    get_conv_state = _of_known_layers(Cache.get_conv_state)
-    update_conv_state = _of_known_layers(Cache.update_conv_state)
-    get_recurrent_state = _of_known_layers(Cache.get_recurrent_state)
-    update_recurrent_state = _of_known_layers(Cache.update_recurrent_state)
-    has_previous_state = _of_known_layers(Cache.has_previous_state)
+    get_conv_state = _needing_config(Cache.get_conv_state)
+    update_conv_state = _needing_config(Cache.update_conv_state)
+    get_recurrent_state = _needing_config(Cache.get_recurrent_state)
+    update_recurrent_state = _needing_config(Cache.update_recurrent_state)
+    has_previous_state = _needing_config(Cache.has_previous_state)
 
     def __init__(self, config: PreTrainedConfig | None = None, *, undo: int = _UNDO) -> None:
         require_int("undo", undo, minimum=0)
@@ -198,7 +198,7 @@ class _Layer(CacheLayerMixin):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        given: origin of k, as `origin_of(k)` returns it; its tokens are the new ones.
+        given: origin of k, as `origin_of(k)` returns it; the new tokens are those in `given.tokens`.
         k, v: as `update` returned them.
         module: the model's attention module, which must be causal.
         score_mod, sinks: as in `flexdilated.attend`.
@@ -363,10 +363,12 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
 
 
 def _our_layer(layer: Any, undo: int) -> Any:
-    """Return the cache layer of this module that replaces a layer of transformers' DynamicCache.
+    """Return the layer of a `FlexdilatedCache` that takes the place of a layer of transformers' DynamicCache.
 
-    A layer that holds only states, or nothing, is returned unchanged. undo: number of last tokens that `crop` can
-    remove.
+    A layer that holds only states, or nothing, is returned unchanged.
+
+    undo: number of last tokens that `crop` can remove.
+
     Raises ValueError for unsupported kinds of layers.
     """
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
