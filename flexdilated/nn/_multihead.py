@@ -105,7 +105,7 @@ class MultiheadProjections(DisablesFusedEncoder):
             self._check_device_and_dtype(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
         if not self.batch_first and not torch.compiler.is_compiling():
-            _warn_of_order(query)
+            _warn_of_swapped_dims(query)
 
     def _check_device_and_dtype(self, name: str, x: Tensor) -> None:
         """Raise ValueError if x is not on the parameters' device or, without autocast, not of their dtype.
@@ -119,7 +119,7 @@ class MultiheadProjections(DisablesFusedEncoder):
             raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
 
 
-def _warn_of_order(query: Tensor) -> None:
+def _warn_of_swapped_dims(query: Tensor) -> None:
     if query.dim() == 3 and query.shape[1] > max(_LARGE_BATCH, 32 * query.shape[0]):
         warn(
             f"query has {query.shape[0]} tokens in each of {query.shape[1]} batch entries, in the order (tokens, "

@@ -105,7 +105,9 @@ def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor],
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
-        _of_members(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members)
+        _received_of_members(
+            aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members
+        )
         for members, cotangent in _cotangents(q, k.shape[1])
     ]
     return torch.cat(found, 2).flatten(1, 2)
@@ -132,7 +134,9 @@ def _received_by_autograd(
         none = (own == -torch.inf) | (lse == -torch.inf)
         weight = (own.detach() - lse.masked_fill(none, 0.0)).masked_fill(none, -torch.inf).exp()[..., None]
         found = [
-            _of_members(torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members)
+            _received_of_members(
+                torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members
+            )
             for members, cotangent in _cotangents(q, k.shape[1])
         ]
     return torch.cat(found, 2).flatten(1, 2).to(wide)
@@ -151,7 +155,7 @@ def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
         yield range(first, min(first + dim, group)), torch.empty_like(q).copy_(ones[:, None, :].expand_as(q))
 
 
-def _of_members(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
+def _received_of_members(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
     return grad_v[..., : len(members)].transpose(2, 3)
 
 

@@ -32,7 +32,7 @@ class Reading:
         the rule has none.
     beside: further constraints, by tensors with an entry per token, such as groups of image tokens; None if the rule
         has none.
-    tensors: run-time tensors of these patterns, by name, except the tensors of a `begin` that the caller gave.
+    tensors: run-time tensors, by name. `pattern_from_mask_function` leaves out those of the `begin` that it takes.
     """
 
     positions: Pattern | None
@@ -60,7 +60,7 @@ def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | No
 
     Raises ValueError for operations on positions that the rules of transformers do not use.
     """
-    with _TablesOfPositions():
+    with _SymbolicLookups():
         try:
             found = function(_Batch(), _Head(), _Position(of_query=True), _Position(of_query=False))
         except TypeError as error:
@@ -90,7 +90,7 @@ class _Begin:
     """Symbolic first position of a batch entry; subtracting it changes nothing, as positions are counted from it."""
 
 
-class _TablesOfPositions(TorchFunctionMode):
+class _SymbolicLookups(TorchFunctionMode):
     """Mode that makes look-ups of tensors with symbolic indices return symbolic values.
 
     table[batch, position] gives a `_Position` with this table, or a `_PairRule` if the table is boolean; table[batch]
@@ -230,7 +230,7 @@ class _PairRule:
     visible: tensor (B, L), True for the keys that are allowed.
     from_group_start: True if positions are counted from the first token of each group of `same`.
     nothing: True if no pair is allowed.
-    unions: pairs of rules; of each pair at least one must hold.
+    unions: two rules each, of which at least one must allow the (query, key) pair.
     """
 
     least: int | None = None
