@@ -35,8 +35,8 @@ class Trial:
 class MaxBatch:
     """Result of `max_batch`: the largest `n` found to fit, and measurements; bytes exclude those held at the call.
 
-    predicted: peak of `step(n)` by the line through the probes; the smaller probe's peak if the larger probe ran out of
-        memory or was not run.
+    predicted: peak of `step(n)` by the line through the probes; the smaller probe's peak if the larger probe took no
+        more memory, ran out of memory or was not run.
     measured: measured peak of `step(n)`.
     budget: bytes that a step may hold.
     trials: all measured steps, the probes first.

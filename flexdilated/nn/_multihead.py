@@ -320,8 +320,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     def _check_causal_call(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
         """Check is_causal and attn_mask, of shape (queries, keys) = `shape`, against the module.
 
-        Raises ValueError if attn_mask is neither None nor torch's causal mask, and, for a module with causal=False, if
-        is_causal is True or attn_mask is not None.
+        Raises as `require_causal_mask` does, and ValueError for a module with causal=False if is_causal is True or
+        attn_mask is not None.
         """
         if attn_mask is not None:
             require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)

@@ -229,7 +229,7 @@ def _draw_sequence(figure: Figure, heads: Tensor, first: int) -> None:
     drawn, height = adaptive_avg_pool1d(heads[None], columns)[0], 0.6 + 0.22 * min(len(heads), 24)
     figure.set_size_inches(11, height + 4.4)
     strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(height, 2.2))
-    shades = _shades(drawn)
+    shades = _color_scale(drawn)
     extent = (first, first + tokens, len(heads) - 0.5, -0.5)
     strip.imshow(_colors(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
@@ -258,7 +258,7 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
         panels |= {f"head {index}": head for index, head in enumerate(heads)}
     rows, columns = -(-len(panels) // 3), min(len(panels), 3)
     figure.set_size_inches(4.2 * columns + 1.2, 4.0 * rows + 0.4)
-    shades, grid = _shades(torch.stack(list(panels.values()))), _grid(places)
+    shades, grid = _color_scale(torch.stack(list(panels.values()))), _grid(places)
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
@@ -298,7 +298,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
     return cells.long(), step
 
 
-def _shades(values: Tensor) -> ScalarMappable:
+def _color_scale(values: Tensor) -> ScalarMappable:
     """Logarithmic color scale from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm

@@ -175,7 +175,7 @@ class SelectionRule(NamedTuple):
 
 
 class PartialViews(NamedTuple):
-    """Candidate boxes whose query block does not see all keys of the key block; it is scored by those it sees.
+    """Candidate boxes with keys that their query block does not see; each box is scored by pools of its other keys.
 
     C: number of key blocks. The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
 

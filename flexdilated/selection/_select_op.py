@@ -141,7 +141,7 @@ def _scores_and_candidates(
         scores, candidates = (x.new_empty(*q.shape[:2], *x.shape[2:]) for x in found[0])
         for (part, _), (x, able) in zip(boxes, found, strict=True):
             scores[part.entries, part.heads], candidates[part.entries, part.heads] = x, able
-    return _by_table(call, (scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
+    return _combine_heads(call, (scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
 
 
 def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whole: bool) -> Bool[Tensor, "b h n L"]:
@@ -153,7 +153,7 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
     return for_heads(able[row, lists.clamp(min=0)] & (lists >= 0), scores.shape[1]).expand(scores.shape)
 
 
-def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
+def _combine_heads(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
     """Return (scores, candidates) of `tables` tables, each of which combines H / tables query heads.
 
     A block is a candidate of a table if it is a candidate for at least one of the table's heads. Only these heads add

@@ -86,7 +86,7 @@ class _Head:
     """Symbolic index of a head; no rule of transformers uses it."""
 
 
-class _Begin:
+class _FirstPosition:
     """Symbolic first position of a batch entry; subtracting it changes nothing, as positions are counted from it."""
 
 
@@ -94,14 +94,14 @@ class _SymbolicLookups(TorchFunctionMode):
     """Mode that makes look-ups of tensors with symbolic indices return symbolic values.
 
     table[batch, position] gives a `_Position` with this table, or a `_PairRule` if the table is boolean; table[batch]
-    gives `_Begin`.
+    gives `_FirstPosition`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             table, index = args
             if isinstance(index, _Batch):
-                return _Begin()
+                return _FirstPosition()
             if isinstance(index, tuple) and isinstance(index[0], _Batch):
                 return index[1].entry_of(table)
         return func(*args, **(kwargs or {}))
@@ -138,7 +138,7 @@ class _Position:
         return replace(self, shift=self.shift + _integer(number))
 
     def __sub__(self, other: Any) -> Any:
-        if isinstance(other, _Begin):
+        if isinstance(other, _FirstPosition):
             return self
         return _Distance(self, other) if isinstance(other, _Position) else self + -_integer(other)
 
