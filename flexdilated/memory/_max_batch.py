@@ -210,8 +210,9 @@ def _return_freed_pages() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
 
-    On CPU the minimum of the machine's available memory and what the limits of its control groups leave; raises
-    ValueError if the system does not report it.
+    On CPU: the machine's available memory, or less if the limits of the process's control groups leave less.
+
+    Raises ValueError if the system does not report the available memory.
     """
     if device_kind(device).is_cuda:
         free, _ = torch.cuda.mem_get_info(device)

@@ -105,7 +105,7 @@ def pooled_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "H R C"]:
-    """Mean score of all pairs of each query block and each key block, per head.
+    """Mean score of all pairs of each query block and each key block, per head; with `lse`, less the queries' mean lse.
 
     The scores are computed for all blocks, as scale * (mean of q) · (mean of k), without forming pairs, and averaged
     over batch entries. By them, `fd.refine` chooses among the blocks that a block list leaves out.

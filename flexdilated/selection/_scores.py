@@ -56,7 +56,7 @@ def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def _split_into_blocks(k: Tensor, block: int) -> list[Tensor]:
-    """Split keys into blocks: a list of whole blocks (B, G, C, block, D) and the shorter last block (B, G, 1, n, D).
+    """Split keys into blocks: return [all whole blocks (B, G, C, block, D), shorter last block (B, G, 1, n, D)].
 
     Either tensor is left out if it has no keys.
     """

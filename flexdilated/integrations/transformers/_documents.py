@@ -159,8 +159,8 @@ class ModelCall:
     def end(self, output: Any) -> None:
         """Finish the pass: if any sequence has several documents, store _SEVERAL on the cache, for the next pass.
 
-        A graph does not know their number: it stores _SEVERAL or, if each sequence is one document, the position of
-        each sequence's last token.
+        A graph stores numbers in any case: _SEVERAL, or, if each sequence is one document, the position of each
+        sequence's last token.
 
         output: result of the forward, which has the cache if the arguments have none.
 
@@ -323,9 +323,9 @@ def _count_before(q_offset: int, visible: Tensor | None) -> Int64[Tensor, "B 1"]
 def _document_starts(
     positions: Int64[Tensor, "B N"], visible: Bool[Tensor, "B N"] | None, least: Int64[Tensor, "B 1"]
 ) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
-    """Return (begins, last): where documents after the first begin, and the position of each sequence's last token.
+    """Return (True for tokens that begin another document, position of each sequence's last token).
 
-    last is `least` for a sequence of padding alone.
+    The position is `least` for a sequence of padding alone.
 
     visible: False for padding, which is left out of the comparison; None for no padding.
     least: the first token begins another document if its position is below this.

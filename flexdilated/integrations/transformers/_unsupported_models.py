@@ -61,7 +61,7 @@ def _own_part(model: PreTrainedModel, path: str) -> str:
     """Return the path of the smallest submodel that contains the module at `path` and has a config of its own.
 
     A config is its own if no model outside the submodel has it, and if it is not the config of the model's text. The
-    result is "", the whole model, if no submodel has one.
+    result is "", the whole model, if there is no such submodel.
     """
     models = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
     text = model.config.get_text_config(decoder=True)
