@@ -67,7 +67,7 @@ class Schedule:
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:
-        """Value after `level` changes, evenly spaced from `start` (level 0) to `end` (level `_num_levels`), rounded."""
+        """Return the value of a level: evenly spaced from `start` (level 0) to `end` (`_num_levels`), then rounded."""
         last = max(1, self._num_levels)
         return self.start + (2 * (self.end - self.start) * level + last) // (2 * last)
 

@@ -35,8 +35,8 @@ class Trial:
 class MaxBatch:
     """Result of `max_batch`: the largest `n` found to fit, and measurements; bytes exclude those held at the call.
 
-    predicted: peak of `step(n)` by the line through the probes; the smaller probe's peak if the larger probe ran out of
-        memory or was not run.
+    predicted: peak of `step(n)` by the line through the probes; the smaller probe's peak if the larger probe took no
+        more memory, ran out of memory or was not run.
     measured: measured peak of `step(n)`.
     budget: bytes that a step may hold.
     trials: all measured steps, the probes first.
@@ -179,7 +179,9 @@ def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | 
         step(n)
         if is_cuda:
             torch.cuda.synchronize(device)
-        found = torch.cuda.max_memory_allocated(device) if is_cuda else _field(_ROOT / "proc/self/status", "VmHWM")
+        found = (
+            torch.cuda.max_memory_allocated(device) if is_cuda else _bytes_in_field(_ROOT / "proc/self/status", "VmHWM")
+        )
     except (torch.OutOfMemoryError, MemoryError):
         pass
     except RuntimeError as error:
@@ -197,7 +199,7 @@ def _held_bytes(device: torch.device) -> int:
     if device_kind(device).is_cuda:
         return torch.cuda.memory_allocated(device)
     _return_freed_pages()
-    return _field(_ROOT / "proc/self/status", "VmRSS")
+    return _bytes_in_field(_ROOT / "proc/self/status", "VmRSS")
 
 
 def _return_freed_pages() -> None:
@@ -208,16 +210,17 @@ def _return_freed_pages() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
 
-    On CPU the minimum of the machine's available memory and what the limits of its control groups leave; raises
-    ValueError if the system does not report it.
+    On CPU: the machine's available memory, or less if the limits of the process's control groups leave less.
+
+    Raises ValueError if the system does not report the available memory.
     """
     if device_kind(device).is_cuda:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min([_field(_ROOT / "proc/meminfo", "MemAvailable"), *_bytes_left_in_groups()])
+    return min([_bytes_in_field(_ROOT / "proc/meminfo", "MemAvailable"), *_bytes_left_in_groups()])
 
 
-def _field(file: Path, name: str) -> int:
+def _bytes_in_field(file: Path, name: str) -> int:
     """Return, in bytes, the field `name` of a file in /proc that states it in kB; ValueError if it cannot be read."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

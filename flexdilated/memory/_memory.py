@@ -85,11 +85,11 @@ class LiveBytes(TorchDispatchMode):
     Each storage counts once, so views cost nothing.
 
     held: tensors that are counted from the start.
-    hidden: for an operator, the bytes that it allocates inside its kernel, which are not counted otherwise.
+    hidden: bytes that operators allocate inside their kernels, by operator; they are not counted otherwise.
 
     Attribute `live` has the bytes alive now, `peak` the most alive at once since the start or `restart`. On tensors of
-    device "meta", which have sizes and no memory, the counts equal a run on CPU; an operation may mix them with tensors
-    that have values, and then runs on "meta". Results of empty_like for "meta" are not counted.
+    device "meta", which have sizes and no memory, the counts are those of a run on CPU. An operation may mix such
+    tensors with tensors that have values, and then runs on "meta". Results of empty_like for "meta" are not counted.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
@@ -365,9 +365,10 @@ def _dry_run(
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as an engine's code allocates them.
 
-    The code is run on meta tensors; only the engine's tables are on the CPU, because its decisions depend on their
-    values.
+    The code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
 
+    forward: the code's, (q, k, v) -> (out, lse).
+    backward: the code's, (q, k, v, rows with out, lse and the gradient of out) -> (dq, dk, dv).
     pads: True for an engine whose q, k and v must have one head dim: they are padded to the wider one.
     """
     order, (D, E) = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3), size.dims
@@ -447,7 +448,7 @@ def _portable_memory(
     features = Features(1.0)
     if settings.drops:
         features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
-    steps = tuple(_without_values(step) for step in program.steps)
+    steps = tuple(_step_on_meta(step) for step in program.steps)
     score_mod = fixed_score_mod(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
@@ -468,8 +469,8 @@ def _portable_memory(
     return _dry_run(size, forward, backward, pads=False)
 
 
-def _without_values(step: FlexStep) -> FlexStep:
-    """Return the step with its indices, and all calls of its mask_mod, on the meta device: no pair is evaluated."""
+def _step_on_meta(step: FlexStep) -> FlexStep:
+    """Return the step with its indices and its mask_mod's arguments on the meta device; no pair is evaluated."""
     mask, mask_mod = copy(step.mask), step.mask.mask_mod
     mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
     return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
@@ -506,8 +507,9 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
     allocates only its result. The operands of the next step are gathered before those of a step are freed.
 
     Training keeps all operands, the parts and the result of a merge. If there are several parts, it also keeps the
-    merged rows of each part whose queries are gathered. With such a part among more than two, it also keeps a float32
-    sum, and the backward allocates float32 rows for each such part, because Inductor makes separate kernels for them.
+    merged rows of each part whose queries are gathered. If there are more than two parts, and at least one with
+    gathered queries, it also keeps a float32 sum, and the backward allocates float32 rows for each part with gathered
+    queries, because Inductor makes separate kernels for them.
     """
     steps, (*whole, output) = [_step_bytes(step, size) for step in program.steps], size.nbytes
     inputs, lse = sum(whole), 4 * size.batch * size.num_heads * size.num_tokens

@@ -58,10 +58,9 @@ class LongNetBackbone(Pretrained):
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
         attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters
-        are for this rank's tokens; sum them over the ranks.
+        are for this rank's tokens; sum them over the ranks. The state_dict is that of a model without a mesh.
     schedule, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; but layers that choose their keys
-        (config.selection) gather all keys for any schedule, and take no codec. The state_dict is that of a model
-        without a mesh.
+        (config.selection) gather all keys for any schedule, and take no codec.
     memory_dim: width of the memory, a second sequence to which every block also attends; None for a model without one.
     scales: (factor of x in the residual sums, gain of the initial weights of the projections that are added to x); None
         for the values of a model that is not part of an encoder-decoder.
@@ -203,8 +202,11 @@ class LongNetBackbone(Pretrained):
     def project_memory(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
         """Project a memory (B, M, E_memory) to the keys and values of every block, for `features`.
 
-        In a model without memory_dim, `memory` must be None, and the result is None. padding: (B, M), True for tokens
-        of the memory to hide; None to hide none. Raises ValueError for a memory of another shape.
+        In a model without memory_dim, `memory` must be None, and the result is None.
+
+        padding: (B, M), True for tokens of the memory to hide; None to hide none.
+
+        Raises ValueError for a memory of another shape, for one without memory_dim, and for None with memory_dim.
         """
         if (memory is None) != (self.memory_dim is None):
             raise ValueError(
@@ -285,10 +287,14 @@ class LongNetBackbone(Pretrained):
         return block
 
     def _embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Input (B, N, E) of the first block: token ids are embedded, embedded inputs used unchanged.
+        """Input (B, N, E) of the first block: token ids are embedded; embedded inputs are used unchanged.
 
-        Learned positions are added if the model has them, then dropout is applied. positions: (N,), or (B, N) if they
-        differ between sequences. Raises ValueError for a token outside the vocabulary.
+        Learned positions are added if the model has them, then dropout is applied.
+
+        positions: (N,), or (B, N) if they differ between sequences.
+
+        Raises ValueError for a token outside the vocabulary; on an accelerator, and in a compiled graph, such a token
+        causes the device's own error.
         """
         if self.embedding is not None:
             try:
@@ -365,7 +371,7 @@ class LongNetBackbone(Pretrained):
             )
 
     def _check_caches(self, caches: Sequence[KVCache] | None, batch: int) -> list[int]:
-        """Return the number of tokens of each sequence that the caches have seen; [] for None and unused caches.
+        """Return the number of earlier tokens of each sequence; [] without caches, and for unused caches.
 
         Raises ValueError or TypeError for caches that do not fit the model, each other or the batch.
         """

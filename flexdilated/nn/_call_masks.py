@@ -17,7 +17,7 @@ def without_padding(
 
     mask: tensor of shape `shape`, (B, M), or (M,) without a batch; boolean, True for keys to hide, or float, -inf for
         keys to hide and 0 for others (torch's encoders convert booleans to floats).
-    k_offset: position of its first key.
+    k_offset: position of the mask's first key.
     batch_first: False adds advice to the error for a mask of the transposed shape.
 
     Raises TypeError or ValueError for a mask of another shape or dtype.

@@ -30,8 +30,11 @@ class LongNet(LongNetBackbone):
     """Language model: a `LongNetBackbone` and, unless config.vocab_size is None, a projection of features to logits.
 
     `forward` takes the arguments of `LongNetBackbone.forward`. It returns logits (B, N, V) for tokens in
-    [0, vocab_size); with vocab_size=None it returns features (B, N, E) of embedded inputs. options: keyword arguments
-    of `LongNetBackbone`. Source: LongNet, arXiv 2307.02486.
+    [0, vocab_size); with vocab_size=None it returns features (B, N, E) of embedded inputs.
+
+    options: keyword arguments of `LongNetBackbone`.
+
+    Source: LongNet, arXiv 2307.02486.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -334,7 +337,7 @@ def generate(
     stop: after its first new `stop` a sequence contains only `stop`; None for no such token.
     next_logits: function that takes the next tokens (B, n) and returns the logits (B, V) of the token after them; it
         must remember the tokens of earlier calls. It is called with the prompt in chunks of prefill_chunk tokens, then
-        with each new token.
+        with each new token except the last.
     """
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:

@@ -18,7 +18,7 @@ from ._longnet_config import LongNetConfig
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a LongNet without vocabulary, except those of its pattern and the number of tokens.
+    """Sizes of a LongNet without vocabulary; its pattern and the number of tokens are not among them.
 
     The hidden width of its feed-forwards is 4 * embed_dim.
 

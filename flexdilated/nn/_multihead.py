@@ -105,7 +105,7 @@ class MultiheadProjections(DisablesFusedEncoder):
             self._check_device_and_dtype(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
         if not self.batch_first and not torch.compiler.is_compiling():
-            _warn_of_order(query)
+            _warn_of_swapped_dims(query)
 
     def _check_device_and_dtype(self, name: str, x: Tensor) -> None:
         """Raise ValueError if x is not on the parameters' device or, without autocast, not of their dtype.
@@ -119,7 +119,7 @@ class MultiheadProjections(DisablesFusedEncoder):
             raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
 
 
-def _warn_of_order(query: Tensor) -> None:
+def _warn_of_swapped_dims(query: Tensor) -> None:
     if query.dim() == 3 and query.shape[1] > max(_LARGE_BATCH, 32 * query.shape[0]):
         warn(
             f"query has {query.shape[0]} tokens in each of {query.shape[1]} batch entries, in the order (tokens, "
@@ -320,8 +320,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     def _check_causal_call(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
         """Check is_causal and attn_mask, of shape (queries, keys) = `shape`, against the module.
 
-        Raises ValueError if attn_mask is neither None nor torch's causal mask, and, for a module with causal=False, if
-        is_causal is True or attn_mask is not None.
+        Raises as `require_causal_mask` does, and ValueError for a module with causal=False if is_causal is True or
+        attn_mask is not None.
         """
         if attn_mask is not None:
             require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)

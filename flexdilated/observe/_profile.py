@@ -46,14 +46,16 @@ def profile_process() -> None:
     activities = [ProfilerActivity.CPU, *([kinds[device.type]] if device is not None and device.type in kinds else [])]
     profiler, began = profile(activities=activities, profile_memory=True, acc_events=True), perf_counter()
     profiler.start()
-    atexit.register(lambda: _write(folder, profiler, perf_counter() - began))
+    atexit.register(lambda: _stop_and_write(folder, profiler, perf_counter() - began))
 
 
-def _write(folder: Path, profiler: profile, seconds: float) -> None:
+def _stop_and_write(folder: Path, profiler: profile, seconds: float) -> None:
     """Stop the profiler, and write a trace and a text file to `folder`.
 
     `PID.trace.json.gz` is the trace; `PID.txt` has memory peaks and tables of operators by time and memory. PID is the
-    process's number. seconds: duration of the profile.
+    process's number.
+
+    seconds: duration of the profile.
     """
     profiler.stop()
     profiler.export_chrome_trace(str(folder / f"{os.getpid()}.trace.json.gz"))
@@ -61,11 +63,13 @@ def _write(folder: Path, profiler: profile, seconds: float) -> None:
     orders = ["self_cpu_time_total", "self_cpu_memory_usage"]
     orders += ["self_device_time_total", "self_device_memory_usage"] if on_device else []
     tables = [f"By {order}\n{operators.table(sort_by=order, row_limit=_ROWS)}" for order in orders]
-    head = f"{seconds:.1f} s, {len(profiler.events() or ()):,} events, torch {torch.__version__}\n{_peaks(on_device)}"
+    head = (
+        f"{seconds:.1f} s, {len(profiler.events() or ()):,} events, torch {torch.__version__}\n{_peak_lines(on_device)}"
+    )
     (folder / f"{os.getpid()}.txt").write_text("\n".join([head, *tables]), encoding="utf-8")
 
 
-def _peaks(on_device: bool) -> str:
+def _peak_lines(on_device: bool) -> str:
     """Text with one line for each known peak: resident memory (on Linux) and, with on_device, accelerator memory."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []

@@ -105,7 +105,9 @@ def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor],
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
-        _of_members(aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members)
+        _received_of_members(
+            aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members
+        )
         for members, cotangent in _cotangents(q, k.shape[1])
     ]
     return torch.cat(found, 2).flatten(1, 2)
@@ -132,7 +134,9 @@ def _received_by_autograd(
         none = (own == -torch.inf) | (lse == -torch.inf)
         weight = (own.detach() - lse.masked_fill(none, 0.0)).masked_fill(none, -torch.inf).exp()[..., None]
         found = [
-            _of_members(torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members)
+            _received_of_members(
+                torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members
+            )
             for members, cotangent in _cotangents(q, k.shape[1])
         ]
     return torch.cat(found, 2).flatten(1, 2).to(wide)
@@ -151,7 +155,7 @@ def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
         yield range(first, min(first + dim, group)), torch.empty_like(q).copy_(ones[:, None, :].expand_as(q))
 
 
-def _of_members(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
+def _received_of_members(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
     return grad_v[..., : len(members)].transpose(2, 3)
 
 
@@ -225,7 +229,7 @@ def _draw_sequence(figure: Figure, heads: Tensor, first: int) -> None:
     drawn, height = adaptive_avg_pool1d(heads[None], columns)[0], 0.6 + 0.22 * min(len(heads), 24)
     figure.set_size_inches(11, height + 4.4)
     strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(height, 2.2))
-    shades = _shades(drawn)
+    shades = _color_scale(drawn)
     extent = (first, first + tokens, len(heads) - 0.5, -0.5)
     strip.imshow(_colors(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
@@ -254,7 +258,7 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
         panels |= {f"head {index}": head for index, head in enumerate(heads)}
     rows, columns = -(-len(panels) // 3), min(len(panels), 3)
     figure.set_size_inches(4.2 * columns + 1.2, 4.0 * rows + 0.4)
-    shades, grid = _shades(torch.stack(list(panels.values()))), _grid(places)
+    shades, grid = _color_scale(torch.stack(list(panels.values()))), _grid(places)
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
@@ -294,7 +298,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
     return cells.long(), step
 
 
-def _shades(values: Tensor) -> ScalarMappable:
+def _color_scale(values: Tensor) -> ScalarMappable:
     """Logarithmic color scale from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm

@@ -88,8 +88,8 @@ def block_mass(
     for entries, rule in _rules(call, tensors, q.shape[0]):
         given = _Operands(queries[entries], keys[entries], shifts[entries], rows, columns, factor)
         for branch, times in Counter(rule.branches()).items():
-            bound = _in_whole_blocks(call.bound(branch), rows, columns)
-            _add_branch(mass, times, bound, _block_list(bound, sides), given)
+            bound = _extend_to_block_starts(call.bound(branch), rows, columns)
+            _add_branch(mass, times, bound, _nonempty_blocks(bound, sides), given)
     number = rows.cut(has_keys[..., None].to(mass.dtype)).sum((0, 3))
     return mass / number.clamp(min=1)
 
@@ -105,7 +105,7 @@ def pooled_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "H R C"]:
-    """Mean score of all pairs of each query block and each key block, per head.
+    """Mean score of all pairs of each query block and each key block, per head; with `lse`, less the queries' mean lse.
 
     The scores are computed for all blocks, as scale * (mean of q) · (mean of k), without forming pairs, and averaged
     over batch entries. By them, `fd.refine` chooses among the blocks that a block list leaves out.
@@ -173,7 +173,7 @@ class _BlockAxis:
         return self.cut(x).sum(3) / self.cut(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Positions of the tokens at offsets `places` within the blocks with indices `block`."""
+        """Position of each place in each block: `block` has indices of blocks, `places` indices within a block."""
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 
@@ -207,7 +207,7 @@ def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, E
     return rules_of_entries(call.rules(tensors), batch)
 
 
-def _in_whole_blocks(bound: Bound, rows: _BlockAxis, columns: _BlockAxis) -> Bound:
+def _extend_to_block_starts(bound: Bound, rows: _BlockAxis, columns: _BlockAxis) -> Bound:
     """Return `bound` with its queries and keys extended backwards to the beginning of their first blocks.
 
     Pairs at positions without a token are masked later.
@@ -217,7 +217,7 @@ def _in_whole_blocks(bound: Bound, rows: _BlockAxis, columns: _BlockAxis) -> Bou
 
 
 @outside_torch_modes
-def _block_list(bound: Bound, sides: tuple[int, int]) -> Blocks:
+def _nonempty_blocks(bound: Bound, sides: tuple[int, int]) -> Blocks:
     """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
 
     They are cached unless they depend on the values of run-time tensors.
@@ -232,6 +232,7 @@ def _block_list(bound: Bound, sides: tuple[int, int]) -> Blocks:
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
     """Add to `mass`, in place, `times` times the shares of one branch, summed over queries and batch entries.
 
+    bound: the branch, for queries and keys from the starts of blocks.
     blocks: those in which the branch has pairs.
     given: the tensors of some batch entries.
     """
@@ -253,10 +254,10 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Attention shares of n (query block, key block) pairs in h heads, summed over queries and batch entries.
+    """Attention that query block row[i] gives to key block column[i]: shares, summed over queries and batch entries.
 
-    heads: indices on this device.
-    rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
+    heads: indices on this device of the h heads, each of which has all n results.
+    rule: function (query positions, key positions) -> allowed pairs, equal for all `heads`; None allows all pairs.
     """
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype

@@ -139,9 +139,12 @@ def _most_massive_mask(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
 
 
 def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
-    """Return True for blocks, of `block` by `block` tokens, in which a pattern has a pair; (H, R, C) as in `listed`.
+    """Return booleans in the shape of `listed`, True for blocks in which a pattern has a pair.
 
+    block: tokens of a block of queries, and of keys.
     name: the argument that holds the pattern, for errors.
+
+    Raises TypeError if it is no pattern.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"{name} must be None or a pattern that is not a mixture; got {pattern!r:.80}")

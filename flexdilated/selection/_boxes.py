@@ -137,10 +137,11 @@ class SelectionCall(NamedTuple):
 
 
 class SelectionRule(NamedTuple):
-    """Patterns of one batch entry and head: pairs that may be attended to, and pairs that need no choice.
+    """Patterns of some batch entries and heads: pairs that may be attended to, and pairs that need no choice.
 
     within: pairs that may be attended to.
     always: pairs that are attended to, if `within` allows them, without being chosen; None for none.
+    head: one of these heads, for which the patterns are evaluated; num_heads: number of all query heads.
     """
 
     within: Pattern
@@ -173,8 +174,8 @@ class SelectionRule(NamedTuple):
         return mod(torch.zeros_like(head), head, q, k)
 
 
-class OwnPools(NamedTuple):
-    """Candidate boxes whose query block does not see all keys of the key block: visible keys are pooled for each box.
+class PartialViews(NamedTuple):
+    """Candidate boxes with keys that their query block does not see; each box is scored by pools of its other keys.
 
     C: number of key blocks. The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
 
@@ -195,13 +196,15 @@ class OwnPools(NamedTuple):
 class Boxes(NamedTuple):
     """Boxes (query block, key block) of a chunk of query blocks under one rule; query block 0 begins the chunk.
 
+    A query block sees the keys that are visible to one of the queries by which it is scored.
+
     state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
         candidate that adds some pairs, whose keys are all visible to the query block; PARTIAL_VIEW: a candidate with
         keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
     place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending.
     gain: number of pairs that choosing each listed box adds.
-    own: the candidates with hidden keys; None if there are none.
-    sees: mask of the queries that see a key; None if all do.
+    partial: the candidates with hidden keys; None if there are none.
+    sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
     seen: mask of the keys that some query block sees; None if all are seen.
     pairs: number of pairs that `within` allows.
     open: number of these pairs that are attended to only if their box is chosen.
@@ -210,7 +213,7 @@ class Boxes(NamedTuple):
     state: UInt8[Tensor, "n C"]
     place: Int64[Tensor, " x"]
     gain: Int32[Tensor, " x"]
-    own: OwnPools | None
+    partial: PartialViews | None
     sees: Bool[Tensor, "n query_block"] | None
     seen: Bool[Tensor, " M"] | None
     pairs: int
@@ -314,7 +317,7 @@ def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
         state=state.view(n, C),
         place=doubtful[listed],
         gain=some.gain[listed].int(),
-        own=_own_pools(some, partial, C) if len(partial) else None,
+        partial=_partial_views(some, partial, C) if len(partial) else None,
         sees=sees,
         seen=seen,
         pairs=int(box.area[plain | covered].sum() + some.pairs.sum()),
@@ -364,7 +367,7 @@ def _visibility(
     return None if all_see else shown, None if bool(seen.all()) else seen
 
 
-def _own_pools(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
+def _partial_views(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> PartialViews:
     """Group candidate boxes with keys that their query block does not see; a group has one key block, at most 64 boxes.
 
     partial: indices of these boxes in `some`.
@@ -382,6 +385,6 @@ def _own_pools(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> O
     mask = torch.zeros(len(rows), some.view.shape[1], dtype=torch.bool)
     rows[at], mask[at] = row[order], some.view[partial[order]]
     place, ascending = (row * C + block)[order].sort()
-    return OwnPools(
+    return PartialViews(
         place, at[ascending], blocks.repeat_interleave(pieces), rows.view(-1, w), mask.unflatten(0, (-1, w))
     )

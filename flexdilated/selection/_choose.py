@@ -141,11 +141,11 @@ def choose(
     A cut is a query block whose choice has more than `most` entries, of which those with the highest scores are kept.
 
     candidates: entries that may be chosen.
-    ids: number of the block in each entry, which decides between equal scores.
-    kind: "top_k", the `most` highest scores, of which no query block counts as cut; "top_p", the fewest entries whose
-        softmax shares over the candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are
-        logarithms of shares of the query block, and the share outside the candidates counts towards `amount`; or
-        "threshold", the entries with a softmax share of at least `amount`.
+    ids: index of the block in each entry, which decides between equal scores.
+    kind: "top_k", the `most` highest scores, without cuts; "top_p", the fewest entries whose softmax shares over the
+        candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares of the
+        query block's attention, and the share outside the candidates counts towards `amount`; or "threshold", the
+        entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..engines import sum_dtype
-from ._boxes import Boxes, OwnPools, QueryBlocks, SelectionCall, SelectionRule, found_in
+from ._boxes import Boxes, PartialViews, QueryBlocks, SelectionCall, SelectionRule, found_in
 from ._choose import masked_lse
 
 # B batch, H query heads, G key/value heads, N queries, M keys, C blocks of keys, n rows, D head dim
@@ -32,12 +32,12 @@ def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
 
 def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
     """Mean of each block of `block` consecutive keys, in float32 or wider; the last block may have fewer keys."""
-    return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _blocks(k, block)], 2)
+    return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _split_into_blocks(k, block)], 2)
 
 
 def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
     """(minimum, maximum) of each channel over each key block; tied keys share the gradient equally."""
-    parts = _blocks(k, block)
+    parts = _split_into_blocks(k, block)
     least, greatest = (torch.cat([end_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax))
     return least, greatest
 
@@ -55,8 +55,8 @@ def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
     return end.squeeze(dim) + (mean - mean.detach())
 
 
-def _blocks(k: Tensor, block: int) -> list[Tensor]:
-    """Split keys into blocks: a list of whole blocks (B, G, C, block, D) and the shorter last block (B, G, 1, n, D).
+def _split_into_blocks(k: Tensor, block: int) -> list[Tensor]:
+    """Split keys into blocks: return [all whole blocks (B, G, C, block, D), shorter last block (B, G, 1, n, D)].
 
     Either tensor is left out if it has no keys.
     """
@@ -130,7 +130,9 @@ def scores_of(
     Scores of blocks that may not be chosen are arbitrary.
     """
     if call.scorer in LOGS:
-        found = [_log_shares(call, q, k, rule, rows, few) for few in _batches_of_rows(q, rows, part, call.stride)]
+        found = [
+            _log_shares(call, q, k, rule, rows, few) for few in _chunks_of_query_blocks(q, rows, part, call.stride)
+        ]
         return at_lists(torch.cat(found, 2), lists)
     queries = summaries(q, rows, part, boxes.sees) * call.scale
     # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
@@ -138,29 +140,29 @@ def scores_of(
     sides = zip(factors, pools, strict=True)
     scores = sum(_products(x, pool) if lists is None else _scores_at_lists(x, pool, lists) for x, pool in sides)
     assert isinstance(scores, Tensor)
-    if boxes.own is None:
+    if boxes.partial is None:
         return scores
-    own = _own_scores(call.scorer, queries, k, boxes.own, rows.block)
-    return _with_own_scores(scores, own, boxes.own, rows, lists)
+    own = _scores_of_partial_views(call.scorer, queries, k, boxes.partial, rows.block)
+    return _replace_scores(scores, own, boxes.partial, rows, lists)
 
 
-def _own_scores(
-    scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
+def _scores_of_partial_views(
+    scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], boxes: PartialViews, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Score of each box (query block, key block) in `own`, by pools over only the keys that the query block sees.
+    """Score of each box (query block, key block) in `boxes`, by pools over only the keys that the query block sees.
 
     queries: one for each query block, with the scale applied.
     block: tokens of a key block.
     """
-    p, w = own.row.shape
+    p, w = boxes.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
     few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
     found = []
     for some in torch.arange(p, device=k.device).split(few):
-        at = own.block[some, None] * block + torch.arange(block, device=k.device)
+        at = boxes.block[some, None] * block + torch.arange(block, device=k.device)
         keys = k[:, :, at.clamp(max=k.shape[2] - 1)].to(queries.dtype)  # (b, g, p, block, D)
-        rows = queries[:, :, own.row[some]].unflatten(1, (k.shape[1], -1))  # (b, g, h, p, w, D)
-        mask = own.mask[some]
+        rows = queries[:, :, boxes.row[some]].unflatten(1, (k.shape[1], -1))  # (b, g, h, p, w, D)
+        mask = boxes.mask[some]
         if scorer == "mean":
             products = (rows @ keys.unsqueeze(2).mT).masked_fill(~mask, 0.0)
             scores = products.sum(-1) / mask.sum(-1).clamp(min=1)
@@ -173,7 +175,7 @@ def _own_scores(
             negative, positive = _split_by_sign(rows)
             scores = (negative * least + positive * greatest).sum(-1)
         found.append(scores.flatten(1, 2).flatten(2))
-    return torch.cat(found, 2)[:, :, own.at]
+    return torch.cat(found, 2)[:, :, boxes.at]
 
 
 def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +186,7 @@ def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Scores of each query block's blocks in `lists`, arbitrary where it is -1; all scores if `lists` is None."""
+    """Scores of the blocks that `lists` has for each query block, arbitrary for block -1; all scores if it is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
@@ -197,10 +199,10 @@ def for_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _with_own_scores(
+def _replace_scores(
     scores: Float[Tensor, "b h n L"],
     own: Float[Tensor, "b h o"],
-    boxes: OwnPools,
+    boxes: PartialViews,
     rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
@@ -224,9 +226,9 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
 def _scores_at_lists(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
-    """Dot product of each query block's query with the pooled keys of its listed blocks, in its key/value head.
+    """Dot products of each query block's query and the pooled keys of the blocks that `lists` has for it, in each head.
 
-    The result is arbitrary where `lists` is -1.
+    The result is arbitrary for block -1.
     """
     lists = for_heads(lists, max(lists.shape[1], pool.shape[1]))
     heads = for_heads(pool, lists.shape[1])
@@ -235,7 +237,7 @@ def _scores_at_lists(
     return torch.einsum("bxhnd,bxnld->bxhnl", q.unflatten(1, (lists.shape[1], -1)), gathered).flatten(1, 2)
 
 
-def _batches_of_rows(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
+def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
     """Split `part` into ranges of few query blocks, to bound the memory of the scores of one range.
 
     There is one score for each tile of stride x stride pairs.

@@ -88,7 +88,7 @@ HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 def query_block_chunks(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
-    """Yield (range of query block indices, lists, boxes for each rule) for chunks of query blocks.
+    """Yield (range of query block indices, lists, [(part, boxes of the part's rule)]) for chunks of query blocks.
 
     coarse: blocks chosen by the coarse selector; None without one.
     lists: for each query block, the blocks inside its coarse blocks, padded with -1; None without `coarse`.
@@ -112,7 +112,7 @@ def query_block_chunks(
 def _scores_and_candidates(
     call: SelectionCall,
     some: range,
-    within: Tensor | None,
+    lists: Tensor | None,
     boxes: HeadBoxes,
     q: Tensor,
     k: Tensor,
@@ -121,26 +121,27 @@ def _scores_and_candidates(
 ) -> Scored:
     """(scores, mask of candidates) of the query blocks `some` for each table.
 
-    within, boxes: lists of blocks, and boxes, from `query_block_chunks`.
+    lists, boxes: of these query blocks, from `query_block_chunks`.
+    pools: result of `pools_for`.
     given: a module's scores of all query blocks; None computes scores from q, k and pools.
     """
     rows, found = call.rows(q, k), []
     for part, own in boxes:
-        lists = None if within is None else part.of_tables(within, q.shape[1])
+        listed = None if lists is None else part.of_tables(lists, q.shape[1])
         if given is None:
             operands = part.of_queries(q), part.of_keys(k), tuple(map(part.of_keys, pools))
-            scores = scores_of(call, *operands, part.rule, own, rows, some, lists)
+            scores = scores_of(call, *operands, part.rule, own, rows, some, listed)
         else:
             here = for_heads(given[:, :, some.start : some.stop], q.shape[1])
-            scores = at_lists(part.of_queries(here), lists)
-        found.append((scores, _candidates(own, lists, scores, only_whole=given is not None)))
+            scores = at_lists(part.of_queries(here), listed)
+        found.append((scores, _candidates(own, listed, scores, only_whole=given is not None)))
     if len(found) == 1:
         scores, candidates = found[0]
     else:
         scores, candidates = (x.new_empty(*q.shape[:2], *x.shape[2:]) for x in found[0])
         for (part, _), (x, able) in zip(boxes, found, strict=True):
             scores[part.entries, part.heads], candidates[part.entries, part.heads] = x, able
-    return _by_table(call, (scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
+    return _combine_heads(call, (scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
 
 
 def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whole: bool) -> Bool[Tensor, "b h n L"]:
@@ -152,7 +153,7 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
     return for_heads(able[row, lists.clamp(min=0)] & (lists >= 0), scores.shape[1]).expand(scores.shape)
 
 
-def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
+def _combine_heads(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
     """Return (scores, candidates) of `tables` tables, each of which combines H / tables query heads.
 
     A block is a candidate of a table if it is a candidate for at least one of the table's heads. Only these heads add
@@ -319,7 +320,7 @@ def _visibility(
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
     """(mask of queries that see a key, mask of keys that some query block sees), for the query blocks `some`.
 
-    Each mask is None if it would be all True. Where query blocks are scored by their first query, the first mask has
+    None stands for a mask of True only. Where query blocks are scored by their first query, the first mask has
     this query's value at all queries of its query block.
     """
     sees = seen = None

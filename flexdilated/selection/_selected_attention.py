@@ -299,20 +299,20 @@ def distill_loss(
     student = selector.selected(q, k, coarse, tensors, call)
     with torch.no_grad():
         blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass").arguments)
-        candidates = _by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
-        logs = _by_block(Selection(blocks, mass, mass, mass), num_blocks)
+        candidates = _scores_by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
+        logs = _scores_by_block(Selection(blocks, mass, mass, mass), num_blocks)
         total = masked_lse(logs, candidates)
         taught = total > -torch.inf
         target = (logs - total.masked_fill(~taught, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
         shares = target.exp()
-    scores = _by_block(student, num_blocks)
+    scores = _scores_by_block(student, num_blocks)
     own = scores - masked_lse(scores, candidates).masked_fill(~candidates.any(-1), 0.0).unsqueeze(-1)
     # 0 * log 0 counts as 0.
     lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
     return lacks.sum(), taught.sum()
 
 
-def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
+def _scores_by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
     """Score of each of num_blocks blocks; -inf for blocks that are not chosen in `found`."""
     columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
     at = torch.where(found.blocks < 0, num_blocks, found.blocks)
@@ -389,14 +389,14 @@ def runs_of_rank(
         ("gradients wanted", torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)),
     )
     place = (ranks.name, ranks.size, ranks.rank, ranks.device_type)
-    agreed = _own_ranges(place, sharding.numbers(), selector.largest_row, facts)
+    agreed = _ranges_of_rank(place, sharding.numbers(), selector.largest_row, facts)
     # In a trace the result of a graph constant has no type until its integers are read.
     starts, lengths = ([index(number) for number in numbers] for numbers in agreed)
     return QueryRuns(starts, lengths, over, sharding)
 
 
 @graph_constant
-def _own_ranges(
+def _ranges_of_rank(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.

@@ -50,9 +50,9 @@ class ModelCall:
     given: arguments of the pass, by name.
     outer: the running pass of the model that contains this model; None if there is none.
 
-    Attribute `positions` has the position_ids, (B, N), among the arguments; None without, although the model then makes
-    its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if these are None or for
-    as many tokens.
+    Attribute `positions`: the position_ids among the arguments, as (B, N); None if the arguments have none, although
+    the model then makes its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if
+    these are None or are for equally many tokens.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
@@ -81,7 +81,10 @@ class ModelCall:
         is_known: bool,
         evicts: bool,
     ) -> Int64[Tensor, "B N"] | None:
-        """Return the number of each token's document, from 0; None if `module` treats each sequence as one document.
+        """Return the index of each query's document in its sequence, from 0; None if `module` needs no indices.
+
+        It needs none without position_ids for these queries, for sequences of one document, and in cross-attention. A
+        graph cannot tell how many documents there are: it may return indices that are all 0.
 
         module: an attention layer.
         num_tokens, q_offset: number of its queries, and the position of the first.
@@ -134,7 +137,7 @@ class ModelCall:
         self.last = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Largest number, (1, 1), in the attention masks that are arguments of the outermost pass.
+        """Largest number, (1, 1), in the 2-D attention masks that are arguments of the outermost pass.
 
         Boolean masks are left out. None if no mask is left, and in every call of this method after the first one within
         the outermost pass.
@@ -154,9 +157,10 @@ class ModelCall:
             _refuse_if(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
 
     def end(self, output: Any) -> None:
-        """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
+        """Finish the pass: if any sequence has several documents, store _SEVERAL on the cache, for the next pass.
 
-        If any sequence has several documents, _SEVERAL is stored in place of all positions.
+        A graph stores numbers in any case: _SEVERAL, or, if each sequence is one document, the position of each
+        sequence's last token.
 
         output: result of the forward, which has the cache if the arguments have none.
 
@@ -175,7 +179,7 @@ class ModelCall:
             setattr(cache, _LAST, self.last.to(self.positions.device))
 
     def refuse_checkpointing(self) -> None:
-        """Raise ValueError if gradient checkpointing may call a layer again, after this pass."""
+        """Outside of graphs, raise ValueError if gradient checkpointing may call a layer again after this pass."""
         if torch.compiler.is_compiling() or self.model is None or not self.model.training:
             return
         if any(getattr(each, "gradient_checkpointing", False) for each in self.model.modules()):
@@ -291,7 +295,8 @@ def _copy_all_to_host(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Copy the arguments, of shapes (B, N), (B, 1) and (1, 1), to the CPU in one transfer, and return them.
 
-    In a compiled graph they stay on their device. An argument that is None is returned as None.
+    All are returned with the largest B among them. In a compiled graph they keep their device and shape. An argument
+    that is None is returned as None.
 
     last: if its batch size is not that of `positions`, its largest number is returned in place of all.
     """
@@ -318,9 +323,9 @@ def _count_before(q_offset: int, visible: Tensor | None) -> Int64[Tensor, "B 1"]
 def _document_starts(
     positions: Int64[Tensor, "B N"], visible: Bool[Tensor, "B N"] | None, least: Int64[Tensor, "B 1"]
 ) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
-    """Return (begins, last): where documents after the first begin, and the position of each sequence's last token.
+    """Return (True for tokens that begin another document, position of each sequence's last token).
 
-    last is `least` for a sequence of padding alone.
+    The position is `least` for a sequence of padding alone.
 
     visible: False for padding, which is left out of the comparison; None for no padding.
     least: the first token begins another document if its position is below this.

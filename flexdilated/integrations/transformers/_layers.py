@@ -116,7 +116,9 @@ def set_implementation(model: PreTrainedModel, name: str, left: Mapping[str, str
 
 
 def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
-    """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
+    """Set the chosen patterns on layers, and write them and the implementation's name into configs.
+
+    The configs are the model's and those of the layers that use the implementation.
 
     chosen: a pattern or None for each layer.
     compose, name: as in `set_pattern`. The name is written as `attn_implementation`: transformers reads this entry and
@@ -127,7 +129,7 @@ def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
-    patterns = [None if own is None else _text(own) for own in chosen]
+    patterns = [None if own is None else _json_or_repr(own) for own in chosen]
     written = {_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
     configs: list[Any] = [layer.config for layer in layers]
     served = [config for config in configs if getattr(config, _IN_USE) == name]
@@ -197,10 +199,10 @@ def _check_pattern(number: int, layer: nn.Module, pattern: Any) -> None:
             raise ValueError(f"layer {number} has {num_heads} heads: {error}") from error
 
 
-def _text(pattern: LayerPattern) -> str:
+def _json_or_repr(pattern: LayerPattern) -> str:
     """Return a pattern as JSON; for custom functions and selections, which have no JSON, the repr.
 
-    Loading a config with a repr raises ValueError.
+    `_stored_patterns` raises ValueError for a repr.
     """
     if isinstance(pattern, SelectedAttention):
         return repr(pattern)

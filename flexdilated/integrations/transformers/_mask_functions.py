@@ -32,7 +32,7 @@ class Reading:
         the rule has none.
     beside: further constraints, by tensors with an entry per token, such as groups of image tokens; None if the rule
         has none.
-    tensors: run-time tensors of these patterns, by name, except the tensors of a `begin` that the caller gave.
+    tensors: run-time tensors, by name. `pattern_from_mask_function` leaves out those of the `begin` that it takes.
     """
 
     positions: Pattern | None
@@ -60,7 +60,7 @@ def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | No
 
     Raises ValueError for operations on positions that the rules of transformers do not use.
     """
-    with _TablesOfPositions():
+    with _SymbolicLookups():
         try:
             found = function(_Batch(), _Head(), _Position(of_query=True), _Position(of_query=False))
         except TypeError as error:
@@ -86,22 +86,22 @@ class _Head:
     """Symbolic index of a head; no rule of transformers uses it."""
 
 
-class _Begin:
+class _FirstPosition:
     """Symbolic first position of a batch entry; subtracting it changes nothing, as positions are counted from it."""
 
 
-class _TablesOfPositions(TorchFunctionMode):
+class _SymbolicLookups(TorchFunctionMode):
     """Mode that makes look-ups of tensors with symbolic indices return symbolic values.
 
     table[batch, position] gives a `_Position` with this table, or a `_PairRule` if the table is boolean; table[batch]
-    gives `_Begin`.
+    gives `_FirstPosition`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             table, index = args
             if isinstance(index, _Batch):
-                return _Begin()
+                return _FirstPosition()
             if isinstance(index, tuple) and isinstance(index[0], _Batch):
                 return index[1].entry_of(table)
         return func(*args, **(kwargs or {}))
@@ -138,7 +138,7 @@ class _Position:
         return replace(self, shift=self.shift + _integer(number))
 
     def __sub__(self, other: Any) -> Any:
-        if isinstance(other, _Begin):
+        if isinstance(other, _FirstPosition):
             return self
         return _Distance(self, other) if isinstance(other, _Position) else self + -_integer(other)
 
@@ -230,7 +230,7 @@ class _PairRule:
     visible: tensor (B, L), True for the keys that are allowed.
     from_group_start: True if positions are counted from the first token of each group of `same`.
     nothing: True if no pair is allowed.
-    unions: pairs of rules; of each pair at least one must hold.
+    unions: two rules each, of which at least one must allow the (query, key) pair.
     """
 
     least: int | None = None

@@ -23,8 +23,11 @@ def unserved_parts(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[
     """Return {path: reason} of the parts of a model whose attention this library would not compute correctly.
 
     Such a part is a model with a config of its own that is not the config of the text, such as a vision tower: it can
-    keep the attention of transformers. layers: the model's modules that use transformers' registry of attention
-    functions. Raises ValueError, with the remedy, if another part cannot be served, or if no layer can.
+    keep the attention of transformers.
+
+    layers: the model's modules that use transformers' registry of attention functions.
+
+    Raises ValueError, with the remedy, if another part cannot be served, or if no layer can.
     """
     name = type(model).__name__
     if not layers:
@@ -58,7 +61,7 @@ def _own_part(model: PreTrainedModel, path: str) -> str:
     """Return the path of the smallest submodel that contains the module at `path` and has a config of its own.
 
     A config is its own if no model outside the submodel has it, and if it is not the config of the model's text. The
-    result is "", the whole model, if no submodel has one.
+    result is "", the whole model, if there is no such submodel.
     """
     models = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
     text = model.config.get_text_config(decoder=True)
@@ -85,8 +88,8 @@ def _own_attention_advice(model: nn.Module) -> str:
     )
 
 
-class _WithoutOthers(ast.NodeTransformer):
-    """Removes code for transformers' own attention: `if self.config._attn_implementation in ("eager", "sdpa")`."""
+class _WithoutEagerAndSdpa(ast.NodeTransformer):
+    """Replaces `if self.config._attn_implementation in ("eager", "sdpa")` by the code of its else branch."""
 
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
@@ -98,7 +101,7 @@ class _WithoutOthers(ast.NodeTransformer):
 
 
 def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    return ast.walk(_WithoutOthers().visit(ast.parse(dedent(getsource(unwrap(kind.forward))))))
+    return ast.walk(_WithoutEagerAndSdpa().visit(ast.parse(dedent(getsource(unwrap(kind.forward))))))
 
 
 @cache
@@ -133,20 +136,20 @@ def _why_unserved(kind: type[nn.Module]) -> str | None:
                 masks = [node]
             case _:
                 continue
-        if not all(_only_hands_over(each, arguments) for each in masks):
+        if not all(_is_unchanged(each, arguments) for each in masks):
             return "makes or changes the mask of queries and keys itself"
     return None
 
 
-def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
-    """True if a mask expression in `forward` is one of its arguments, a constant, or a conditional choice of these.
+def _is_unchanged(mask: ast.expr, arguments: set[str]) -> bool:
+    """True if a mask expression in `forward` is an argument of `forward`, a constant, or a conditional choice of these.
 
     arguments: names of the arguments of `forward`.
 
     Arguments whose names are in `_MERGED`, masks that the model has computed from other masks, give False.
     """
     if isinstance(mask, ast.IfExp):
-        return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)
+        return _is_unchanged(mask.body, arguments) and _is_unchanged(mask.orelse, arguments)
     return isinstance(mask, ast.Constant) or (isinstance(mask, ast.Name) and mask.id in arguments - _MERGED)
 
 
