@@ -28,7 +28,7 @@ class CheckResult:
     """Result of one check of an attention module.
 
     name: a key of `MODULE_CHECKS`.
-    detail: if passed, the tested lengths and the number of compared rows, pairs or calls; if failed, the shortest
+    detail: if passed, the tested lengths and a number, such as that of the compared rows; if failed, the shortest
         failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
@@ -45,7 +45,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """Results of all checks of one attention module, in the order of execution.
+    """Results of the checks that were run on one attention module, in the order of execution.
 
     `report[name]` is the result of one check, `str(report)` a table. module, pattern, sizes and lengths are texts: the
     class of the module, the repr of the pattern, sizes and dtype of the test tensors, and the tested lengths.
@@ -99,7 +99,7 @@ class ModuleReport:
 
 _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
-_PAIRED = 12
+_PAIRED_LENGTHS = 12  # of the check "lengths": the shortest that are tried after shorter ones
 
 _CALLED_SO = (
     "; called with q, k and v of (batch, heads, tokens, head dim): a module of (batch, tokens, width) takes "
@@ -109,7 +109,7 @@ _CALLED_SO = (
 
 @advises()
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
-    """Compare an attention module with dense attention over the pairs of a pattern; return the report of all checks.
+    """Compare an attention module with dense attention over the pairs of a pattern; return a report.
 
     Raises AssertionError with the report if a check fails. The arguments are those of `examine_attention_module`, which
     returns the report in any case.
@@ -237,7 +237,7 @@ def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
 
 
 def _run(check: Check, subject: Subject) -> str:
-    """Run all cases of a check; return the tested lengths and the number of compared rows, pairs or calls as text.
+    """Run all cases of a check; return the tested lengths and the total that `check.asserts` returns, as text.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
     """
@@ -283,7 +283,7 @@ def _shortest_failure(check: Check, subject: Subject) -> str | None:
 
     taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
     if check.name == "lengths":
-        pairs = ((shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer)
+        pairs = ((shorter, longer) for longer in taken[:_PAIRED_LENGTHS] for shorter in taken if shorter < longer)
         failed = next((pair for pair in pairs if fails(*pair)), None)
         return None if failed is None else found[failed]
     best = next((length for length in subject.lengths if fails(length)), None)

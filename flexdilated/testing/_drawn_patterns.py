@@ -249,10 +249,11 @@ class Grammar:
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
     """Strategy for set patterns, in which each pair counts once, with at most `depth` nested compositions.
 
-    At depth 0 they are single patterns: dilated ones, the library's main subject, most often, `causal()` least.
+    At depth 0 they are single patterns. Dilated ones are drawn most often, as the library's main subject, `causal()`
+    least often.
     """
     if depth:
-        return _composed(grammar, depth)
+        return _composed_sets(grammar, depth)
     words, largest = grammar.words, grammar.max_number
     kinds = [leaf(words, largest, kind) for kind in LEAVES] + [leaf(words, grammar.max_positions, "grid")]
     kinds += [leaf(words, largest, "function")] * grammar.closures
@@ -260,7 +261,7 @@ def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
 
 
 @st.composite
-def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
+def _composed_sets(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
     words, part, number = grammar.words, grammar.sets(depth - 1), grammar.max_number
     compose = {
         "leaf": lambda: draw(grammar.leaves()),

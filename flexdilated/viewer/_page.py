@@ -101,7 +101,7 @@ def _page_data(pattern: Expression, bound: Bound) -> dict[str, Any]:
 
 
 def _command(pattern: Expression, bound: Bound) -> str | None:
-    """Command line that runs `python -m flexdilated explain` on this pattern; a pair is to be appended.
+    """Command line that runs `python -m flexdilated explain` on this pattern; the page appends a pair.
 
     None if the pattern cannot be read back from its text, if the text has more than _LONGEST_PATTERN characters, if the
     pattern has run-time tensors, or if queries and keys do not have equal positions.

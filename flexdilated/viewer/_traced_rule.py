@@ -95,7 +95,7 @@ class TracedProgram:
             ) from None
 
     def add(self, most: int, *node: Any) -> int:
-        """Index of the node [operation, operands ...], added if new; most: bound on the magnitude of its values."""
+        """Index of `node`, which is added if new; most: bound on the magnitude of its values."""
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(list(node))

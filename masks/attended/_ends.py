@@ -133,7 +133,7 @@ def _longest_period(rule: Pattern) -> int:
 
 
 def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
-    """Return the rule of pairs whose key is after the query, and its blocks of 64 among the first `tried` positions."""
+    """Return (rule of the allowed pairs whose key is after the query, its blocks of 64 below position `tried`)."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
     return ahead, build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
