@@ -176,7 +176,7 @@ class SelectorState(NamedTuple):
         return self._replace(pools=pools, blocks=blocks, scores=scores, coarse=coarse)
 
 
-def choice_is_known(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
+def can_continue_at(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
     """True if decoding can continue at the position: it begins a query block, or is within one whose choice is known.
 
     Tests the query blocks of all coarse selectors, too. known: state of the selector; None before the first token.
@@ -185,7 +185,7 @@ def choice_is_known(selector: BlockSelector, known: SelectorState | None, positi
     if begun and (known is None or known.row != position // selector.query_block):
         return False
     inner = None if known is None else known.coarse
-    return selector.coarse is None or choice_is_known(selector.coarse, inner, position)
+    return selector.coarse is None or can_continue_at(selector.coarse, inner, position)
 
 
 def advance(
@@ -197,7 +197,7 @@ def advance(
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
     """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
 
-    known: state before these queries; None for the first.
+    known: state before these queries; None before the first token.
     k: keys of all tokens so far, those of these queries included.
     """
     first = k.shape[2] - q.shape[2]
@@ -274,14 +274,14 @@ class SelectedCache(KVCache):
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
         """Raise ValueError as `KVCache` does, and for a position inside a query block that is not the last."""
-        self._require_known_choice(cohort, num_tokens, "crop to where a query block begins, or within the last one")
+        self._require_continuable(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"selector": self.selector, "gradient": self._biased}
 
-    def _require_known_choice(self, cohort: Cohort, position: int, instead: str) -> None:
-        if not choice_is_known(self.selector, _selector_state(cohort), position):
+    def _require_continuable(self, cohort: Cohort, position: int, instead: str) -> None:
+        if not can_continue_at(self.selector, _selector_state(cohort), position):
             raise ValueError(
                 "queries of a query block use the selection of its first query, which a cache keeps for the last block "
                 f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
@@ -290,7 +290,7 @@ class SelectedCache(KVCache):
     def _attend_held(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
         if score_mod is not None:
             raise ValueError("a cache of selected blocks takes no score_mod: write fd.KVCache for a pattern")
-        self._require_known_choice(cohort, cohort.seen, "append whole query blocks")
+        self._require_continuable(cohort, cohort.seen, "append whole query blocks")
         tokens = slice(0, cohort.held.num_used)
         k, v = cohort.held.keys[:, :, tokens], cohort.held.values[:, :, tokens]
         scale = resolve_scale(self._reader.scale, q.shape[-1])

@@ -24,7 +24,7 @@ from ._select_op import select_blocks, selection_sides
 
 _SCORERS = ("mean", "minmax", "antidiagonal", "mass")
 _SHARES = ("all", "group", "head")  # from one table to many
-_STRIDE = 8
+_DEFAULT_STRIDE = 8
 _TRIED = 2048  # positions that `later_pair` searches
 _MOST_HEADS = 256  # largest number of heads that is tried for a pattern that fits only certain numbers
 
@@ -344,7 +344,7 @@ class BlockSelector(nn.Module):
                 "scorer='antidiagonal' scores all queries of a query block, so it needs query_block above 1 and "
                 f"query_summary='mean'; got query_block={self.query_block}, query_summary={self.query_summary!r}"
             )
-        found = require_int("stride", _STRIDE if stride is None else stride, minimum=1)
+        found = require_int("stride", _DEFAULT_STRIDE if stride is None else stride, minimum=1)
         if self.block % found or self.query_block % found:
             raise ValueError(
                 f"stride must divide block and query_block; got stride={found}, block={self.block} and "
@@ -369,7 +369,7 @@ def is_causal(pattern: Pattern) -> bool:
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
     shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
     most = blank(most, shapes, Extent(_TRIED, _TRIED))
-    heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits(most, number)), None)
+    heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits_heads(most, number)), None)
     if heads is None:
         return True
     return not any(later_pair(RowSource(most.for_head(head, heads), head, heads)) for head in range(heads))
@@ -387,7 +387,7 @@ def _bindings_named(bindings: Mapping[str, Tensor], wanted: set[str]) -> dict[st
     return {name: tensor for name, tensor in bindings.items() if name in wanted}
 
 
-def _fits(pattern: Pattern, heads: int) -> bool:
+def _fits_heads(pattern: Pattern, heads: int) -> bool:
     try:
         pattern.check_heads(heads)
     except ValueError:

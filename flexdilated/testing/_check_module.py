@@ -101,7 +101,7 @@ _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
 _PAIRED_LENGTHS = 12  # of the check "lengths": the shortest that are tried after shorter ones
 
-_CALLED_SO = (
+_CALL_HINT = (
     "; called with q, k and v of (batch, heads, tokens, head dim): a module of (batch, tokens, width) takes "
     "calls=testing.Calls(layout='BNE'), and identity_projections for its projections"
 )
@@ -233,7 +233,7 @@ def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
         detail = (shrink and check.shrinks and _shortest_failure(check, subject)) or str(found)
         always = detail.startswith(f"{subject.case(subject.lengths[0]).text}, {KINDS[0]}: raises")
         is_unclear = always and check.name == "agreement" and subject.calls.layout == "BHND"
-        return CheckResult(check.name, "failed", detail + _CALLED_SO * is_unclear)
+        return CheckResult(check.name, "failed", detail + _CALL_HINT * is_unclear)
 
 
 def _run(check: Check, subject: Subject) -> str:

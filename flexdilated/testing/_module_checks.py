@@ -25,8 +25,8 @@ from ._subject import Case, DoesNotApply, Failure, Subject
 
 # B batch, H query heads, N queries, M keys, D head dim
 
-_KEYS = 6  # hidden keys replaced in each case
-_GRAPHS = 3  # for the first length, for dynamic lengths, and for one token, which torch specializes
+_MOST_KEYS = 6  # hidden keys replaced in one case
+_MOST_GRAPHS = 3  # for the first length, for dynamic lengths, and for one token, which torch specializes
 _COMPILED_LENGTHS = 10
 _compilations = count()
 
@@ -229,14 +229,14 @@ def _assert_right_weights(subject: Subject, case: Case) -> int:
 def _assert_unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
     """Raise Failure if a query's output changes, beyond rounding, when k and v of a key hidden from it are replaced.
 
-    case.pairs: hidden pairs. Up to _KEYS of their keys are replaced, one at a time. Returns the number of compared
+    case.pairs: hidden pairs. Up to _MOST_KEYS of their keys are replaced, one at a time. Returns the number of compared
     outputs, over all replaced keys.
     """
     module, hidden = subject.module(), case.pairs
     assert hidden is not None
     before, budget, compared = subject.run(module, case)[0], _out_budget(case), 0
     candidates = hidden.any(0).any(0).nonzero().flatten().tolist()
-    for key in candidates[:: -(-len(candidates) // _KEYS)]:
+    for key in candidates[:: -(-len(candidates) // _MOST_KEYS)]:
         k, v = case.k.clone(), case.v.clone()
         k[:, :, key], v[:, :, key] = 7.0 - 3.0 * k[:, :, key], 50.0 - 3.0 * v[:, :, key]
         after, _ = subject.run(module, replace(case, k=k, v=v))
@@ -364,13 +364,13 @@ def _assert_like_eager(subject: Subject, case: Case) -> int:
 
 
 def _assert_few_graphs(subject: Subject, case: Case) -> int:
-    """Raise Failure if torch.compile, without `dynamic`, makes more than _GRAPHS graphs up to this length; return 1.
+    """Raise Failure if torch.compile makes more than _MOST_GRAPHS graphs up to the length of the case; return 1.
 
-    case.modules: the compiled module, and the list of lengths at which it made a graph.
+    case.modules: the module's compiled call, without `dynamic`, and the list of lengths at which it made a graph.
     """
     compiled, made = case.modules
     compiled(*case.qkv)
-    if len(made) > _GRAPHS:
+    if len(made) > _MOST_GRAPHS:
         raise Failure(f"{len(made)} graphs for lengths up to this; new ones were made at {', '.join(map(str, made))}")
     return 1
 
@@ -481,7 +481,7 @@ _TABLE = (
     Check("compile", _case_to_compile, _assert_like_eager, "results in one graph, like eager", shrinks=False),
     Check(
         *("recompilation", _cases_of_compiled_lengths, _assert_few_graphs),
-        holds=f"lengths with at most {_GRAPHS} graphs",
+        holds=f"lengths with at most {_MOST_GRAPHS} graphs",
         unless="there are no two lengths above 1 to compare",
         shrinks=False,
     ),

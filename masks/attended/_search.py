@@ -103,7 +103,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
         if len(boxes.head) > _FRONTIER:  # sorted: boxes with equal keys mostly stay together
             stack += [boxes.select(half) for half in boxes.k.first.argsort(stable=True).tensor_split(2)]
             continue
-        seen, boxes = _seen_and_undecided(wanted, boxes)
+        seen, boxes = _seen_and_undecided_boxes(wanted, boxes)
         small = (boxes.q.count <= _SIDE) & (boxes.k.count <= _SIDE)
         single = _evaluated_keys(wanted, boxes.select(small))
         firsts += [seen.k.first, single]
@@ -155,7 +155,7 @@ def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
     return found
 
 
-def _seen_and_undecided(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
+def _seen_and_undecided_boxes(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
     """Return (boxes of which bounds show that each key is seen by some query, boxes with undecided keys)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
