@@ -72,7 +72,7 @@ class TableAttention(NamedTuple):
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Only for a selector with `always`. Without `always` there are no such pairs, and the result, `rule`, is wrong.
+        Call it only for a selector with `always`: without, it returns `rule`, although there are no such pairs.
         """
         return self.rule if self.selector.always is None else self.selector.always & self.rule
 

@@ -33,8 +33,8 @@ class Selection(NamedTuple):
     """Result of a `BlockSelector`: tables of chosen key blocks for each query block.
 
     blocks: int64 (B, T, R, most), the chosen blocks of each query block in descending order of score, padded with -1.
-        Table t serves the query heads h with h * T // H == t. Query block r has the call's queries among the
-        query_block positions from (q_offset // query_block + r) * query_block; block j has the keys from j * block.
+        Table t serves the query heads h with h * T // H == t. Query block r has the call's queries at positions p
+        with p // query_block == q_offset // query_block + r; block j has the keys at positions p with p // block == j.
     scores: (B, T, R, most), float32, or float64 for float64 inputs; scores of the chosen blocks, padded with -inf.
         Differentiable if q, k or a module's parameters require a gradient; the choice itself is not.
     density: shape (), the attended pairs, by choice or by `always`, divided by the pairs that `within` allows, over all
@@ -362,8 +362,9 @@ class BlockSelector(nn.Module):
 def is_causal(pattern: Pattern) -> bool:
     """True if no query is found that sees a later key.
 
-    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. Also True if the
-    pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later tokens.
+    Only the first 2,048 positions are searched, and run-time tensors are taken to allow as many pairs as they can. Also
+    True if the pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later
+    tokens.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)

@@ -202,7 +202,9 @@ def examine_attention_module(
     long = LONG_LENGTHS if max_tokens is None and lengths is None else ()
     longer = replace(subject, lengths=(*tried, *(length for length in long if takes(pattern, num_heads, length))))
     subjects = [longer if check.long else subject for check in chosen]
-    results = tuple(_result(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True))
+    results = tuple(
+        _run_check(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True)
+    )
     sizes = f"H={num_heads}, G={groups}, D={head_dim}, N up to {tried[-1]}, {str(dtype).removeprefix('torch.')}"
     drawn, more = f"lengths drawn: {', '.join(map(str, tried))}", longer.lengths[len(tried) :]
     if more and (also := [check.name for check in chosen if check.long]):
@@ -224,9 +226,9 @@ def _checks_to_run(checks: Sequence[str] | None, skip: Sequence[str]) -> list[st
     return [name for name in MODULE_CHECKS if (checks is None or name in checks) and name not in skip]
 
 
-def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
+def _run_check(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
     try:
-        return CheckResult(check.name, "passed", _run(check, subject))
+        return CheckResult(check.name, "passed", _run_cases(check, subject))
     except DoesNotApply as reason:
         return CheckResult(check.name, "does not apply", str(reason))
     except Failure as found:
@@ -236,7 +238,7 @@ def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
         return CheckResult(check.name, "failed", detail + _CALL_HINT * is_unclear)
 
 
-def _run(check: Check, subject: Subject) -> str:
+def _run_cases(check: Check, subject: Subject) -> str:
     """Run all cases of a check; return the tested lengths and the total that `check.asserts` returns, as text.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
@@ -274,7 +276,7 @@ def _shortest_failure(check: Check, subject: Subject) -> str | None:
         if lengths not in found and monotonic() < until:
             found[lengths] = None
             try:
-                _run(check, replace(subject, lengths=lengths))
+                _run_cases(check, replace(subject, lengths=lengths))
             except DoesNotApply:
                 pass
             except Failure as failed:

@@ -109,7 +109,7 @@ def require_close(
         if rows is not None and name not in grads:
             wrong = wrong & rows
         if wrong.any():
-            raise AssertionError(_report(dense, name, found, truth[name], missed, wrong))
+            raise AssertionError(_failure_text(dense, name, found, truth[name], missed, wrong))
 
 
 def gradients_of(dense: DenseAttention, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
@@ -149,7 +149,9 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
     return x
 
 
-def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
+def _failure_text(
+    dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor
+) -> str:
     """Describe the first wrong row: found and expected number, budget, and the keys that each branch allows in it.
 
     A row of dk or dv is a key: the text then names the queries that see this key.

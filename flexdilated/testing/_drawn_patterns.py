@@ -367,11 +367,11 @@ def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
     hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     ids = torch.where((ids < 0) | (ids == hidden), -1, draw(st.integers(1, 3)) * ids + draw(st.integers(0, 1)))
-    longest = draw(st.sampled_from([None, _longest_document(ids), positions]))
+    longest = draw(st.sampled_from([None, _longest_document_length(ids), positions]))
     return words.documents(ids[0] if rows == 1 and draw(st.booleans()) else ids, longest=longest)
 
 
-def _longest_document(ids: Tensor) -> int:
+def _longest_document_length(ids: Tensor) -> int:
     return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
 
 

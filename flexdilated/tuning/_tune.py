@@ -105,7 +105,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
 
 def time_in_rounds(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
-    """Time the runs in rounds, in each round all runs in turn; return for each run its seconds in every round.
+    """Time the runs in rounds, each of which makes all runs in turn; return, for each run, its seconds in every round.
 
     seconds: no round begins after this time, except the first 3.
 

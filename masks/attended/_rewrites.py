@@ -248,11 +248,11 @@ def _rewrite_spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
         inner = rest.adding(factor.part)
-        return [_from_start(inner, span) for span in _common_spans(factor.spans, rest)]
+        return [_search_in_span(inner, span) for span in _common_spans(factor.spans, rest)]
     return None
 
 
-def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
+def _search_in_span(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
     """Restrict a search to a span, with positions counted from its start; return it with the map back to positions."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
@@ -275,7 +275,7 @@ def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGM
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
-    return _with_same_keys(_in_segment(factor, rest, segment) for segment in common)
+    return _with_same_keys(_search_in_segment(factor, rest, segment) for segment in common)
 
 
 def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -296,8 +296,8 @@ def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
         "_rewrite_few_segments comes first: here the first, second and last segment are distinct"
     )
     repeated = partial(_repeated_ranges, len(common) - 2, factor.segment)
-    edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
-    return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
+    edges = _with_same_keys([_search_in_segment(factor, rest, common[0]), _search_in_segment(factor, rest, common[-1])])
+    return [*edges, (_search_in_segment(factor, rest, common[1]), repeated)]
 
 
 def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
@@ -305,7 +305,7 @@ def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
 
-def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
+def _search_in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
     assert isinstance(factor.offset, int), "a rule for one head has its offset resolved"
     start = segment * factor.segment
     active = range(start + factor.offset, start + factor.segment, factor.rate)

@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
-    """Holds `pattern`, of query positions and window indices: query t sees window i iff t >= i * stride + reach.
+    """Holds `pattern`, whose keys are windows by index: query t sees window i iff t >= i * stride + reach.
 
     The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
     does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
@@ -282,7 +282,7 @@ class NativeSparseAttention(nn.Module):
         for at in range(0, number, step := max(1, _AT_ONCE // each)):
             few = slice(at, min(at + step, number))
             position = q_offset + torch.arange(few.start, few.stop, device=q.device)[:, None]
-            scores = self._scores(q[:, :, few].to(wide), keys.to(wide), lse[:, :, few], position, count, scale)
+            scores = self._block_scores(q[:, :, few].to(wide), keys.to(wide), lse[:, :, few], position, count, scale)
             own = position // self.block
             kept = (ids < self.first) | ((ids > own - self.local) & (ids <= own))
             scores, candidates = scores.masked_fill(kept, torch.inf), (ids <= own).expand(scores.shape)
@@ -290,7 +290,7 @@ class NativeSparseAttention(nn.Module):
             blocks[:, :, few], _ = choose(scores, candidates, ids.expand(scores.shape), **how)
         return blocks
 
-    def _scores(
+    def _block_scores(
         self,
         q: Float[Tensor, "B H n D"],
         keys: Float[Tensor, "B G W D"],
