@@ -30,7 +30,7 @@ class TableAttention(NamedTuple):
     """Attention to the blocks in a table, for one call: builds patterns that read the table, and calls `attend`.
 
     rule: pairs that the call allows.
-    own: the selector that made the table.
+    selector: the selector that made the table.
     beyond: complement of the selector's `always`; None without `always`.
     table: name of the table among the run-time tensors.
     bindings: the other run-time tensors, by name.
@@ -38,7 +38,7 @@ class TableAttention(NamedTuple):
     """
 
     rule: Pattern
-    own: BlockSelector
+    selector: BlockSelector
     beyond: Pattern | None
     table: str
     bindings: dict[str, Tensor]
@@ -47,7 +47,7 @@ class TableAttention(NamedTuple):
     @classmethod
     def of(
         cls,
-        own: BlockSelector,
+        selector: BlockSelector,
         beyond: Pattern | None,
         rule: Pattern,
         bindings: Mapping[str, Tensor] | None,
@@ -55,7 +55,6 @@ class TableAttention(NamedTuple):
     ) -> TableAttention:
         """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        own: the selector.
         beyond: complement of the selector's `always`; None without `always`.
         rule: pairs that the call allows.
         bindings: run-time tensors of the call by name, None for none; those that only a coarse selector needs are
@@ -63,41 +62,41 @@ class TableAttention(NamedTuple):
         options: scale, q_offset and engine of `attend`.
         """
         table = "chosen"
-        needed = names(own.with_always(rule))
+        needed = names(selector.with_always(rule))
         while table in needed:
             table += "_"
         given = {} if bindings is None else {name: x for name, x in bindings.items() if name in needed}
-        return cls(rule, own, beyond, table, given, {**options, "enable_gqa": True})
+        return cls(rule, selector, beyond, table, given, {**options, "enable_gqa": True})
 
     @property
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Only for a selector with `always`. Without `always` there are no such pairs, and the result, `rule`, is wrong.
+        Call it only for a selector with `always`: without, it returns `rule`, although there are no such pairs.
         """
-        return self.rule if self.own.always is None else self.own.always & self.rule
+        return self.rule if self.selector.always is None else self.selector.always & self.rule
 
     @property
     def attended(self) -> Pattern:
         """Pattern of all attended pairs, (chosen | always) & rule; chosen are the pairs in the blocks of the table."""
-        chosen = self._leaf(self.own.choose.most)
-        return (chosen if self.own.always is None else chosen | self.own.always) & self.rule
+        chosen = self._chosen(self.selector.choose.most)
+        return (chosen if self.selector.always is None else chosen | self.selector.always) & self.rule
 
     def added(self, most: int) -> Pattern:
         """Pattern chosen & ~always & rule: pairs that are attended to only because the table has their block.
 
         most: width of the table, in blocks per query block.
         """
-        chosen = self._leaf(most) & self.rule
+        chosen = self._chosen(most) & self.rule
         return chosen if self.beyond is None else chosen & self.beyond
 
-    def _leaf(self, most: int) -> Pattern:
-        return selected_blocks(self.table, block=(self.own.query_block, self.own.block), most=most)
+    def _chosen(self, most: int) -> Pattern:
+        return selected_blocks(self.table, block=(self.selector.query_block, self.selector.block), most=most)
 
     def num_pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
         """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
-        call = self.own.call(self.rule, self.options["q_offset"], 1.0)
-        both = self.own.with_always(self.rule)
+        call = self.selector.call(self.rule, self.options["q_offset"], 1.0)
+        both = self.selector.with_always(self.rule)
         return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call.arguments)
 
     def attend(
@@ -124,7 +123,7 @@ class TableAttention(NamedTuple):
         """Attention to pairs that are attended to only because the table has their block: (output, log-sum-exp).
 
         blocks: the table.
-        scores: score of each block in it, added to the logits of the block's keys; None adds nothing.
+        scores: score of each block in the table, added to the logits of the block's keys; None adds nothing.
         """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
@@ -137,7 +136,7 @@ class TableAttention(NamedTuple):
 
     def _scores_of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
         """Scores of the query block that contains each query, repeated for the heads that share a table."""
-        side, first = self.own.query_block, self.options["q_offset"]
+        side, first = self.selector.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
 
@@ -145,7 +144,7 @@ class TableAttention(NamedTuple):
 class SelectorState(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: pooled keys of each block, as the scorer needs: mean, minimum and maximum, all three, or none.
+    pools: pooled keys of each block that the scorer needs: (mean,), (minimum, maximum), all three for a module, or ().
     row: index of the last query block with a choice.
     blocks, scores: chosen blocks of the last query block and their scores.
     coarse: state of the coarse selector; None without one.
@@ -164,7 +163,7 @@ class SelectorState(NamedTuple):
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
     def cut(self, tokens: int) -> SelectorState:
-        """State with only the first `tokens` keys; the choice of the last query block is kept."""
+        """State after only the first `tokens` keys; pools and the last query block's choice are kept unchanged."""
         coarse = None if self.coarse is None else self.coarse.cut(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
@@ -177,7 +176,7 @@ class SelectorState(NamedTuple):
         return self._replace(pools=pools, blocks=blocks, scores=scores, coarse=coarse)
 
 
-def knows_row(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
+def can_continue_at(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
     """True if decoding can continue at the position: it begins a query block, or is within one whose choice is known.
 
     Tests the query blocks of all coarse selectors, too. known: state of the selector; None before the first token.
@@ -186,7 +185,7 @@ def knows_row(selector: BlockSelector, known: SelectorState | None, position: in
     if begun and (known is None or known.row != position // selector.query_block):
         return False
     inner = None if known is None else known.coarse
-    return selector.coarse is None or knows_row(selector.coarse, inner, position)
+    return selector.coarse is None or can_continue_at(selector.coarse, inner, position)
 
 
 def advance(
@@ -198,7 +197,7 @@ def advance(
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
     """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
 
-    known: state before these queries; None for the first.
+    known: state before these queries; None before the first token.
     k: keys of all tokens so far, those of these queries included.
     """
     first = k.shape[2] - q.shape[2]
@@ -239,7 +238,7 @@ def _choice(
 def _pools(
     selector: BlockSelector, known: SelectorState | None, k: Float[Tensor, "B G M D"]
 ) -> tuple[Float[Tensor, "B G C D"], ...]:
-    """Pooled keys of all blocks of k: those of complete blocks are taken from `known`, all others are computed."""
+    """Pooled keys of all blocks of k: taken from `known` for blocks that were complete in it, else computed."""
     done = 0 if known is None else known.tokens // selector.block
     new = k[:, :, done * selector.block :]
     if isinstance(selector.scorer, nn.Module):
@@ -275,14 +274,14 @@ class SelectedCache(KVCache):
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
         """Raise ValueError as `KVCache` does, and for a position inside a query block that is not the last."""
-        self._require_row(cohort, num_tokens, "crop to where a query block begins, or within the last one")
+        self._require_continuable(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"selector": self.selector, "gradient": self._biased}
 
-    def _require_row(self, cohort: Cohort, position: int, instead: str) -> None:
-        if not knows_row(self.selector, _selector_state(cohort), position):
+    def _require_continuable(self, cohort: Cohort, position: int, instead: str) -> None:
+        if not can_continue_at(self.selector, _selector_state(cohort), position):
             raise ValueError(
                 "queries of a query block use the selection of its first query, which a cache keeps for the last block "
                 f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
@@ -291,7 +290,7 @@ class SelectedCache(KVCache):
     def _attend_held(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
         if score_mod is not None:
             raise ValueError("a cache of selected blocks takes no score_mod: write fd.KVCache for a pattern")
-        self._require_row(cohort, cohort.seen, "append whole query blocks")
+        self._require_continuable(cohort, cohort.seen, "append whole query blocks")
         tokens = slice(0, cohort.held.num_used)
         k, v = cohort.held.keys[:, :, tokens], cohort.held.values[:, :, tokens]
         scale = resolve_scale(self._reader.scale, q.shape[-1])
@@ -327,10 +326,10 @@ def _check_decodable(selector: BlockSelector, num_heads: int) -> None:
             "`within` must be causal for a cache, so that no query sees a later key: write within & masks.causal(); "
             f"got within={selector.within!r}"
         )
-    if selector._names:
+    if selector._tensor_names:
         raise ValueError(
             "a cache needs a selector without run-time tensors, as these cover the tokens of one call only; got one "
-            f"with {', '.join(map(repr, sorted(selector._names)))}"
+            f"with {', '.join(map(repr, sorted(selector._tensor_names)))}"
         )
     if isinstance(selector.scorer, torch.nn.Module) and not _always_covers_own_blocks(selector, num_heads):
         raise ValueError(

@@ -24,7 +24,7 @@ from ._select_op import select_blocks, selection_sides
 
 _SCORERS = ("mean", "minmax", "antidiagonal", "mass")
 _SHARES = ("all", "group", "head")  # from one table to many
-_STRIDE = 8
+_DEFAULT_STRIDE = 8
 _TRIED = 2048  # positions that `later_pair` searches
 _MOST_HEADS = 256  # largest number of heads that is tried for a pattern that fits only certain numbers
 
@@ -33,8 +33,8 @@ class Selection(NamedTuple):
     """Result of a `BlockSelector`: tables of chosen key blocks for each query block.
 
     blocks: int64 (B, T, R, most), the chosen blocks of each query block in descending order of score, padded with -1.
-        Table t serves the query heads h with h * T // H == t. Query block r has the call's queries among the
-        query_block positions from (q_offset // query_block + r) * query_block; block j has the keys from j * block.
+        Table t serves the query heads h with h * T // H == t. Query block r has the call's queries at positions p
+        with p // query_block == q_offset // query_block + r; block j has the keys at positions p with p // block == j.
     scores: (B, T, R, most), float32, or float64 for float64 inputs; scores of the chosen blocks, padded with -inf.
         Differentiable if q, k or a module's parameters require a gradient; the choice itself is not.
     density: shape (), the attended pairs, by choice or by `always`, divided by the pairs that `within` allows, over all
@@ -70,7 +70,7 @@ class BlockSelector(nn.Module):
         blocks of which a query block sees only some keys are not candidates: to attend to them, include them in
         `always`.
     choose: `TopK`, `TopP` or `Threshold`.
-    within: a set pattern, the mask of the attention; a query block's scores ignore the keys that it hides.
+    within: a set pattern, the mask of the attention; scores of a query block ignore keys that `within` hides from it.
     always: a set pattern of pairs that are attended to without being chosen, such as masks.chunked(block) |
         masks.first_tokens(block).
     share: "head", one table per query head (T = H); "group", one per key/value head (T = G); "all", one table for all
@@ -80,9 +80,9 @@ class BlockSelector(nn.Module):
     coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
         its choice are scored and chosen from. It gets this selector's q and k.
     query_summary: the query that represents a query block of several queries. "mean": the mean of its queries that see
-        a key; the query block sees every key that one of them sees. "first": its first query; the query block sees the
-        keys of this query. With a causal `within`, "mean" leaks later queries into the choice of earlier ones, and
-        needs future_in_choice=True.
+        a key, or with "mass" and "antidiagonal" the mean of their shares; the query block sees every key that one of
+        them sees. "first": its first query; the query block sees the keys of this query. With a causal `within`, "mean"
+        leaks later queries into the choice of earlier ones, and needs future_in_choice=True.
     future_in_choice: allow "mean" with a causal `within`. For prefill: q and k must not require a gradient, a choice
         depends on later tokens of its query block, and decoding would choose other blocks.
     stride: size of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
@@ -134,10 +134,11 @@ class BlockSelector(nn.Module):
             )
         self.query_summary = require_choice("query_summary", query_summary, ("mean", "first"))
         self.future_in_choice = require_bool("future_in_choice", future_in_choice)
-        self._check_view()
-        self.stride = self._stride(stride)
-        self._own_names = set(names(self.with_always(self.within)))
-        self._names = self._own_names if coarse is None else self._own_names | coarse._names
+        self._sees_ahead = self._scores_all_queries and is_causal(self.within)
+        self._check_future_in_choice()
+        self.stride = self._checked_stride(stride)
+        self._own_tensor_names = set(names(self.with_always(self.within)))
+        self._tensor_names = self._own_tensor_names if coarse is None else self._own_tensor_names | coarse._tensor_names
 
     def forward(
         self,
@@ -186,7 +187,7 @@ class BlockSelector(nn.Module):
         return self.within if within is None else self.within & _require_set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
-        """Return the union of `rule` and the selector's `always`, or `rule` itself if that is None."""
+        """Return the union of `rule` and the selector's `always`; without `always`, `rule` itself."""
         return rule if self.always is None else rule | self.always
 
     def prepared(
@@ -207,12 +208,14 @@ class BlockSelector(nn.Module):
         """
         coarse = None
         if self.coarse is not None:
-            inner = None if bindings is None else _of_names(bindings, self.coarse._names)
+            inner = None if bindings is None else _bindings_named(bindings, self.coarse._tensor_names)
             options = {"scale": scale, "q_offset": q_offset, "bindings": inner, "within": within}
             coarse = self.coarse(q, k, **options).blocks
             # Drop tensors that only the coarse selector names; a name unknown to both is kept and raises below.
             bindings = (
-                None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
+                None
+                if bindings is None
+                else _bindings_named(bindings, (set(bindings) - self._tensor_names) | self._own_tensor_names)
             )
         rule = self.rule(within)
         tensors = run_time_tensors(self.with_always(rule), bindings, has_values=not q.is_meta)
@@ -240,7 +243,7 @@ class BlockSelector(nn.Module):
     ) -> Float[Tensor, "B X R C"]:
         """Scores of all blocks from the module `scorer`, for each query head (X = H) or key/value head (X = G).
 
-        bindings, call: from `prepared`.
+        bindings, call: as `prepared` returns them.
         pools: pools of the blocks of k; None computes them, with keys that no query block sees pooled as zeros.
 
         Raises ValueError for scores of another shape, TypeError for scores that are not floating-point.
@@ -268,7 +271,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """Arguments of a call except tensors; rule: the result of the method `rule` for the call."""
+        """Arguments of a call except tensors; rule: set pattern of the pairs that the call allows, `always` aside."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,
@@ -304,13 +307,12 @@ class BlockSelector(nn.Module):
     def _scores_all_queries(self) -> bool:
         return self.query_block > 1 and self.query_summary == "mean"
 
-    def _check_view(self) -> None:
+    def _check_future_in_choice(self) -> None:
         if self.future_in_choice and not self._scores_all_queries:
             raise ValueError(
                 "future_in_choice=True has an effect only with query_block above 1 and query_summary='mean': leave it "
                 f"out; got query_block={self.query_block} and query_summary={self.query_summary!r}"
             )
-        self._sees_ahead = self._scores_all_queries and is_causal(self.within)
         if self._sees_ahead and not self.future_in_choice:
             raise ValueError(_later_tokens_text(self.query_block, self.within))
 
@@ -330,7 +332,7 @@ class BlockSelector(nn.Module):
                 f"got share={self.share!r} and coarse share={coarse.share!r}"
             )
 
-    def _stride(self, stride: int | None) -> int:
+    def _checked_stride(self, stride: int | None) -> int:
         if self.scorer != "antidiagonal":
             if stride is not None:
                 raise ValueError(
@@ -342,7 +344,7 @@ class BlockSelector(nn.Module):
                 "scorer='antidiagonal' scores all queries of a query block, so it needs query_block above 1 and "
                 f"query_summary='mean'; got query_block={self.query_block}, query_summary={self.query_summary!r}"
             )
-        found = require_int("stride", _STRIDE if stride is None else stride, minimum=1)
+        found = require_int("stride", _DEFAULT_STRIDE if stride is None else stride, minimum=1)
         if self.block % found or self.query_block % found:
             raise ValueError(
                 f"stride must divide block and query_block; got stride={found}, block={self.block} and "
@@ -360,14 +362,15 @@ class BlockSelector(nn.Module):
 def is_causal(pattern: Pattern) -> bool:
     """True if no query is found that sees a later key.
 
-    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. Also True if the
-    pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later tokens.
+    Only the first 2,048 positions are searched, and run-time tensors are taken to allow as many pairs as they can. Also
+    True if the pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later
+    tokens.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
     shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
     most = blank(most, shapes, Extent(_TRIED, _TRIED))
-    heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits(most, number)), None)
+    heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits_heads(most, number)), None)
     if heads is None:
         return True
     return not any(later_pair(RowSource(most.for_head(head, heads), head, heads)) for head in range(heads))
@@ -381,11 +384,11 @@ def _later_tokens_text(query_block: int, rule: Pattern) -> str:
     )
 
 
-def _of_names(bindings: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+def _bindings_named(bindings: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in bindings.items() if name in wanted}
 
 
-def _fits(pattern: Pattern, heads: int) -> bool:
+def _fits_heads(pattern: Pattern, heads: int) -> bool:
     try:
         pattern.check_heads(heads)
     except ValueError:

@@ -28,7 +28,7 @@ class CheckResult:
     """Result of one check of an attention module.
 
     name: a key of `MODULE_CHECKS`.
-    detail: if passed, the tested lengths and the number of compared rows, pairs or calls; if failed, the shortest
+    detail: if passed, the tested lengths and a number, such as that of the compared rows; if failed, the shortest
         failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
@@ -45,7 +45,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """Results of all checks of one attention module, in the order of execution.
+    """Results of the checks that were run on one attention module, in the order of execution.
 
     `report[name]` is the result of one check, `str(report)` a table. module, pattern, sizes and lengths are texts: the
     class of the module, the repr of the pattern, sizes and dtype of the test tensors, and the tested lengths.
@@ -99,9 +99,9 @@ class ModuleReport:
 
 _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
-_PAIRED = 12
+_PAIRED_LENGTHS = 12  # of the check "lengths": the shortest that are tried after shorter ones
 
-_CALLED_SO = (
+_CALL_HINT = (
     "; called with q, k and v of (batch, heads, tokens, head dim): a module of (batch, tokens, width) takes "
     "calls=testing.Calls(layout='BNE'), and identity_projections for its projections"
 )
@@ -109,7 +109,7 @@ _CALLED_SO = (
 
 @advises()
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
-    """Compare an attention module with dense attention over the pairs of a pattern; return the report of all checks.
+    """Compare an attention module with dense attention over the pairs of a pattern; return a report.
 
     Raises AssertionError with the report if a check fails. The arguments are those of `examine_attention_module`, which
     returns the report in any case.
@@ -202,7 +202,9 @@ def examine_attention_module(
     long = LONG_LENGTHS if max_tokens is None and lengths is None else ()
     longer = replace(subject, lengths=(*tried, *(length for length in long if takes(pattern, num_heads, length))))
     subjects = [longer if check.long else subject for check in chosen]
-    results = tuple(_result(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True))
+    results = tuple(
+        _run_check(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True)
+    )
     sizes = f"H={num_heads}, G={groups}, D={head_dim}, N up to {tried[-1]}, {str(dtype).removeprefix('torch.')}"
     drawn, more = f"lengths drawn: {', '.join(map(str, tried))}", longer.lengths[len(tried) :]
     if more and (also := [check.name for check in chosen if check.long]):
@@ -224,20 +226,20 @@ def _checks_to_run(checks: Sequence[str] | None, skip: Sequence[str]) -> list[st
     return [name for name in MODULE_CHECKS if (checks is None or name in checks) and name not in skip]
 
 
-def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
+def _run_check(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
     try:
-        return CheckResult(check.name, "passed", _run(check, subject))
+        return CheckResult(check.name, "passed", _run_cases(check, subject))
     except DoesNotApply as reason:
         return CheckResult(check.name, "does not apply", str(reason))
     except Failure as found:
         detail = (shrink and check.shrinks and _shortest_failure(check, subject)) or str(found)
         always = detail.startswith(f"{subject.case(subject.lengths[0]).text}, {KINDS[0]}: raises")
         is_unclear = always and check.name == "agreement" and subject.calls.layout == "BHND"
-        return CheckResult(check.name, "failed", detail + _CALLED_SO * is_unclear)
+        return CheckResult(check.name, "failed", detail + _CALL_HINT * is_unclear)
 
 
-def _run(check: Check, subject: Subject) -> str:
-    """Run all cases of a check; return the tested lengths and the number of compared rows, pairs or calls as text.
+def _run_cases(check: Check, subject: Subject) -> str:
+    """Run all cases of a check; return the tested lengths and the total that `check.asserts` returns, as text.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
     """
@@ -274,7 +276,7 @@ def _shortest_failure(check: Check, subject: Subject) -> str | None:
         if lengths not in found and monotonic() < until:
             found[lengths] = None
             try:
-                _run(check, replace(subject, lengths=lengths))
+                _run_cases(check, replace(subject, lengths=lengths))
             except DoesNotApply:
                 pass
             except Failure as failed:
@@ -283,7 +285,7 @@ def _shortest_failure(check: Check, subject: Subject) -> str | None:
 
     taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
     if check.name == "lengths":
-        pairs = ((shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer)
+        pairs = ((shorter, longer) for longer in taken[:_PAIRED_LENGTHS] for shorter in taken if shorter < longer)
         failed = next((pair for pair in pairs if fails(*pair)), None)
         return None if failed is None else found[failed]
     best = next((length for length in subject.lengths if fails(length)), None)

@@ -44,8 +44,8 @@ def check_pattern(
 
     For each of eight combinations of query step and key step, `examples` random boxes are drawn from `seed`.
 
-    Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
-    has a table that ends before `max_tokens`, or has run-time tensors.
+    Raises AssertionError with a counterexample, the smallest found for bounds and block lists; ValueError if the
+    pattern does not fit `num_heads`, has a table that ends before `max_tokens`, or has run-time tensors.
 
     >>> testing.check_pattern(masks.strided(4) & masks.causal(), examples=5)
     """
@@ -67,7 +67,7 @@ def check_pattern(
         _check_bounds(dense, examples, generator)
         _check_for_head(dense, examples, generator)
         _check_period(dense, generator)
-        _check_lists(dense, examples, generator)
+        _check_block_lists(dense, examples, generator)
     _check_json(pattern)
 
 
@@ -311,7 +311,7 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
         yield box, torch.tensor([BoxRanges.of(box, index).pairs(dense) for index in range(examples)])
 
 
-def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+def _check_block_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
     """Raise AssertionError unless block lists hold all blocks with allowed pairs, and mark only full blocks as full.
 
     With settle=True, which evaluates undecided blocks, they must hold no other block, and mark all full ones. Numbers

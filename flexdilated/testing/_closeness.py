@@ -50,11 +50,11 @@ def assert_attention_close(
     """Raise AssertionError unless `out` (B, H, N, D), and `lse` (B, H, N) if given, equal dense attention in float64.
 
     Each number has an error budget, `margin` times the larger of two errors: the first-order rounding error in the
-    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype (not for lse,
-    and not with score_mod or sinks). In bfloat16 and float16 sums must be in float32, while scores, weights and results
-    may be rounded. A row without keys must have output exactly 0 and, without sinks, lse -inf.
-
-    gradients: also compare the gradients of q, k and v that follow by autograd from fixed pseudo-random gradients of
+    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in the number's row in this dtype. The
+    second does not count for lse, for gradients if `lse` is given, or with score_mod or sinks. In bfloat16 and float16
+    sums must be in float32, while scores, weights and results may be rounded. A row without keys must have output
+    exactly 0 and, without sinks, lse -inf.  gradients: also compare the gradients of q, k and v that follow by autograd
+    from fixed pseudo-random gradients of
         `out`, and of `lse` if given; the graph is retained.
     margin: factor on the error budgets.
 
@@ -91,8 +91,9 @@ def require_close(
     """Raise AssertionError unless out (B, H, N, D), lse (B, H, N) and grads equal dense attention within error budgets.
 
     lse: None: not compared.
-    grads: "dq", "dk" and "dv" for the `cotangents` of out; an empty dict: not compared.
-    through_lse: True if grads are for the cotangents of out and of lse; None: True if lse is given.
+    grads: "dq", "dk" and "dv", by a backward from `cotangents`; an empty dict: not compared.
+    through_lse: True if this backward starts from the cotangents of out and lse, False if from that of out alone; None:
+        True if lse is given.
     rows: (B, H, N), True for the rows of out and lse to compare; None: all.
     margin: factor on the budgets.
     """
@@ -108,7 +109,7 @@ def require_close(
         if rows is not None and name not in grads:
             wrong = wrong & rows
         if wrong.any():
-            raise AssertionError(_report(dense, name, found, truth[name], missed, wrong))
+            raise AssertionError(_failure_text(dense, name, found, truth[name], missed, wrong))
 
 
 def gradients_of(dense: DenseAttention, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
@@ -148,7 +149,9 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
     return x
 
 
-def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
+def _failure_text(
+    dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor
+) -> str:
     """Describe the first wrong row: found and expected number, budget, and the keys that each branch allows in it.
 
     A row of dk or dv is a key: the text then names the queries that see this key.
@@ -208,7 +211,7 @@ def error_text(x: Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DenseAttention:
-    """Arguments of one attention call, q (B, H, N, D), k and v (B, G, M, D), from which it is computed densely.
+    """Arguments of one attention call, q (B, H, N, D), k and v (B, G, M, D), and methods that compute it densely.
 
     bound: the pattern bound to run-time tensors, sizes and offsets; it has no zero keys of padding.
     pattern: the pattern of the call, which may have zero keys of padding.
@@ -360,9 +363,9 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 class _LimitInputs:
     """Float64 tensors from which error limits are computed.
 
-    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. times, scores and
-    weights are (B, H, N, M): the number of branches that allow each pair, its score, and its softmax weight, which is 0
-    for pairs not allowed.
+    q, k, v, out, scale and the gradients are absolute values; k and v have a head for each query head. times, scores
+    and weights are (B, H, N, M): the number of branches that allow each pair, its score, and its softmax weight, which
+    is 0 for pairs not allowed.
     """
 
     q: Tensor
@@ -430,8 +433,9 @@ def _propagated_errors(
 ) -> dict[str, Tensor]:
     """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
-    sent (B, H, N, 1): size of the dot product of grad_out and out; None without gradients. product: matrix product that
-    adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors.
+    sent (B, H, N, 1): magnitude of grad_out · out, which the softmax's backward subtracts: the sum of the absolute
+        values of its terms for bounds, a root of a sum of squares for independent errors; None without gradients.
+    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors.
     """
     limits = {"out": product(errors, inputs.v)}
     if sent is not None:

@@ -153,17 +153,17 @@ def tensors(
     values: kinds to draw from, in order of simplicity: "ordinary" (normal), "ties" (-1, 0 and 1), "zeros" (0.0 and
         -0.0), "large" (times 100), "tiny" (times 1e-4) and "one far above" (one element is 1e4).
 
-    ValueError for another kind. Only a kind and a seed are drawn, so the cost of a draw does not grow with the size;
-    they shrink towards the first kind and seed 0.
+    Raises ValueError for another kind. For any shape hypothesis draws only a kind and a seed, which shrink towards the
+    first kind and seed 0.
     """
     require_bool("requires_grad", requires_grad)
     _require_kinds(values)
     kind, seed = draw(st.sampled_from(list(values))), draw(_SEEDS)
     generator = torch.Generator("cpu").manual_seed(seed)
-    return _filled(shape, kind, generator).to(dtype).requires_grad_(requires_grad)
+    return _tensor_of_kind(shape, kind, generator).to(dtype).requires_grad_(requires_grad)
 
 
-def _filled(shape: Sequence[int], kind: str, generator: torch.Generator) -> Tensor:
+def _tensor_of_kind(shape: Sequence[int], kind: str, generator: torch.Generator) -> Tensor:
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     if kind == "ties":
         x = x.round().clamp(-1, 1)
@@ -200,7 +200,7 @@ def attention_inputs(
 
     def one(heads: int, tokens: int) -> Tensor:
         shape = (sizes.batch, heads, tokens, sizes.head_dim)
-        x = _filled(shape, draw(st.sampled_from(list(values))), generator).to(dtype)
+        x = _tensor_of_kind(shape, draw(st.sampled_from(list(values))), generator).to(dtype)
         return laid_out(x, draw(st.sampled_from(list(layouts)))).requires_grad_(requires_grad)
 
     queries, keys = (sizes.num_heads, sizes.num_queries), (sizes.num_kv_heads, sizes.num_keys)

@@ -249,10 +249,11 @@ class Grammar:
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
     """Strategy for set patterns, in which each pair counts once, with at most `depth` nested compositions.
 
-    At depth 0 they are single patterns: dilated ones, the library's main subject, most often, `causal()` least.
+    At depth 0 they are single patterns. Dilated ones are drawn most often, as the library's main subject, `causal()`
+    least often.
     """
     if depth:
-        return _composed(grammar, depth)
+        return _composed_sets(grammar, depth)
     words, largest = grammar.words, grammar.max_number
     kinds = [leaf(words, largest, kind) for kind in LEAVES] + [leaf(words, grammar.max_positions, "grid")]
     kinds += [leaf(words, largest, "function")] * grammar.closures
@@ -260,7 +261,7 @@ def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
 
 
 @st.composite
-def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
+def _composed_sets(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
     words, part, number = grammar.words, grammar.sets(depth - 1), grammar.max_number
     compose = {
         "leaf": lambda: draw(grammar.leaves()),
@@ -366,11 +367,11 @@ def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
     hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     ids = torch.where((ids < 0) | (ids == hidden), -1, draw(st.integers(1, 3)) * ids + draw(st.integers(0, 1)))
-    longest = draw(st.sampled_from([None, _longest_document(ids), positions]))
+    longest = draw(st.sampled_from([None, _longest_document_length(ids), positions]))
     return words.documents(ids[0] if rows == 1 and draw(st.booleans()) else ids, longest=longest)
 
 
-def _longest_document(ids: Tensor) -> int:
+def _longest_document_length(ids: Tensor) -> int:
     return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
 
 

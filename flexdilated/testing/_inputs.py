@@ -25,12 +25,12 @@ def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
     that follow from these, such as the width of a window. For a custom function only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
-    return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
+    return tuple(sorted((_edges_in_data(pattern.to_data()) | periods) - {0}))
 
 
-def _edges(data: Mapping[str, Any]) -> set[int]:
+def _edges_in_data(data: Mapping[str, Any]) -> set[int]:
     parts = [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
-    inner = set().union(*map(_edges, parts))
+    inner = set().union(*map(_edges_in_data, parts))
     several = (
         value if isinstance(value, list | tuple) else [value] for name, value in data.items() if name not in _NO_LENGTHS
     )

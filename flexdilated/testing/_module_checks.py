@@ -25,8 +25,8 @@ from ._subject import Case, DoesNotApply, Failure, Subject
 
 # B batch, H query heads, N queries, M keys, D head dim
 
-_KEYS = 6  # hidden keys replaced in each case
-_GRAPHS = 3  # for the first length, for dynamic lengths, and for one token, which torch specializes
+_MOST_KEYS = 6  # hidden keys replaced in one case
+_MOST_GRAPHS = 3  # for the first length, for dynamic lengths, and for one token, which torch specializes
 _COMPILED_LENGTHS = 10
 _compilations = count()
 
@@ -36,7 +36,7 @@ class Check:
     """One check of attention modules.
 
     draws: yields the test cases of a module, usually in ascending order of length.
-    asserts: raises AssertionError if a case is wrong, else returns the number of compared rows, pairs or calls.
+    asserts: raises AssertionError if a case is wrong, else returns a number for the report, such as that of its rows.
     holds: text that follows this number in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
@@ -57,7 +57,7 @@ class Check:
 # Functions that yield cases.
 
 
-def _kinds_in_rotation(subject: Subject) -> Iterator[Case]:
+def _cases_of_kinds(subject: Subject) -> Iterator[Case]:
     """Yield a case of each length with ordinary values, and one with another kind of values from KINDS, in rotation.
 
     If there is only one length, yield a case of each kind.
@@ -68,20 +68,20 @@ def _kinds_in_rotation(subject: Subject) -> Iterator[Case]:
             yield subject.case(length, kind, f", {kind}")
 
 
-def _with_gradients(subject: Subject) -> Iterator[Case]:
+def _cases_with_gradients(subject: Subject) -> Iterator[Case]:
     for index, length in enumerate(subject.lengths):
         kind = KINDS[index % 2]
         yield subject.case(length, kind, f", {kind}", requires_grad=True)
 
 
-def _in_half_precision(subject: Subject) -> Iterator[Case]:
+def _cases_in_half_precision(subject: Subject) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float16):
         for length in subject.few_lengths:
             text = f" in {str(dtype).removeprefix('torch.')}"
             yield subject.case(length, text=text, batch=1, dtype=dtype, requires_grad=True)
 
 
-def _with_padding(subject: Subject) -> Iterator[Case]:
+def _cases_with_padding(subject: Subject) -> Iterator[Case]:
     for length in (length for length in subject.lengths if length > 1):
         third, place = max(1, length // 3), torch.arange(length, device=subject.device)
         for text, entry, keys in (
@@ -96,7 +96,7 @@ def _with_padding(subject: Subject) -> Iterator[Case]:
             )
 
 
-def _packed_documents(subject: Subject) -> Iterator[Case]:
+def _cases_of_packed_documents(subject: Subject) -> Iterator[Case]:
     for length in (length for length in subject.lengths if length > 1):
         place = torch.arange(length, device=subject.device)
         ids = torch.stack([(place >= length // 2).long(), (3 * place) // length])
@@ -106,17 +106,17 @@ def _packed_documents(subject: Subject) -> Iterator[Case]:
         yield subject.case(length, text=text, call="packed", extra=(ids,), pattern=pattern)
 
 
-def _token_by_token(subject: Subject) -> Iterator[Case]:
+def _cases_token_by_token(subject: Subject) -> Iterator[Case]:
     for length in subject.lengths:
         yield subject.case(length, text=", one by one", call="decoded")
 
 
-def _some_lengths(subject: Subject, *, batch: int) -> Iterator[Case]:
+def _cases_of_few_lengths(subject: Subject, *, batch: int) -> Iterator[Case]:
     for length in subject.few_lengths:
         yield subject.case(length, batch=batch)
 
 
-def _hidden_keys(subject: Subject, *, after: bool) -> Iterator[Case]:
+def _cases_with_hidden_keys(subject: Subject, *, after: bool) -> Iterator[Case]:
     for length in subject.lengths:
         place = torch.arange(length, device=subject.device)
         hidden = (subject.times(length) == 0) & ((place > place[:, None]) == after)
@@ -124,7 +124,7 @@ def _hidden_keys(subject: Subject, *, after: bool) -> Iterator[Case]:
             yield subject.case(length, pairs=hidden)
 
 
-def _rows_without_keys(subject: Subject) -> Iterator[Case]:
+def _cases_with_empty_rows(subject: Subject) -> Iterator[Case]:
     for length in subject.lengths:
         empty = ~(subject.times(length) > 0).any(-1)
         if empty.any():
@@ -136,7 +136,7 @@ def _rows_without_keys(subject: Subject) -> Iterator[Case]:
         yield subject.case(subject.lengths[-1], text=text, requires_grad=True, **given)
 
 
-def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
+def _cases_of_lengths_in_turn(subject: Subject) -> Iterator[Case]:
     """Yield cases that call one module alternately at long and short lengths, then at ascending lengths.
 
     The modules of a case are this module, and a copy from before its first call.
@@ -149,24 +149,24 @@ def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
         yield subject.case(length, text="" if before is None else f" after {before}", modules=(used, new))
 
 
-def _longest(subject: Subject, *, text: str = "", min_tokens: int = 1) -> Iterator[Case]:
+def _cases_of_longest(subject: Subject, *, text: str = "", min_tokens: int = 1) -> Iterator[Case]:
     if subject.lengths[-1] >= min_tokens:
         yield subject.case(subject.lengths[-1], text=text)
 
 
-def _compiled_once(subject: Subject) -> Iterator[Case]:
+def _case_to_compile(subject: Subject) -> Iterator[Case]:
     length = subject.lengths[len(subject.lengths) // 2]
     yield subject.case(length, text=", torch.compile(fullgraph=True)", requires_grad=True)
 
 
-def _compiled_lengths(subject: Subject) -> Iterator[Case]:
+def _cases_of_compiled_lengths(subject: Subject) -> Iterator[Case]:
     lengths, made = [length for length in subject.lengths if length > 1][:_COMPILED_LENGTHS], []
 
     def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
         made.append(length)
         return graph.forward
 
-    compiled = _compiled(subject, subject.module(), backend=counting)
+    compiled = _compile_call(subject, subject.module(), backend=counting)
     for length in lengths if len(lengths) > 1 else ():
         yield subject.case(length, text=", torch.compile(fullgraph=True)", modules=(compiled, made))
 
@@ -175,7 +175,7 @@ def _compiled_lengths(subject: Subject) -> Iterator[Case]:
 
 
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
-    """Compare a new module's out and lse, and gradients if q requires them, with dense attention.
+    """Compare a new module's out and lse, and gradients if q and out require them, with dense attention.
 
     Rows without keys, and rows outside `case.rows`, are left out. In half precision out must have the dtype of q.
     needs_gradients: raise AssertionError if out requires no gradient. Returns the number of compared rows.
@@ -193,7 +193,7 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
     return int(rows.sum())
 
 
-def _right_weights(subject: Subject, case: Case) -> int:
+def _assert_right_weights(subject: Subject, case: Case) -> int:
     """Compare the softmax weight of every pair with that of dense attention; return the number of pairs.
 
     With one-hot vectors as values, the output has the weights.
@@ -226,16 +226,17 @@ def _right_weights(subject: Subject, case: Case) -> int:
     return times.numel()
 
 
-def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
-    """Raise Failure if an output changes, beyond rounding, when k and v of a key hidden from its query are replaced.
+def _assert_unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
+    """Raise Failure if a query's output changes, beyond rounding, when k and v of a key hidden from it are replaced.
 
-    case.pairs: hidden pairs. Up to _KEYS of their keys are replaced, one at a time. Returns the number of tested rows.
+    case.pairs: hidden pairs. Up to _MOST_KEYS of their keys are replaced, one at a time. Returns the number of compared
+    outputs, over all replaced keys.
     """
     module, hidden = subject.module(), case.pairs
     assert hidden is not None
-    before, budget, compared = subject.run(module, case)[0], _budget(case), 0
+    before, budget, compared = subject.run(module, case)[0], _out_budget(case), 0
     candidates = hidden.any(0).any(0).nonzero().flatten().tolist()
-    for key in candidates[:: -(-len(candidates) // _KEYS)]:
+    for key in candidates[:: -(-len(candidates) // _MOST_KEYS)]:
         k, v = case.k.clone(), case.v.clone()
         k[:, :, key], v[:, :, key] = 7.0 - 3.0 * k[:, :, key], 50.0 - 3.0 * v[:, :, key]
         after, _ = subject.run(module, replace(case, k=k, v=v))
@@ -252,10 +253,10 @@ def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
     return compared
 
 
-def _zero_without_keys(subject: Subject, case: Case) -> int:
+def _assert_zero_without_keys(subject: Subject, case: Case) -> int:
     """Raise Failure unless queries without keys have output 0 and lse -inf, and all gradients are finite.
 
-    case.rows: the queries without keys, whose number is returned.
+    case.rows: mask of the rows without keys, whose number is returned.
     """
     out, lse = subject.run(subject.module(), case)
     empty = case.rows
@@ -277,12 +278,12 @@ def _zero_without_keys(subject: Subject, case: Case) -> int:
     return int(empty.sum())
 
 
-def _like_a_new_module(subject: Subject, case: Case) -> int:
+def _assert_like_a_new_module(subject: Subject, case: Case) -> int:
     """Raise Failure unless a module gives the output, up to rounding, of a copy that was never called; return 1."""
     used, new = case.modules
     right, _ = subject.run(subject.copied(new), case)
     found, _ = subject.run(used, case)
-    changed = _differing_rows(found, right, _budget(case))
+    changed = _differing_rows(found, right, _out_budget(case))
     if changed.any():
         place = _first_index(changed)
         raise Failure(
@@ -293,13 +294,13 @@ def _like_a_new_module(subject: Subject, case: Case) -> int:
     return 1
 
 
-def _entries_alone(subject: Subject, case: Case) -> int:
+def _assert_entries_independent(subject: Subject, case: Case) -> int:
     module = subject.module()
     whole, _ = subject.run(module, case)
     for b in range(len(case.q)):
         q, k, v = (x[b : b + 1] for x in case.qkv)
         alone, _ = subject.run(module, replace(case, q=q, k=k, v=v))
-        changed = _differing_rows(whole[b : b + 1], alone, _budget(case)[b : b + 1])
+        changed = _differing_rows(whole[b : b + 1], alone, _out_budget(case)[b : b + 1])
         if changed.any():
             _, h, row = place = _first_index(changed)
             raise Failure(
@@ -309,8 +310,8 @@ def _entries_alone(subject: Subject, case: Case) -> int:
     return len(case.q)
 
 
-def _same_bits_twice(subject: Subject, case: Case) -> int:
-    """Raise Failure unless two calls with equal inputs give identical outputs and leave the inputs unchanged."""
+def _assert_same_bits_twice(subject: Subject, case: Case) -> int:
+    """Raise Failure unless two calls with equal inputs give identical outputs and change no input; return 2."""
     given, module = [x.clone() for x in case.qkv], subject.module()
     first, second = (subject.run(module, case)[0] for _ in range(2))
     for name, x, before in zip("qkv", case.qkv, given, strict=True):
@@ -320,7 +321,7 @@ def _same_bits_twice(subject: Subject, case: Case) -> int:
     return 2
 
 
-def _loads_its_state(subject: Subject, case: Case) -> int:
+def _assert_state_loads(subject: Subject, case: Case) -> int:
     """Raise Failure unless two modules give identical outputs after the second loads the state_dict of the first.
 
     Both are called before. A call must not change the names in the state_dict. Returns the number of names.
@@ -345,10 +346,10 @@ def _loads_its_state(subject: Subject, case: Case) -> int:
     return len(names)
 
 
-def _like_eager(subject: Subject, case: Case) -> int:
+def _assert_like_eager(subject: Subject, case: Case) -> int:
     """Raise Failure unless out and gradients, compiled and eager, are equal up to rounding; return their number."""
     module = subject.module()
-    compiled = _compiled(subject, module, backend="aot_eager")
+    compiled = _compile_call(subject, module, backend="aot_eager")
     eager, _ = subject.run(module, case)
     truth, out = expected(case.definition(), gradients=True), compiled(*case.qkv)
     pairs = {"out": (out, eager)}
@@ -362,19 +363,19 @@ def _like_eager(subject: Subject, case: Case) -> int:
     return len(pairs)
 
 
-def _few_graphs(subject: Subject, case: Case) -> int:
-    """Raise Failure if torch.compile, without `dynamic`, makes more than _GRAPHS graphs up to this length; return 1.
+def _assert_few_graphs(subject: Subject, case: Case) -> int:
+    """Raise Failure if torch.compile makes more than _MOST_GRAPHS graphs up to the length of the case; return 1.
 
-    case.modules: the compiled module, and the list of lengths at which it made a graph.
+    case.modules: the module's compiled call, without `dynamic`, and the list of lengths at which it made a graph.
     """
     compiled, made = case.modules
     compiled(*case.qkv)
-    if len(made) > _GRAPHS:
+    if len(made) > _MOST_GRAPHS:
         raise Failure(f"{len(made)} graphs for lengths up to this; new ones were made at {', '.join(map(str, made))}")
     return 1
 
 
-def _ranks_like_definition(subject: Subject, case: Case) -> int:
+def _assert_ranks_like_definition(subject: Subject, case: Case) -> int:
     """Compare the outputs, and gradients if any, of RANKS processes, which share the tokens, with dense attention.
 
     Returns RANKS.
@@ -386,7 +387,7 @@ def _ranks_like_definition(subject: Subject, case: Case) -> int:
     return RANKS
 
 
-def _compiled(subject: Subject, module: Any, *, backend: Any) -> Callable[..., Tensor]:
+def _compile_call(subject: Subject, module: Any, *, backend: Any) -> Callable[..., Tensor]:
     """Compile a function of q, k and v that returns the module's out, (B, H, N, D).
 
     It has its own code object, so that other compilations do not count towards its recompile limit.
@@ -400,7 +401,7 @@ def _compiled(subject: Subject, module: Any, *, backend: Any) -> Callable[..., T
     return torch.compile(own, fullgraph=True, backend=backend)
 
 
-def _budget(case: Case) -> Tensor:
+def _out_budget(case: Case) -> Tensor:
     return expected(case.definition())["out"].budget
 
 
@@ -424,46 +425,72 @@ def _require_equal(a: Tensor, b: Tensor, what: str) -> None:
 
 _CLOSE = "within rounding of the definition"
 _TABLE = (
-    Check("agreement", _kinds_in_rotation, equal_the_definition, f"outputs {_CLOSE}", long=True),
-    Check("coverage", partial(_some_lengths, batch=1), _right_weights, "pairs with their weight, or with none"),
+    Check("agreement", _cases_of_kinds, equal_the_definition, f"outputs {_CLOSE}", long=True),
     Check(
-        *("causality", partial(_hidden_keys, after=True), _unchanged_by_hidden_keys),
+        "coverage",
+        partial(_cases_of_few_lengths, batch=1),
+        _assert_right_weights,
+        "pairs with their weight, or with none",
+    ),
+    Check(
+        *("causality", partial(_cases_with_hidden_keys, after=True), _assert_unchanged_by_hidden_keys),
         holds="outputs unchanged where a hidden later key is replaced",
         unless="the pattern hides no key after a query",
     ),
     Check(
-        *("isolation", partial(_hidden_keys, after=False), _unchanged_by_hidden_keys),
+        *("isolation", partial(_cases_with_hidden_keys, after=False), _assert_unchanged_by_hidden_keys),
         holds="outputs unchanged where a hidden earlier key is replaced",
         unless="the pattern hides no key at or before a query",
     ),
     Check(
-        *("empty rows", _rows_without_keys, _zero_without_keys),
+        *("empty rows", _cases_with_empty_rows, _assert_zero_without_keys),
         holds="rows without keys: output 0, no NaN in any gradient",
         unless="every query has a key",
     ),
-    Check("lengths", _lengths_in_turn, _like_a_new_module, "calls of one module, each like one of a new module"),
-    Check("batch", partial(_some_lengths, batch=3), _entries_alone, "batch entries that equal the entry alone"),
     Check(
-        "determinism", _kinds_in_rotation, _same_bits_twice, "calls with identical bits in pairs and unchanged inputs"
+        "lengths",
+        _cases_of_lengths_in_turn,
+        _assert_like_a_new_module,
+        "calls of one module, each like one of a new module",
     ),
     Check(
-        *("gradients", _with_gradients, partial(equal_the_definition, needs_gradients=True)),
+        "batch",
+        partial(_cases_of_few_lengths, batch=3),
+        _assert_entries_independent,
+        "batch entries that equal the entry alone",
+    ),
+    Check(
+        "determinism",
+        _cases_of_kinds,
+        _assert_same_bits_twice,
+        "calls with identical bits in pairs and unchanged inputs",
+    ),
+    Check(
+        *("gradients", _cases_with_gradients, partial(equal_the_definition, needs_gradients=True)),
         holds=f"outputs with gradients {_CLOSE}",
     ),
-    Check("half precision", _in_half_precision, equal_the_definition, f"outputs with gradients {_CLOSE}", long=True),
-    Check("padding", _with_padding, equal_the_definition, f"outputs {_CLOSE}, without hidden keys", "padded"),
-    Check("packing", _packed_documents, equal_the_definition, f"outputs {_CLOSE}, by document", "packed"),
-    Check("decoding", _token_by_token, equal_the_definition, f"outputs {_CLOSE}, token by token", "decoded"),
-    Check("state dict", _longest, _loads_its_state, "names; loaded, they give the same bits", shrinks=False),
-    Check("compile", _compiled_once, _like_eager, "results in one graph, like eager", shrinks=False),
     Check(
-        *("recompilation", _compiled_lengths, _few_graphs),
-        holds=f"lengths with at most {_GRAPHS} graphs",
+        "half precision", _cases_in_half_precision, equal_the_definition, f"outputs with gradients {_CLOSE}", long=True
+    ),
+    Check("padding", _cases_with_padding, equal_the_definition, f"outputs {_CLOSE}, without hidden keys", "padded"),
+    Check("packing", _cases_of_packed_documents, equal_the_definition, f"outputs {_CLOSE}, by document", "packed"),
+    Check("decoding", _cases_token_by_token, equal_the_definition, f"outputs {_CLOSE}, token by token", "decoded"),
+    Check(
+        "state dict", _cases_of_longest, _assert_state_loads, "names; loaded, they give the same bits", shrinks=False
+    ),
+    Check("compile", _case_to_compile, _assert_like_eager, "results in one graph, like eager", shrinks=False),
+    Check(
+        *("recompilation", _cases_of_compiled_lengths, _assert_few_graphs),
+        holds=f"lengths with at most {_MOST_GRAPHS} graphs",
         unless="there are no two lengths above 1 to compare",
         shrinks=False,
     ),
     Check(
-        *("ranks", partial(_longest, text=f" on {RANKS} ranks", min_tokens=RANKS), _ranks_like_definition),
+        *(
+            "ranks",
+            partial(_cases_of_longest, text=f" on {RANKS} ranks", min_tokens=RANKS),
+            _assert_ranks_like_definition,
+        ),
         holds="ranks that equal one",
         needs="over_ranks",
         shrinks=False,

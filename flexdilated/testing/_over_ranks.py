@@ -41,11 +41,11 @@ def run_over_ranks(calls: Calls, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
         sent = pickle.dumps((replace(calls, padded=None, packed=None, decoded=None), parts))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Failure(f"over_ranks and plain are pickled, so define them at the top level of a file: {error}") from None
-    answers = map(pickle.loads, _on_two_processes(sent))
+    answers = map(pickle.loads, _answers_of_ranks(sent))
     return [torch.cat(each, 2) for each in zip(*answers, strict=True)]
 
 
-def _on_two_processes(sent: bytes) -> list[bytes]:
+def _answers_of_ranks(sent: bytes) -> list[bytes]:
     """Run `_run_rank` in RANKS processes; return the bytes that each answers, in order of rank.
 
     sent: pickle for `_results_of_rank`.

@@ -31,13 +31,13 @@ def call_module(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) 
 class Calls:
     """Functions by which the checks of `examine_attention_module` call a module, with q, k and v in `layout`.
 
-    Each function but over_ranks returns the output in that layout, or a tuple that begins with it. None: the checks
-    that need this function do not apply.
+    Each function but over_ranks returns the output in that layout, or a tuple that begins with it. If a function is
+    None, the checks that need it do not apply.
 
     layout: "BHND" (batch, heads, tokens, head dim), "BNHD", or "BNE", in which heads are concatenated, E = H D, as in
         `nn.MultiheadAttention(batch_first=True)`; projections must then be the identity (`identity_projections`). In
-        "BHND" and "BNHD" a returned second tensor of shape (B, H, N) is checked as the natural-log log-sum-exp, except
-        if N = H, where it may be weights.
+        "BHND" and "BNHD" the first further tensor of shape (B, H, N) in the tuple is checked as the natural-log
+        log-sum-exp, except if N = H, where it may be weights.
     plain: (module, q, k, v) -> attention over all tokens.
     padded: (module, q, k, v, hidden); hidden (B, N): True for keys to exclude.
     packed: (module, q, k, v, ids); ids (B, N): ascending number of the document of each position.

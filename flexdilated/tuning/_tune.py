@@ -105,7 +105,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
 
 def time_in_rounds(runs: Sequence[TimedRun], *, seconds: float, device: torch.device) -> list[list[float]]:
-    """Time the runs in rounds, in each round all runs in turn; return for each run its seconds in every round.
+    """Time the runs in rounds, each of which makes all runs in turn; return, for each run, its seconds in every round.
 
     seconds: no round begins after this time, except the first 3.
 
@@ -191,7 +191,7 @@ def measure(
         for run in runs:
             got = run()
             wanted = got if wanted is None else wanted
-            _require_equal(got, wanted, _TOLERANCE[x.q.dtype])
+            _require_close(got, wanted, _TOLERANCE[x.q.dtype])
         times = map(median, time_in_rounds(runs, seconds=seconds, device=device))
         predicted = (predicted_seconds(option, x, backward=backward) for option in options)
         found.extend(measured := [TimedOption(branch, *each) for each in zip(options, predicted, times, strict=True)])
@@ -211,7 +211,7 @@ def measure(
     return found, Choice(False, tuple(map(way_of, fastest)))
 
 
-def _require_equal(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
+def _require_close(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
     for got, right in zip(found, wanted, strict=True):
         error, size = float((got.double() - right.double()).norm()), float(right.double().norm())
         if not error <= tolerance * size:  # never of NaN

@@ -160,7 +160,9 @@ def _attention_problem(
     (term,) = shared_terms(pattern, 1, bound, 1)
     term = replace(term, block_side=block)
     x = Inputs.of(bound, num_kv_heads=heads, head_dim=_HEAD_DIM, dtype=kind.dtype, device=device)
-    option = Option(pattern, 1, "natural", (term,), CPU, order, x.operands)
+    option = Option(
+        branch=pattern, multiplicity=1, layout="natural", terms=(term,), machine=CPU, given=order, operands=x.operands
+    )
     alone = Plan.of(bound, order, ((option,),))
     run = trial(alone, x, engine=kind.engine, backward=backward, block_size=(block, block))
     return _Problem(run, 4.0 * _HEAD_DIM * computed_pairs(term))

@@ -101,7 +101,7 @@ def _page_data(pattern: Expression, bound: Bound) -> dict[str, Any]:
 
 
 def _command(pattern: Expression, bound: Bound) -> str | None:
-    """Command line that runs `python -m flexdilated explain` on this pattern; a pair is to be appended.
+    """Command line that runs `python -m flexdilated explain` on this pattern; the page appends a pair.
 
     None if the pattern cannot be read back from its text, if the text has more than _LONGEST_PATTERN characters, if the
     pattern has run-time tensors, or if queries and keys do not have equal positions.
@@ -135,12 +135,12 @@ def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
             of_head = rule.for_head(head, bound.num_heads)  # many heads share one rule
             if of_head not in grids and len(grids) < _MOST_GRIDS:
                 grids[of_head] = len(grids)
-                tiles.append(_grid(rule, head, bound, sides))
+                tiles.append(_tile_fractions(rule, head, bound, sides))
             grid_of[branch][head] = grids.get(of_head)
     return {"sides": sides, "grids": tiles, "grid_of": grid_of}
 
 
-def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[float]:
+def _tile_fractions(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[float]:
     queries, keys = (
         torch.arange(0, tokens, side) for tokens, side in zip((bound.num_queries, bound.num_keys), sides, strict=True)
     )

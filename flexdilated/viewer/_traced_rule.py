@@ -26,7 +26,7 @@ from ..masks.core import And, Or, Pair, Pattern, Reason, shortened
 
 MOST_ENTRIES = 1 << 24  # entries of all tables, which the page has in memory
 _EXACT = 2**52  # the page computes in doubles; floors of quotients are exact below this
-_MOST_WAYS = 256  # paths through one reason: eight parts, or 256 heads
+_MOST_PATHS = 256  # paths through one reason: eight parts, or 256 heads
 _MOST_PLACES = 256  # entries of a list that is indexed by a traced number
 _LONGEST_PHRASE = 160
 _NUMBER = re.compile("\ue000(\\d+)\ue001")  # placeholder of a node's number in a text
@@ -53,9 +53,9 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
     **{name: (name, lambda a, b: 1) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
 # Operations that keep the value of a single element; they may change its type or shape.
-_SAME = ("alias", "clone", "detach", "expand", "lift_fresh", "reshape", "squeeze", "unsqueeze", "view", "positive",
-         to_copy.__name__, unsafe_view.__name__)  # fmt: skip
-_NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
+_SAME_VALUE = ("alias", "clone", "detach", "expand", "lift_fresh", "reshape", "squeeze", "unsqueeze", "view",
+               "positive", to_copy.__name__, unsafe_view.__name__)  # fmt: skip
+_NEW_TENSORS = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
 _SUPPORTED = (
     "integer and boolean arithmetic (+, -, *, **, //, %, <<, >>, abs, minimum, maximum, clamp), comparisons, "
     "&, |, ^, ~, torch.where, and tables indexed by all of their dims"
@@ -95,7 +95,7 @@ class TracedProgram:
             ) from None
 
     def add(self, most: int, *node: Any) -> int:
-        """Index of the node [operation, operands ...], added if new; most: bound on the magnitude of its values."""
+        """Index of `node`, which is added if new; most: bound on the magnitude of its values."""
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(list(node))
@@ -155,27 +155,27 @@ class _OperationTracer(TorchDispatchMode):
         flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
         name = func.name().removeprefix("aten::").partition(".")[0]
         name = name if name.endswith("__") else name.removesuffix("_")  # in place
-        if name in _NEW or not any(id(each) in self.traced for each in flat):
+        if name in _NEW_TENSORS or not any(id(each) in self.traced for each in flat):
             return result
         if not isinstance(result, Tensor):
             raise UnsupportedError("a Python decision by a value: use torch.where")
         if result.dtype.is_floating_point or result.dtype.is_complex:
             raise UnsupportedError(f"{name} in {result.dtype}: use integers, such as q // 2 for q / 2")
-        node = self._node(name, args, kwargs or {}, result)
+        node = self._operation_node(name, args, kwargs or {}, result)
         self.program.require_exact(node, result.dtype)
         self.traced[id(result)] = node, result
         return result
 
-    def _node(self, name: str, args: Any, options: dict[str, Any], result: Tensor) -> int:
+    def _operation_node(self, name: str, args: Any, options: dict[str, Any], result: Tensor) -> int:
         program = self.program
         if name == "index":
-            return self._lookup(*args)
-        if name in _SAME and result.numel() == 1:
+            return self._lookup_node(*args)
+        if name in _SAME_VALUE and result.numel() == 1:
             node = self.node(args[0])
-            return self._truth(node, args[0]) if result.dtype == torch.bool else node
+            return self._truth_node(node, args[0]) if result.dtype == torch.bool else node
         if name.startswith("clamp"):
             ends = dict(zip(("max",) if name == "clamp_max" else ("min", "max"), args[1:], strict=False)) | options
-            return self._clamped(self.node(args[0]), ends.get("min"), ends.get("max"))
+            return self._clamped_node(self.node(args[0]), ends.get("min"), ends.get("max"))
         if name in ("__lshift__", "__rshift__"):
             name = {"l": "bitwise_left_shift", "r": "bitwise_right_shift"}[name[2]]
         if name in ("div", "divide") and options.get("rounding_mode") == "floor":
@@ -190,16 +190,16 @@ class _OperationTracer(TorchDispatchMode):
             name = name.replace("bitwise", "logical")
         nodes = [self.node(each) for each in args]
         if name.startswith("logical") or name == "where":
-            truths = [self._truth(node, each) for node, each in zip(nodes, args, strict=True)]
+            truths = [self._truth_node(node, each) for node, each in zip(nodes, args, strict=True)]
             nodes = [truths[0], *nodes[1:]] if name == "where" else truths
         return program.operation(name, *nodes)
 
-    def _truth(self, node: int, value: Any) -> int:
+    def _truth_node(self, node: int, value: Any) -> int:
         """Index of the truth value of `node`, which traces `value`: `node` if `value` is boolean, else node != 0."""
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 
-    def _clamped(self, node: int, least: Any, most: Any) -> int:
+    def _clamped_node(self, node: int, least: Any, most: Any) -> int:
         node = node if least is None else self.program.operation("maximum", node, self.node(least))
         return node if most is None else self.program.operation("minimum", node, self.node(most))
 
@@ -213,7 +213,7 @@ class _OperationTracer(TorchDispatchMode):
             value = value.item()
         return self.program.constant(value)
 
-    def _lookup(self, table: Tensor, indices: list[Tensor | None]) -> int:
+    def _lookup_node(self, table: Tensor, indices: list[Tensor | None]) -> int:
         if id(table) in self.traced or len(indices) != table.dim() or any(index is None for index in indices):
             raise UnsupportedError("a table indexed by some of its dims: index all")
         return self.program.lookup(table, [self.node(index) for index in indices])
@@ -249,7 +249,7 @@ class _TracedRule:
         self.program, self.written, self.bound, self.nodes, self.asked = program, written, bound, nodes, asked
         self.node = program.rule(bound, asked.num_heads, nodes)
         self.parts: dict[tuple[Any, ...], _TracedRule] = {}
-        self._ways = 0
+        self._num_paths = 0
 
     def to_data(self) -> dict[str, Any]:
         phrase = shortened(self.written.phrase().text, _LONGEST_PHRASE)
@@ -265,9 +265,9 @@ class _TracedRule:
 
     def _reason(self, *answers: bool) -> dict[str, Any]:
         """Traced reason (a decision tree) over all paths whose first decisions of truth values are `answers`."""
-        self._ways += 1
-        if self._ways > _MOST_WAYS:
-            raise UnsupportedError(f"a reason with more than {_MOST_WAYS} paths")
+        self._num_paths += 1
+        if self._num_paths > _MOST_PATHS:
+            raise UnsupportedError(f"a reason with more than {_MOST_PATHS} paths")
         path = _Path(self, answers)
         found = path.leaf()
         decisions = list(path.decisions.items())

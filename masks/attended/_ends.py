@@ -66,11 +66,11 @@ class Ends:
         if isinstance(rule, Band):
             return rule.most is not None and rule.most <= 0
         if isinstance(rule, Blockwise):
-            return self._divided_by(rule.block) and Ends(0, self.chunk // rule.block).by_form(rule.part)
+            return self._chunk_is_multiple_of(rule.block) and Ends(0, self.chunk // rule.block).by_form(rule.part)
         period = rule.period()
-        return rule.confined() and period is not None and self._divided_by(period)
+        return rule.confined() and period is not None and self._chunk_is_multiple_of(period)
 
-    def _divided_by(self, block: int) -> bool:
+    def _chunk_is_multiple_of(self, block: int) -> bool:
         return self.first == 0 and self.chunk % block == 0
 
 
@@ -133,7 +133,7 @@ def _longest_period(rule: Pattern) -> int:
 
 
 def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
-    """Return the rule of pairs whose key is after the query, and its blocks of 64 among the first `tried` positions."""
+    """Return (rule of the allowed pairs whose key is after the query, its blocks of 64 below position `tried`)."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
     return ahead, build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
@@ -164,7 +164,7 @@ def _covered_positions(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], num
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return an allowed pair (query, key) with the largest key in `keys` that a query sees; None if no query sees one.
+    """Return an allowed pair (query, key) with the largest key in `keys` that one of `queries` sees, or None.
 
     queries, keys: consecutive positions.
     """

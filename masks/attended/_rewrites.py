@@ -94,20 +94,20 @@ def simpler_searches(wanted: KeyQuery) -> Parts | None:
     rests = [
         (factor, wanted.with_factors(other for other in wanted.factors if other != factor)) for factor in wanted.factors
     ]
-    # Every rewrite is exact, so the order matters for speed only; but _segments must come after _each_segment, which
-    # takes all dilated factors with few segments.
+    # Every rewrite is exact, so the order matters for speed only; but _rewrite_many_segments must come after
+    # _rewrite_few_segments, which takes all dilated factors with few segments.
     for rewrite in (
-        _trivial_factor,
-        _one_sided,
-        _one_residue,
-        _in_reach,
-        _each_segment,
-        _spans,
-        _alternatives,
-        _segments,
-        _blocks,
-        _grid,
-        _one_query,
+        _rewrite_trivial_factor,
+        _rewrite_one_sided_factor,
+        _rewrite_dilated_band,
+        _rewrite_window,
+        _rewrite_few_segments,
+        _rewrite_spans,
+        _rewrite_union,
+        _rewrite_many_segments,
+        _rewrite_blockwise,
+        _rewrite_neighborhood,
+        _rewrite_single_query,
     ):
         for factor, rest in rests:
             parts = rewrite(factor, rest)
@@ -120,7 +120,7 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
     return [(part, list) for part in parts]
 
 
-def _trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
     Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
@@ -140,24 +140,28 @@ def _trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     return None
 
 
-def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_one_sided_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and `factor`, which depends on the query or on the key alone.
 
     None unless the factor is a `KeySet`, or `MarkedTokens` that mark only queries or only keys. None also for more than
     2**12 runs of marked tokens.
     """
     if isinstance(factor, KeySet):
-        return [(rest, partial(_visible, factor))]
-    return _marked_tokens(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
+        return [(rest, partial(_visible_ranges, factor))]
+    return (
+        _searches_of_marked_runs(factor, rest)
+        if isinstance(factor, MarkedTokens) and factor.rows != factor.columns
+        else None
+    )
 
 
-def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
+def _visible_ranges(keys: KeySet, found: list[range]) -> Iterator[range]:
     for each in found:
         positions = torch.arange(each.start, each.stop, each.step)
         yield from ranges_of(positions[keys.only_row[positions]])
 
 
-def _marked_tokens(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
+def _searches_of_marked_runs(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and by `factor`, which allows the pairs with a marked token.
 
     There is one search for each run of marked queries, and one for each run of marked keys. None if there are more than
@@ -172,7 +176,7 @@ def _marked_tokens(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     return _with_same_keys([*(rest.within(queries=run) for run in queries), *(rest.within(keys=run) for run in keys)])
 
 
-def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a search for the keys allowed by `rest` and a dilated band, in the residue class of the queries.
 
     In that class the band is a window without dilation, or no rule if it is unlimited. None if the factor is not a
@@ -188,7 +192,7 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
     return _with_same_keys([near.adding(local_window(left=-factor.least, right=factor.most))])
 
 
-def _in_reach(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
 
     The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped if it
@@ -226,15 +230,15 @@ def _joint_window(one: Band, other: Band) -> Pattern | None:
     return local_window(left=-least, right=most)
 
 
-def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_union(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(factor, Or):
         return _with_same_keys(rest.adding(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
         return _with_same_keys(rest.adding(~part) for part in factor.part.parts)
-    return _marked_tokens(factor, rest) if isinstance(factor, MarkedTokens) else None
+    return _searches_of_marked_runs(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
-def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and `factor`, one for each span of positions, such as a document.
 
     None unless the factor is `Spans`, or is `PerDocument` over `Spans` and all factors of `rest` have period 1.
@@ -244,11 +248,11 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
         inner = rest.adding(factor.part)
-        return [_from_start(inner, span) for span in _common_spans(factor.spans, rest)]
+        return [_search_in_span(inner, span) for span in _common_spans(factor.spans, rest)]
     return None
 
 
-def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
+def _search_in_span(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
     """Restrict a search to a span, with positions counted from its start; return it with the map back to positions."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
@@ -263,7 +267,7 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
     return map(range, starts[first:last].tolist(), stops[first:last].tolist())
 
 
-def _each_segment(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
+def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
     Every segment that overlaps the span of the queries and the span of the keys counts, even without a query or a key.
@@ -271,29 +275,29 @@ def _each_segment(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) ->
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
-    return _with_same_keys(_in_segment(factor, rest, segment) for segment in common)
+    return _with_same_keys(_search_in_segment(factor, rest, segment) for segment in common)
 
 
-def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a dilated factor: in the first, second and last segment.
+def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
+    """Return searches for the keys allowed by `rest` and a dilated factor, in few of its segments if the others repeat.
 
-    Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
-    there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
-    There must be more segments than `_each_segment` takes.
+    If the segments between the first and the last repeat, there are searches in the first, second and last segment, and
+    the keys of the second are copied. Else there is one search for each segment. None for other factors, and for more
+    than 2**12 segments that do not repeat. There must be more segments than `_rewrite_few_segments` takes.
     """
     if not isinstance(factor, Dilated):
         return None
     period = common_period(rest.factors) if rest.factors else 1
     steps = (period, rest.queries.step, rest.keys.step)
     if not all(step is not None and factor.segment % step == 0 for step in steps):
-        return _each_segment(factor, rest, _MOST_SEGMENTS)
+        return _rewrite_few_segments(factor, rest, _MOST_SEGMENTS)
     common = _common_segments(factor, rest)
     assert len(common) > _FEW_SEGMENTS, (
-        "_each_segment comes first: here the first, second and last segment are distinct"
+        "_rewrite_few_segments comes first: here the first, second and last segment are distinct"
     )
     repeated = partial(_repeated_ranges, len(common) - 2, factor.segment)
-    edges = _with_same_keys([_in_segment(factor, rest, common[0]), _in_segment(factor, rest, common[-1])])
-    return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
+    edges = _with_same_keys([_search_in_segment(factor, rest, common[0]), _search_in_segment(factor, rest, common[-1])])
+    return [*edges, (_search_in_segment(factor, rest, common[1]), repeated)]
 
 
 def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
@@ -301,7 +305,7 @@ def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
 
-def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
+def _search_in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
     assert isinstance(factor.offset, int), "a rule for one head has its offset resolved"
     start = segment * factor.segment
     active = range(start + factor.offset, start + factor.segment, factor.rate)
@@ -330,7 +334,7 @@ def _common_interval(wanted: KeyQuery) -> tuple[int, int]:
     return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
 
 
-def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_blockwise(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a search over block numbers for the keys allowed by a `Blockwise` factor, with the factor's inner rule.
 
     None for other factors, if `rest` has further factors, or if the queries' step exceeds the block and is no multiple
@@ -347,17 +351,17 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
     return [(wanted, lambda found: keys_in_blocks(found, block, rest.keys))]
 
 
-def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_neighborhood(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches without factors, one for each range of keys that the queries see by a `Neighborhood` factor.
 
     None for other factors, if `rest` has further factors, or if its queries are not consecutive.
     """
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
-    return _with_same_keys(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
+    return _with_same_keys(rest.within(keys=keys) for keys in _ranges_seen_on_grid(factor, rest.queries))
 
 
-def _one_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
+def _rewrite_single_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return the search of `rest`, restricted to the keys that its single query sees by `factor`.
 
     None for several queries, for keys of a step above 1, and for a factor whose `row` has no closed form.
@@ -370,7 +374,7 @@ def _one_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
     return [(rest, lambda found: (both for each in found for part in row if (both := intersect(each, part))))]
 
 
-def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
+def _ranges_seen_on_grid(pattern: Neighborhood, queries: range) -> Iterator[range]:
     """Yield ranges of tokens that together are the keys that some query sees; the ranges may overlap.
 
     queries: consecutive positions in the grid's row-major order; those past the end of the grid are ignored.

@@ -28,7 +28,7 @@ _MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys
 class SeenKeys:
     """Keys that at least one of a few queries sees, each once, and the allowed pairs.
 
-    rows: indices of queries; queries left out see no key.
+    rows: indices of queries; they include every query that sees a key.
     keys: positions.
     pairs: True where a query sees a key, in the order of `rows` and `keys`; None if every query of `rows` sees every
         key.
@@ -78,7 +78,7 @@ class RowSource:
         every = _union(keys for row in some for keys in row)
         if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
             return SeenKeys(rows, every, _pair_mask(some, every))
-        return SeenKeys(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
+        return SeenKeys(rows, every, self._allowed_pairs(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _seen_by_search(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
@@ -90,17 +90,17 @@ class RowSource:
             if not found:
                 return None
             places = positions(found)
-            pairs = self._allowed(queries, places)
+            pairs = self._allowed_pairs(queries, places)
         else:
             places = positions([keys])
-            pairs = self._allowed(queries, places)
+            pairs = self._allowed_pairs(queries, places)
             some = pairs.any(0).nonzero().flatten()
             places, pairs = places[some], pairs[:, some]
         rows = _hull(pairs.any(1).nonzero().flatten().tolist())
         pairs = pairs[rows.start : rows.stop : rows.step]
         return SeenKeys(rows, places, None if bool(pairs.all()) else pairs) if rows else None
 
-    def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
+    def _allowed_pairs(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
         wanted = KeyQuery((self.rule,), queries, range(0), self.head, self.num_heads)
         return wanted.allows(positions([queries])[:, None], keys)
 

@@ -103,7 +103,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
         if len(boxes.head) > _FRONTIER:  # sorted: boxes with equal keys mostly stay together
             stack += [boxes.select(half) for half in boxes.k.first.argsort(stable=True).tensor_split(2)]
             continue
-        seen, boxes = _seen_and_undecided(wanted, boxes)
+        seen, boxes = _seen_and_undecided_boxes(wanted, boxes)
         small = (boxes.q.count <= _SIDE) & (boxes.k.count <= _SIDE)
         single = _evaluated_keys(wanted, boxes.select(small))
         firsts += [seen.k.first, single]
@@ -155,7 +155,7 @@ def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
     return found
 
 
-def _seen_and_undecided(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
+def _seen_and_undecided_boxes(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
     """Return (boxes of which bounds show that each key is seen by some query, boxes with undecided keys)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
@@ -197,7 +197,7 @@ def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
     place = torch.arange(_SIDE)
     open_keys = place < count[:, None]
     seen = torch.zeros(runs, _SIDE, dtype=torch.bool)
-    turn = _earlier_of_run(number, runs)
+    turn = _num_earlier_of_run(number, runs)
     # In rounds of doubling size: a few boxes often settle all keys of a run.
     begin, rounds = 0, 1
     while len(turn):
@@ -213,7 +213,7 @@ def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
     return first[run] + boxes.k.step * key
 
 
-def _earlier_of_run(number: Tensor, runs: int) -> Tensor:
+def _num_earlier_of_run(number: Tensor, runs: int) -> Tensor:
     """Return, for each box, the number of earlier boxes that have its run of keys.
 
     number: index of the run of each box.
@@ -284,7 +284,7 @@ def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
         some, full = bounds.low > 0, bounds.low == end - begin
         between = joined_intervals(*_lags_between(begin[some], end[some], n))
         found += [(begin[full], end[full]), between]
-        doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
+        doubtful = (bounds.high > 0) & ~full & ~_inside_runs(begin, end, *between)
         begin, end = _cut_intervals(begin[doubtful], end[doubtful])
     return joined_intervals(*(torch.cat(side) for side in zip(*found, strict=True)))
 
@@ -320,7 +320,7 @@ def _lags_between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return end[first] - 1, begin[last[first]] + 1
 
 
-def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> Tensor:
+def _inside_runs(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> Tensor:
     if not len(run_begin):
         return torch.zeros_like(begin, dtype=torch.bool)
     run = torch.searchsorted(run_begin, begin, right=True) - 1

@@ -50,10 +50,10 @@ class Leaves(NamedTuple):
 
 
 class SlotIntervals(NamedTuple):
-    """Intervals of slots; interval i is first[i] to last[i] - 1."""
+    """Intervals of slots; interval i is first[i] to stop[i] - 1."""
 
     first: Tensor
-    last: Tensor
+    stop: Tensor
 
     @classmethod
     def of_blocks(cls, blocks: range | Tensor, side: int) -> SlotIntervals:
@@ -152,7 +152,7 @@ def _square_nodes(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Sl
         squares = pattern.squares(rule.heads[table], rule.num_heads)
         if squares is None:
             return None
-        q = _slots_of_positions(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.last)
+        q = _slots_of_positions(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.stop)
         k = _slots_of_positions(rule.k, table, squares.k_first, squares.side)
         nodes = Nodes(torch.full_like(q.piece, table), q, k)
         found.append(nodes.select(((q.count > 0) & (k.count > 0)).nonzero().squeeze(1)))
@@ -299,14 +299,14 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
 
     Returns (index of the interval of each intersection, the intersections as runs), without empty intersections.
     """
-    first, last = slots
+    first, stop = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
-        stretch, nth = enumerated(torch.searchsorted(pieces.starts, last) - begin)
+        stretch, nth = enumerated(torch.searchsorted(pieces.starts, stop) - begin)
         piece = begin[stretch] + nth
     else:
         stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
-    run = SlotRun.of(pieces).select(piece).within(first[stretch], last[stretch])
+    run = SlotRun.of(pieces).select(piece).within(first[stretch], stop[stretch])
     held = (run.count > 0).nonzero().squeeze(1)
     return stretch[held], run.select(held)
 

@@ -110,13 +110,15 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
     built = [
         part
         for begin in tables[::at_once]
-        for part in _build(rule, tables[begin : begin + at_once], rows, (q_block, k_block), settle)
+        for part in _block_fields_in_parts(rule, tables[begin : begin + at_once], rows, (q_block, k_block), settle)
     ]
     columns = (torch.cat(parts) for parts in zip(*built, strict=True))
     return Blocks(*rule.num_slots, q_block, k_block, tuple(tables), *columns)
 
 
-def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Iterator[tuple[Tensor, ...]]:
+def _block_fields_in_parts(
+    rule: Rule, tables: range, rows: range, sides: Sides, settle: bool
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield parts of the tensors (table, row, column, full, pairs) of `Blocks`, in the order of the list.
 
     Halves the range of tables, then of query blocks, while too many blocks are undecided.
@@ -126,10 +128,10 @@ def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -
         yield _block_fields(rule, found, sides, settle)
     elif len(tables) > 1:
         for half in _halves(tables):
-            yield from _build(rule, half, rows, sides, settle)
+            yield from _block_fields_in_parts(rule, half, rows, sides, settle)
     else:
         for half in _halves(rows):
-            yield from _build(rule, tables, half, sides, settle)
+            yield from _block_fields_in_parts(rule, tables, half, sides, settle)
 
 
 def _halves(some: range) -> tuple[range, range]:
@@ -257,11 +259,12 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         found = join_leaves(list(leaves), (rows, columns))
     height = (num_q - found.row * q_block).clamp(max=q_block)
     width = (num_k - found.column * k_block).clamp(max=k_block)
-    line, of, length = (found.table * rows + found.row).unique_consecutive(return_inverse=True, return_counts=True)
-    masked = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (found.low < height * width).long()) > 0
+    flat_row, is_partial = found.table * rows + found.row, found.low < height * width
+    listed_row, index, length = flat_row.unique_consecutive(return_inverse=True, return_counts=True)
+    masked = torch.zeros(len(listed_row), dtype=torch.int64).index_add_(0, index, is_partial.long()) > 0
     last = length.cumsum(0) - 1
     run = found.column[last] - found.column[last - length + 1] == length - 1
-    each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
+    each = torch.where(listed_row % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
     return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
 
 
@@ -278,7 +281,9 @@ def _even_sample(size: int, number: int) -> Tensor:
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """Return the block list of a sequence that is `times` times as long: copies of this list along the diagonal.
+    """Return the block list of a sequence that is `times` times as long, with copies of this list along the diagonal.
+
+    The rule must repeat along the sequence, and allow no pair between repetitions.
 
     classes: number of residue classes of the order of tokens, 1 for the order of positions.
 

@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
-    """Holds `pattern`, of query positions and window indices: query t sees window i iff t >= i * stride + reach.
+    """Holds `pattern`, whose keys are windows by index: query t sees window i iff t >= i * stride + reach.
 
     The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
     does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
@@ -89,8 +89,8 @@ class CoarseToFineAttention(nn.Module):
         within, always = (causal_pattern(), chunked(block)) if causal else (every(), None)
         self.selector = BlockSelector(block=block, choose=TopK(top), within=within, always=always)
         fine = selected_blocks("fine", block=(1, block), most=top + 1)
-        self._fine = fine if always is None else (fine | always) & within
-        self._past = WindowsBefore(block, block)
+        self._fine_pattern = fine if always is None else (fine | always) & within
+        self._past_blocks = WindowsBefore(block, block)
 
     def forward(
         self,
@@ -121,8 +121,8 @@ class CoarseToFineAttention(nn.Module):
         with torch.no_grad():
             chosen = self.selector(q, k[:, :, : whole * self.block], scale=scale, q_offset=q_offset).blocks
         last = chosen.new_full((*chosen.shape[:3], 1), whole if rest else -1)
-        fine = attend(q, k, v, self._fine, bindings={"fine": torch.cat([chosen, last], -1)}, **options)
-        pooled = attend(q, keys, values, self._past.pattern if self.causal else every(), **options)
+        fine = attend(q, k, v, self._fine_pattern, bindings={"fine": torch.cat([chosen, last], -1)}, **options)
+        pooled = attend(q, keys, values, self._past_blocks.pattern if self.causal else every(), **options)
         by_key = selected_blocks("pooled", block=(1, 1), most=self.top)
         twice = attend(q, keys, values, by_key, bindings={"pooled": chosen}, **options)
         shift = log(self.block)
@@ -151,7 +151,7 @@ def _joint_softmax(
 
 @advises()
 class NativeSparseAttention(nn.Module):
-    """NSA: sigmoid gates weigh attention to compressed keys, to the blocks that it selects, and to a window.
+    """NSA: sigmoid gates weigh three branches: attention to compressed keys, to selected blocks, and to a window.
 
     1. Compressed: window i of `length` keys from i * stride becomes one key and one value, by an MLP on the window's
        tokens, to each of which a learned position vector is added. Query t sees window i iff
@@ -220,7 +220,7 @@ class NativeSparseAttention(nn.Module):
             )
         self.compress_keys, self.compress_values = (_Compression(head_dim, length, stride) for _ in range(2))
         self.gates = nn.Linear(embed_dim, 3 * num_heads)
-        self._ended = WindowsBefore(stride, length - 1)
+        self._ended_windows = WindowsBefore(stride, length - 1)
 
     def forward(
         self,
@@ -247,7 +247,7 @@ class NativeSparseAttention(nn.Module):
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": scale, "enable_gqa": True, "q_offset": q_offset}
         keys, values = self.compress_keys(k[0]), self.compress_values(v[0])
-        compressed, lse = attend(q, keys, values, self._ended.pattern, return_lse=True, **options)
+        compressed, lse = attend(q, keys, values, self._ended_windows.pattern, return_lse=True, **options)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             blocks = self._chosen_blocks(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
         table = selected_blocks("chosen", block=(1, self.block), most=self.top) & causal_pattern()
@@ -282,7 +282,7 @@ class NativeSparseAttention(nn.Module):
         for at in range(0, number, step := max(1, _AT_ONCE // each)):
             few = slice(at, min(at + step, number))
             position = q_offset + torch.arange(few.start, few.stop, device=q.device)[:, None]
-            scores = self._scores(q[:, :, few].to(wide), keys.to(wide), lse[:, :, few], position, count, scale)
+            scores = self._block_scores(q[:, :, few].to(wide), keys.to(wide), lse[:, :, few], position, count, scale)
             own = position // self.block
             kept = (ids < self.first) | ((ids > own - self.local) & (ids <= own))
             scores, candidates = scores.masked_fill(kept, torch.inf), (ids <= own).expand(scores.shape)
@@ -290,7 +290,7 @@ class NativeSparseAttention(nn.Module):
             blocks[:, :, few], _ = choose(scores, candidates, ids.expand(scores.shape), **how)
         return blocks
 
-    def _scores(
+    def _block_scores(
         self,
         q: Float[Tensor, "B H n D"],
         keys: Float[Tensor, "B G W D"],
@@ -302,7 +302,7 @@ class NativeSparseAttention(nn.Module):
         """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
 
         The score is a sum over the query heads of the key/value head and over the windows that overlap the block: the
-        window's attention weight times the number of its strides inside the block.
+        window's attention weight times the number of its parts of `stride` keys inside the block.
 
         keys, lse: compressed keys, and the log-sum-exp of attention to them.
         position: position of each query.

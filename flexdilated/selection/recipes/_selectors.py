@@ -22,7 +22,7 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
     """Mixture of Block Attention: each query of each head reads its own block and the best earlier blocks.
 
     The score of a block is q · mean of its keys, in float32. Of the blocks before the query's own, the `top` - 1 with
-    the highest scores are chosen, or all if there are fewer. The own block is read up to the query.
+    the highest scores are chosen, or all if there are fewer. The query's own block is read up to the query.
 
     block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12.
     top: blocks that are read, the own block included; at least 2.
@@ -45,9 +45,9 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
     """Quest: each query of each head reads the last page and the pages with the highest upper bounds of scores.
 
     A page is a key block. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
-    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own. The paper uses it
-    in decoding, with one query at a time, and leaves the first two layers dense. With several queries, each chooses
-    separately.
+    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own. The paper uses
+    Quest in decoding, with one query at a time, and leaves the first two layers dense. With several queries, each
+    chooses separately.
 
     budget: keys that are read, a multiple of `block` and at least two blocks, the last page included. The paper uses
         256 to 4096.
@@ -129,7 +129,7 @@ def seer_attention(
 
     The gate scores the mean query of each block of `gate.block` queries with the maximum, minimum and mean of each
     block of `gate.block` keys. The query's own block is always read. Pass q and k before the model's rotary embedding,
-    as the gate applies its own. `SelectedAttention.distill_loss` trains it.
+    as the gate applies its own. `SelectedAttention.distill_loss` trains the gate.
 
     gate: a `SeerGate` with share="head".
     choose: the paper uses a threshold or a fixed share of the blocks: fd.Threshold(t, most=) or fd.TopK(k).
