@@ -360,7 +360,10 @@ class Expression:
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time tensor has batch size 1 or `batch`; see `resolve` for their values."""
+        """Raise ValueError unless each run-time tensor has 1 or `batch` rows.
+
+        The tensors must have their values: see `resolve`.
+        """
         for leaf in self.leaves() if self.varies else ():
             if leaf.entries not in (1, batch):
                 raise ValueError(
@@ -420,6 +423,8 @@ class Expression:
             `masks.lengths`.
 
         Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
+
+        Raises ValueError for a pattern with run-time tensors: intersect such a pattern with the result instead.
         """
         return KINDS["per_document"].of(self, documents)
 
@@ -458,7 +463,10 @@ class Expression:
 
 
 def _rebuilt(cls: type[Expression], values: dict[str, Any]) -> Expression:
-    """Return the pattern of class `cls` with these values of its fields. Raises TypeError for another class."""
+    """Return the expression of class `cls` with these values of its fields.
+
+    Raises TypeError if `cls` is no subclass of Expression.
+    """
     if not issubclass(cls, Expression):  # a file may name any class that torch considers safe
         raise TypeError(f"a pickled pattern must have the class of a pattern; got {cls.__name__}")
     return cls(**values)

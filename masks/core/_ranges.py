@@ -74,7 +74,7 @@ def unite(ranges: Ranges) -> Ranges | None:
         rest = [keys]
         for earlier in joined:
             if earlier.step == 1:
-                rest = [left for piece in rest for left in _without(piece, earlier)]
+                rest = [left for piece in rest for left in _difference(piece, earlier)]
             elif any(intersect(piece, earlier) for piece in rest):
                 return None
         joined += rest
@@ -161,12 +161,12 @@ def _disjoint_ranges(runs: list[range], steps: list[range]) -> list[range]:
         rest = [each]
         for earlier in tuple(parts):
             if earlier.start < each.stop and each.start < earlier.stop:
-                rest = [left for piece in rest for left in _without(piece, earlier)]
+                rest = [left for piece in rest for left in _difference(piece, earlier)]
         parts += rest
     return parts
 
 
-def _without(piece: range, other: range) -> Iterator[range]:
+def _difference(piece: range, other: range) -> Iterator[range]:
     both = intersect(piece, other)
     if not both:
         yield piece
