@@ -33,8 +33,8 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _index_tables(blocks, blocks.row, blocks.column, (rows, columns), device)
     by_column = _index_tables(blocks, blocks.column, blocks.row, (columns, rows), device)
-    kv_num, kv, full_kv_num, full_kv = (_by_entry(table, batch) for table in by_row)
-    q_num, q, full_q_num, full_q = (_by_entry(table, batch) for table in by_column)
+    kv_num, kv, full_kv_num, full_kv = (_split_by_entry(table, batch) for table in by_row)
+    q_num, q, full_q_num, full_q = (_split_by_entry(table, batch) for table in by_column)
     return BlockMask(
         seq_lengths=(blocks.num_q_slots, blocks.num_k_slots),
         kv_num_blocks=kv_num,
@@ -111,6 +111,9 @@ def _minor_indices(
     The storage is longer than the result, so that `_wide_view` can read each row at shape[1] entries.
 
     full: True for full blocks, False for partial ones.
+    major, minor, shape: as for `_index_tables`.
+    count: number of these blocks for each table and `major` index.
+    width: entries of a row, at least the largest count.
     """
     storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
     table = storage[: count.numel() * width].view(*count.shape, width)
@@ -128,7 +131,7 @@ def _minor_indices(
     return table
 
 
-def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:
+def _split_by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:
     return table.unflatten(0, (batch, -1))
 
 

@@ -130,9 +130,9 @@ class Expression:
     """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns, except for the values of
-    run-time tensors, which are read later. The repr is the expression that builds the value, cut after 4096 characters;
-    `parse` reads it. `depth` is the number of nested levels; above 32 construction raises ValueError, so that every
-    pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
+    run-time tensors, which are read later. The repr is the expression that builds the value, which `parse` reads; it is
+    cut after 4096 characters. `depth` is the number of nested levels; above 32 construction raises ValueError, so that
+    every pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
     segments, which are no pairs: see `zero_keys`.
 
     `pattern_kind` sets the class attributes from the dataclass fields.
@@ -272,7 +272,7 @@ class Expression:
         return found
 
     def phrase(self) -> Phrase:
-        """Return the text of the expression: a call of its kind, without named arguments that equal their defaults."""
+        """Return the text of the expression; by default a call of its kind, without named arguments at defaults."""
         names = list(self.stored)
         values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
         named = {
@@ -299,7 +299,10 @@ class Expression:
         return self
 
     def leaves(self) -> tuple[Pattern, ...]:
-        """Return the innermost patterns of the tree of parts, from left to right, with repeats; (self,) for a leaf."""
+        """Return the innermost patterns of the tree of parts, from left to right, with repeats; (self,) for a leaf.
+
+        A pattern over blocks of tokens is a leaf here, as its part counts blocks.
+        """
         return tuple(leaf for part in self.direct_parts() for leaf in part.leaves()) or (self,)  # type: ignore[return-value]
 
     def map_leaves(self, change: Callable[[Any], Pattern]) -> Any:

@@ -63,7 +63,7 @@ def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """Return the union as disjoint ranges; None for more than 128 ranges, or if two of steps above 1 overlap.
+    """Return the union as disjoint ranges; None for more than 128 ranges, or if two ranges of steps above 1 overlap.
 
     Positions that are also in a range of step 1 do not count as overlap.
     """
@@ -123,7 +123,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Return (begin, end) of the union of n non-empty intervals [begin, end): ascending, not touching."""
+    """Return the union of n non-empty intervals [begin[i], end[i]) as (begin, end) of ascending, separate intervals."""
     begin, order = begin.sort()
     reach = end[order].cummax(0).values
     first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)

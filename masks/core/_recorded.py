@@ -72,7 +72,7 @@ class Recorded:
 
     build: takes the tensors, or others in their place, and returns a plain function of the recorded function's
         arguments. Functions with equal operations and equal hashable Python values share one `build` while a cache
-        keeps it; `build` serves as their key.
+        keeps it, so that `build` can be a key for them.
     shape, dtype: of the result.
     reads: indices of the arguments on whose values the result may depend.
     text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses

@@ -156,7 +156,7 @@ class Description(PlannedCounts):
             "pattern": repr(self.pattern),
             **{name: getattr(self, name) for name in (*sizes, *COUNTED, *derived)},
             "waste": self.waste if self.useful_pairs else None,
-            "computed": [_computed_data(branch) for branch in self.branches],
+            "computed": [_branch_data(branch) for branch in self.branches],
             "branches": [
                 {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
                 for each in self.branch_shares
@@ -245,7 +245,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
     return Description(**summed(branches), **sizes, branches=branches, bound=bound)
 
 
-def _computed_data(branch: BranchDescription) -> dict[str, Any]:
+def _branch_data(branch: BranchDescription) -> dict[str, Any]:
     chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
     counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
