@@ -58,7 +58,10 @@ class PairCounts(NamedTuple):
         return cls(low, high, torch.zeros(number, dtype=torch.float64))
 
     def add(self, owner: Tensor, *found: Tensor) -> None:
-        """Add counts at the indices `owner`: one tensor of exact counts, or three tensors (low, high, likely)."""
+        """Add `found` to the counts at the indices `owner`, in place.
+
+        found: one tensor of exact counts, or three tensors (low, high, likely).
+        """
         for mine, theirs in zip(self, found if len(found) > 1 else found * 3, strict=True):
             mine.index_add_(0, owner, theirs.to(mine.dtype))
 
@@ -119,9 +122,10 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Count the allowed pairs of each box; once the budget is spent, return bounds and an estimate from sampled pairs.
+    """Count the allowed pairs of each box, within a budget of work, from which the work done is subtracted.
 
-    `rule` is the pattern of one head. The budget is reduced by the work done.
+    Counts are exact while the budget lasts; the remaining boxes get bounds and an estimate from sampled pairs.
+    `rule` is the pattern of one head.
     """
     return _count_pairs(rule, box, budget, _UNLIMITED)
 
@@ -130,7 +134,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
     """Count the allowed pairs of each box.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
-    halves. Nearly square boxes are counted by their diagonals if the pattern is constant or periodic along them, small
+    halves. Nearly square boxes are counted by their diagonals if the pattern is constant along each diagonal, small
     boxes pair by pair. Once the budget is spent, pairs are sampled. `at_once`: most boxes cut in one step.
     """
     found = PairCounts.zeros(len(box.head))
@@ -152,7 +156,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
             large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
             if not budget.afford(2 * int(large.sum())):
                 large = torch.zeros_like(large)
-            _sample(rule, rest.select((~large).nonzero().squeeze(1)), found)
+            _add_estimates(rule, rest.select((~large).nonzero().squeeze(1)), found)
             parts = [halves(rest.select(large.nonzero().squeeze(1)), rule.period() or 1)]
         stack.extend((level + 1, few) for some in parts for few in few_at_once(some, at_once))
     return found
@@ -174,9 +178,9 @@ def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
 
 
 def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """Count boxes by bounds, else by diagonals, else pair by pair if small, within the budget; add counts to `found`.
+    """Count boxes by bounds; as far as the budget goes, count the others by diagonals, and small ones pair by pair.
 
-    Returns the boxes left undecided. Boxes of similar size are processed together.
+    Adds the counts to `found`, and returns the boxes left undecided. Boxes of similar size are processed together.
     """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
@@ -203,7 +207,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
     return join(left)
 
 
-def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
+def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
     """Add the bounds of each box to `found`, with `likely` estimated from sampled pairs."""
     if not len(owned):
         return
@@ -228,7 +232,10 @@ def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor,
 
 
 def _index_at(count: Counts, share: Tensor) -> Tensor:
-    """Return the index at fraction `share` (in [0, 1)) of each progression of `count` elements."""
+    """Return, for all i and j, the index at fraction share[i, j] of progression i, which has count[i] terms.
+
+    share: fractions in [0, 1), of shape (n, m).
+    """
     return (count[:, None] * share).long().minimum(count[:, None] - 1)
 
 
@@ -258,12 +265,12 @@ def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
     assert box.q.step == box.k.step
     lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
     return torch.cat([
-        _count_diagonals(mask_mod, box.select(part), lag)
+        _count_chunk_by_lag(mask_mod, box.select(part), lag)
         for part in torch.arange(len(box.head)).split(max(1, _LOOKS // len(lag)))
     ])  # fmt: skip
 
 
-def _count_diagonals(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
+def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
     rows, columns, head = box.q.count[:, None], box.k.count[:, None], box.head[:, None]
     row = (-lag).clamp(min=0)  # where the diagonal begins
     length = (torch.minimum(rows, columns - lag) - row).clamp(min=0)
@@ -279,9 +286,9 @@ def _has_period_dividing(pattern: Pattern, step: int) -> bool:
 
 
 def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """Return a bool for each box: True if each part of the pattern allows all pairs of a diagonal, or none.
+    """Return a bool for each box: True if every part of the pattern is known to allow all or no pairs of each diagonal.
 
-    This is known of a part whose period divides the step, or whose bounds show all pairs of the box allowed or none.
+    This is known of a part if its period divides the step, or if by its bounds it allows all pairs of the box or none.
     """
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
@@ -293,7 +300,10 @@ def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the innermost patterns of a pattern; one that renumbers the positions of its part is not split."""
+    """Yield the patterns that this one combines, at any depth, by union, intersection, complement or choice.
+
+    A pattern that evaluates its part at other positions is not split.
+    """
     if isinstance(pattern, Composite):
         for part in pattern.parts:
             yield from _atoms(part)

@@ -65,7 +65,7 @@ class SlotRun:
 
 @dataclass(frozen=True)
 class Nodes:
-    """n pairs of a query run and a key run; `table`: index of the mask of each pair, of shape (n,)."""
+    """n pairs of a query run and a key run, such as the nodes of a search; `table`: index of the table of each pair."""
 
     table: Tensor
     q: SlotRun
@@ -82,11 +82,12 @@ class Nodes:
 class Rule:
     """A pattern over slots of queries and keys.
 
+    num_heads: number of heads over all devices.
     heads: one global head for each table.
     q, k: orders of queries and keys, as pieces whose positions are progressions; their `firsts` have a row for each
         table.
-    rows: an equal rule with slots cut into runs of neighbouring tokens instead of residue classes; None unless the
-        classes are many and short.
+    rows: an equal rule, in which pieces are runs of neighbouring tokens instead of residue classes; None unless there
+        are many classes.
     """
 
     pattern: Pattern
@@ -111,7 +112,9 @@ class Rule:
         return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """Return a bool tensor, True if the pair is allowed, for broadcast indices of tables, query and key slots.
+        """Return a bool tensor, True where the pair is allowed.
+
+        table, q_slot, k_slot: indices of tables, query slots and key slots; they broadcast to the shape of the result.
 
         Raises ValueError if a tensor in the pattern is too short.
         """
@@ -121,7 +124,10 @@ class Rule:
 
 
 def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a bool tensor, True if the pair is allowed, for broadcast global heads and query and key positions.
+    """Return a bool tensor, True where the pair is allowed.
+
+    num_heads: number of heads over all devices.
+    heads, q, k: global heads, query positions and key positions; they broadcast to the shape of the result.
 
     Raises ValueError if a tensor in the pattern is too short.
     """

@@ -33,8 +33,8 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _index_tables(blocks, blocks.row, blocks.column, (rows, columns), device)
     by_column = _index_tables(blocks, blocks.column, blocks.row, (columns, rows), device)
-    kv_num, kv, full_kv_num, full_kv = (_by_entry(table, batch) for table in by_row)
-    q_num, q, full_q_num, full_q = (_by_entry(table, batch) for table in by_column)
+    kv_num, kv, full_kv_num, full_kv = (_split_by_entry(table, batch) for table in by_row)
+    q_num, q, full_q_num, full_q = (_split_by_entry(table, batch) for table in by_column)
     return BlockMask(
         seq_lengths=(blocks.num_q_slots, blocks.num_k_slots),
         kv_num_blocks=kv_num,
@@ -64,29 +64,29 @@ def _index_tables(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (partial counts, partial indices, full counts, full indices) of a BlockMask, by query or by key block.
 
-    The tables have a row for each head and `major` index. It lists the `minor` indices of the blocks there.
+    In each table, the row of a head and a `major` index lists the `minor` indices of the blocks there.
 
     major, minor: row and column of each listed block, or column and row.
     shape: (number of major indices, number of minor indices).
     """
-    counts = _counts(blocks, major, shape[0])
+    counts = _block_counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
     if device_kind(device).flex_trains:
         # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
         widths = [max(widths)] * 2
     result: list[Tensor] = []
     for full, (count, width) in enumerate(zip(counts, widths, strict=True)):
-        indices = _indices(blocks, bool(full), major, minor, count, width, shape)
-        per_head = _per_head(blocks, indices)
-        num = _per_head(blocks, count.int().unsqueeze(-1)).squeeze(-1)
+        indices = _minor_indices(blocks, bool(full), major, minor, count, width, shape)
+        per_head = _tables_of_heads(blocks, indices)
+        num = _tables_of_heads(blocks, count.int().unsqueeze(-1)).squeeze(-1)
         result += [
             num.to(device),
-            per_head.to(device) if device_kind(device).flex_trains else _full_width(per_head, shape[1]),
+            per_head.to(device) if device_kind(device).flex_trains else _wide_view(per_head, shape[1]),
         ]
     return result[0], result[1], result[2], result[3]
 
 
-def _counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
+def _block_counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
     """Return [number of partial blocks, number of full blocks] of each table and `major` index."""
     counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
     for tables, part in blocks.portions():
@@ -97,7 +97,7 @@ def _counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64
     return counts
 
 
-def _indices(
+def _minor_indices(
     blocks: Blocks,
     full: bool,
     major: Int32[Tensor, " E"],
@@ -108,9 +108,12 @@ def _indices(
 ) -> Int32[Tensor, "T R W"]:
     """Return, for each table and `major` index, the `minor` indices of its blocks, then zeros up to `width`.
 
-    The storage is longer than the result, so that `_full_width` can read each row at shape[1] entries.
+    The storage is longer than the result, so that `_wide_view` can read each row at shape[1] entries.
 
     full: True for full blocks, False for partial ones.
+    major, minor, shape: as for `_index_tables`.
+    count: number of these blocks for each table and `major` index.
+    width: entries of a row, at least the largest count.
     """
     storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
     table = storage[: count.numel() * width].view(*count.shape, width)
@@ -128,11 +131,11 @@ def _indices(
     return table
 
 
-def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:
+def _split_by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:
     return table.unflatten(0, (batch, -1))
 
 
-def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
+def _tables_of_heads(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
     """Return the table of each head: of shape (heads, rows, width), or (1, rows, width) if all heads share one table.
 
     `tables` itself is returned if all heads share one table, or if head i has table i.
@@ -145,8 +148,11 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
     return torch.index_select(tables, 0, heads, out=copied)
 
 
-def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
-    """Return a view of the table at width `columns` >= W: the entries of a row from W on are those of later rows."""
+def _wide_view(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
+    """Return a view of the table with rows of `columns` >= W entries.
+
+    In a row, entries from index W on are those of later rows, and zeros after the last row.
+    """
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
 
@@ -157,8 +163,8 @@ class PackedBlocks:
 
     shape, heads: as in `Blocks`.
     lengths: number of blocks in each part of the list.
-    data: compressed bytes of each part, in which blocks are stored as distances from the previous block, as distances
-        repeat for regular patterns.
+    data: compressed bytes of each part. Each block is stored as its distance from the previous one, since distances
+        repeat in regular patterns.
     """
 
     shape: tuple[int, int, int, int]
@@ -177,7 +183,7 @@ class PackedBlocks:
         table, row, column, pairs = (torch.empty(length, dtype=torch.int32) for _ in range(4))
         blocks = Blocks(*self.shape, self.heads, table, row, column, torch.empty(length, dtype=torch.bool), pairs)
         for number, written in zip(self.lengths, self.data, strict=True):
-            _from_bytes(written, blocks, slice(begin, begin + number))
+            _unpack_into(written, blocks, slice(begin, begin + number))
             begin += number
         return blocks
 
@@ -193,7 +199,7 @@ def _to_bytes(blocks: Blocks, part: slice) -> bytes:
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 
-def _from_bytes(written: bytes, blocks: Blocks, part: slice) -> None:
+def _unpack_into(written: bytes, blocks: Blocks, part: slice) -> None:
     """Decompress `written`, the compressed result of `_to_bytes`, into the slice `part` of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor_of(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)

@@ -190,7 +190,7 @@ def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mappin
 def no_such_attribute(kind: str, name: str) -> str:
     """Return the text of an AttributeError for a pattern or mixture of class `kind` that has no attribute `name`.
 
-    For names that users often try, the text says which function to call instead.
+    For names that users often try, the text ends with advice.
     """
     return f"{kind!r} object has no attribute {name!r}" + (f": {_ADVICE[name]}" if name in _ADVICE else "")
 

@@ -189,8 +189,8 @@ class And(_Combination):
     def of(cls, *parts: Pattern) -> Pattern:
         """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
 
-        If `causal()` is a part, or a factor of a part that is itself an intersection, all parts lose the zero keys
-        (score 0, value 0) that pad their segments: these keys come after all tokens, so causal order hides them.
+        If a factor of a part is `causal()`, all parts lose the zero keys (score 0, value 0) that pad their segments:
+        these keys come after all tokens, so causal order hides them.
         """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())

@@ -206,7 +206,8 @@ def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
 def count_below(box: Box, shift: int) -> Bounds:
     """Return bounds on the pairs of each box with key position - query position <= shift.
 
-    Exact if q and k have equal steps; otherwise only where all pairs or none fulfil it.
+    Exact if q and k have equal steps. Otherwise bounds are exact where the condition holds for all pairs or for none;
+    elsewhere they are 1 and area - 1.
     """
     area = box.area
     if box.q.step != box.k.step:

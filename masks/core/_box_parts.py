@@ -20,7 +20,7 @@ _BEYOND = 1 << 33  # above the distance of any two positions
 
 @dataclass(frozen=True)
 class Owned:
-    """Parts of boxes: box i of `box` was cut from the box with index owner[i] in an original set of boxes."""
+    """Boxes with the indices of their owners: box i of `box` is part of the box or grid cell with index owner[i]."""
 
     owner: Tensor
     box: Box
@@ -57,8 +57,8 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    Queries have `factor` classes, or one for each query of the box with most queries if that is fewer; keys likewise.
-    The number of parts is that of query classes if `together` is True, else query classes times key classes.
+    Queries have `factor` classes, but no more than the longest box has queries; keys likewise. The number of parts is
+    that of query classes if `together` is True, else query classes times key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys

@@ -172,7 +172,10 @@ def seconds_text(number: float) -> str:
 
 
 def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
-    """Return a formatter of token counts in one unit: the largest of 1M (2**20), 1K (2**10) and 1 that divides all."""
+    """Return a formatter of token counts in one unit: the largest of M (2**20), K (2**10) and 1 that divides them all.
+
+    numbers: the counts.
+    """
     units = (("M", 1 << 20), ("K", 1 << 10))
     divides = ((unit, size) for unit, size in units if all(number % size == 0 for number in numbers))
     unit, size = next(divides, ("", 1))
@@ -187,9 +190,9 @@ def tokens_text(number: int) -> str:
 def round_places(window: range, most: int) -> range:
     """Return positions for the ticks of an axis over `window`: all multiples of a round step.
 
-    The step is the smallest round number of at least len(window) / most. Round numbers are powers of two if the window
-    has at least 4096 positions or a multiple of 64 of them, else 1, 2 or 5 times a power of 10. window.stop is included
-    if it is a multiple of the step.
+    The step is the smallest round number with which the window has at most `most` steps. Round numbers are powers of
+    two if the window has at least 4096 positions or a multiple of 64 of them, else 1, 2 or 5 times a power of 10.
+    window.stop is included if it is a multiple of the step.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     base, factors = (2, (1,)) if binary else (10, (1, 2, 5))

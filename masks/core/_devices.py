@@ -20,7 +20,7 @@ class DeviceKind:
         none.
     is_cuda: torch.cuda reports its memory and name.
     flex_trains: FlexAttention's kernels return a log-sum-exp, have a backward pass, read block lists of any width,
-        index in 32 bits and accept all lengths; those of CPU do none of this.
+        index in 32 bits and accept all lengths. False only for CPU, whose kernels do none of this.
     has_streams: kernels are queued in streams.
     """
 

@@ -130,9 +130,9 @@ class Expression:
     """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns, except for the values of
-    run-time tensors, which are read later. The repr is the expression that builds the value, cut after 4096 characters;
-    `parse` reads it. `depth` is the number of nested levels; above 32 construction raises ValueError, so that every
-    pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
+    run-time tensors, which are read later. The repr is the expression that builds the value, which `parse` reads; it is
+    cut after 4096 characters. `depth` is the number of nested levels; above 32 construction raises ValueError, so that
+    every pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
     segments, which are no pairs: see `zero_keys`.
 
     `pattern_kind` sets the class attributes from the dataclass fields.
@@ -272,7 +272,7 @@ class Expression:
         return found
 
     def phrase(self) -> Phrase:
-        """Return the text of the expression: a call of its kind, without named arguments that equal their defaults."""
+        """Return the text of the expression; by default a call of its kind, without named arguments at defaults."""
         names = list(self.stored)
         values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
         named = {
@@ -299,7 +299,10 @@ class Expression:
         return self
 
     def leaves(self) -> tuple[Pattern, ...]:
-        """Return the innermost patterns of the tree of parts, from left to right, with repeats; (self,) for a leaf."""
+        """Return the innermost patterns of the tree of parts, from left to right, with repeats; (self,) for a leaf.
+
+        A pattern over blocks of tokens is a leaf here, as its part counts blocks.
+        """
         return tuple(leaf for part in self.direct_parts() for leaf in part.leaves()) or (self,)  # type: ignore[return-value]
 
     def map_leaves(self, change: Callable[[Any], Pattern]) -> Any:
@@ -360,7 +363,10 @@ class Expression:
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time tensor has batch size 1 or `batch`; see `resolve` for their values."""
+        """Raise ValueError unless each run-time tensor has 1 or `batch` rows.
+
+        The tensors must have their values: see `resolve`.
+        """
         for leaf in self.leaves() if self.varies else ():
             if leaf.entries not in (1, batch):
                 raise ValueError(
@@ -420,6 +426,8 @@ class Expression:
             `masks.lengths`.
 
         Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
+
+        Raises ValueError for a pattern with run-time tensors: intersect such a pattern with the result instead.
         """
         return KINDS["per_document"].of(self, documents)
 
@@ -458,7 +466,10 @@ class Expression:
 
 
 def _rebuilt(cls: type[Expression], values: dict[str, Any]) -> Expression:
-    """Return the pattern of class `cls` with these values of its fields. Raises TypeError for another class."""
+    """Return the expression of class `cls` with these values of its fields.
+
+    Raises TypeError if `cls` is no subclass of Expression.
+    """
     if not issubclass(cls, Expression):  # a file may name any class that torch considers safe
         raise TypeError(f"a pickled pattern must have the class of a pattern; got {cls.__name__}")
     return cls(**values)

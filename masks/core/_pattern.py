@@ -57,8 +57,8 @@ def content_digest(tensor: Tensor) -> str:
 class Pattern(Expression):
     """A set of allowed (head, query, key) triples, without numbers of heads and tokens: `bind` gives these.
 
-    A subclass is a frozen dataclass that states the rule twice, checked against each other by a property test:
-    `mask_mod`, elementwise and exact, and `count`, sound bounds over boxes. Other methods have defaults.
+    A subclass is a frozen dataclass that states the rule twice: `mask_mod` is elementwise and exact, and `count` gives
+    sound bounds over boxes. `testing.check_pattern` compares the two. Other methods have defaults.
 
     is_run_time: True for a leaf that depends on a run-time tensor, such as document ids.
 
@@ -81,7 +81,7 @@ class Pattern(Expression):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         """Return lower and upper bounds on the number of allowed (query, key) pairs in each of n boxes.
 
-        A box pairs some query positions with some key positions of a global head, below num_heads.
+        A box pairs some query positions with some key positions of a global head, below num_heads. No box is empty.
         """
         raise NotImplementedError
 
@@ -115,9 +115,9 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key that is equal for branches of a mixture that one call, such as `longnet(...)`, can build.
+        """Return a key. Neighbouring branches with equal keys may be printed as one call, such as `longnet(...)`.
 
-        Such branches are printed as that one call. None: the pattern is always printed separately.
+        `joint_phrase` gives the text of that call. None: the pattern is always printed separately.
         """
         return None
 

@@ -63,7 +63,7 @@ def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """Return the union as disjoint ranges; None for more than 128 ranges, or if two of steps above 1 overlap.
+    """Return the union as disjoint ranges; None for more than 128 ranges, or if two ranges of steps above 1 overlap.
 
     Positions that are also in a range of step 1 do not count as overlap.
     """
@@ -74,7 +74,7 @@ def unite(ranges: Ranges) -> Ranges | None:
         rest = [keys]
         for earlier in joined:
             if earlier.step == 1:
-                rest = [left for piece in rest for left in _without(piece, earlier)]
+                rest = [left for piece in rest for left in _difference(piece, earlier)]
             elif any(intersect(piece, earlier) for piece in rest):
                 return None
         joined += rest
@@ -123,7 +123,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Return (begin, end) of the union of n non-empty intervals [begin, end): ascending, not touching."""
+    """Return the union of n non-empty intervals [begin[i], end[i]) as (begin, end) of ascending, separate intervals."""
     begin, order = begin.sort()
     reach = end[order].cummax(0).values
     first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)
@@ -161,12 +161,12 @@ def _disjoint_ranges(runs: list[range], steps: list[range]) -> list[range]:
         rest = [each]
         for earlier in tuple(parts):
             if earlier.start < each.stop and each.start < earlier.stop:
-                rest = [left for piece in rest for left in _without(piece, earlier)]
+                rest = [left for piece in rest for left in _difference(piece, earlier)]
         parts += rest
     return parts
 
 
-def _without(piece: range, other: range) -> Iterator[range]:
+def _difference(piece: range, other: range) -> Iterator[range]:
     both = intersect(piece, other)
     if not both:
         yield piece

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _MOST_LISTED = 8
 _INDENT = "  "
 
-# Unit of a rule's positions: tokens, blocks of tokens, or places of tokens in their document.
+# Unit of a rule's positions: tokens, blocks of tokens, or places, which are tokens counted from a later start, such as
+# that of their document.
 Unit = Literal["token", "block", "place"]
 
 
@@ -24,7 +25,8 @@ Unit = Literal["token", "block", "place"]
 class Pair:
     """A query and a key, for global head `head` of `num_heads`; a `Reason` says if they are an allowed pair.
 
-    query, key: positions, counted in `unit`: tokens, blocks of tokens, or places in a document.
+    query, key: positions, counted in `unit`: tokens, blocks of tokens, or places, which count from the start of a
+        document or another later start.
 
     >>> masks.extend.Pair(query=5, key=3, head=0, num_heads=1).distance
     'key 3 is 2 tokens before query 5'
@@ -37,7 +39,7 @@ class Pair:
     unit: Unit = "token"
 
     def counted(self, unit: Unit, query: int, key: int) -> Pair:
-        """Return the pair at these positions, counted in another unit, for a rule over blocks or within documents."""
+        """Return this pair with its positions in another unit, for a rule over blocks, or over places from a start."""
         return replace(self, query=query, key=key, unit=unit)
 
     def reason_of(self, part: Pattern) -> Reason:
@@ -82,7 +84,7 @@ class Pair:
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else None
 
     def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
-        """Return the clause that names the runs of positions of the query and key: "both are in segment 1 (4 to 7)".
+        """Return a clause on the runs of positions that hold query and key, such as: both are in segment 1 (4 to 7).
 
         kind: noun for a run.
         of_query, of_key: indices of their runs.
@@ -138,7 +140,10 @@ def span(start: int, stop: int) -> str:
 
 
 def listing(numbers: Sequence[int]) -> str:
-    """Return numbers as text, such as: 1, 2 and 5; of more than 8, the first 8 and how many more; "none" if empty."""
+    """Return numbers as text, such as "1, 2 and 5"; "none" for no numbers.
+
+    Of more than 8 numbers, the text has the first 8 and says how many more there are.
+    """
     if not numbers:
         return "none"
     if len(numbers) > _MOST_LISTED:

@@ -72,7 +72,7 @@ class Recorded:
 
     build: takes the tensors, or others in their place, and returns a plain function of the recorded function's
         arguments. Functions with equal operations and equal hashable Python values share one `build` while a cache
-        keeps it; `build` serves as their key.
+        keeps it, so that `build` can be a key for them.
     shape, dtype: of the result.
     reads: indices of the arguments on whose values the result may depend.
     text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses
@@ -103,7 +103,10 @@ class Recorded:
         return replace(self, tensors=tuple(tensors))
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
-        """Return translate(function, *tensors), recorded; `translate` must be a function at module level."""
+        """Return translate(function, *tensors), recorded.
+
+        `translate` must be a function at module level. Its result must keep the shape, the dtype and `reads`.
+        """
         build = _translated_build(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
 
@@ -118,7 +121,7 @@ def record(
     device: device of the arguments in later calls. In this call the function gets stand-ins on the CPU, whose values
         mean nothing.
 
-    Raises RecordError, and what the function raises.
+    Raises RecordError, and any error that the function raises.
     """
     recorder = _Recorder(device)
 
@@ -225,9 +228,8 @@ class _Recorder(TorchFunctionMode):
     def _trial_call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function with CPU tensors of the arguments' shapes and dtypes, and return the result.
 
-        The result has the shapes and dtypes of the real one; its values mean nothing. If `func` reads an attribute that
-        is not a tensor, such as the device, it reads that of a tensor on the device for which the caller's function is
-        recorded.
+        The result has the shapes and dtypes of the real one; its values mean nothing. If `func` reads the device or
+        another attribute that is no tensor, the result is that of a tensor on the device of the recorder.
 
         name: name of `func`.
         """
@@ -247,8 +249,8 @@ class _Recorder(TorchFunctionMode):
     def _write_line(self, found: Any, text: str, written: Tensor | None, reads: frozenset[int]) -> Any:
         """Write the line of code of a call, and return the call's result for the function that is recorded.
 
-        The result is None if `found` is None; else `written`, unless that is None; else `found` with a stand-in for
-        each of its tensors.
+        Returns None if `found` is None, `written` if that is a tensor, and else `found` with a stand-in for each of its
+        tensors.
 
         found: result of a trial call.
         text: expression of the call.
@@ -328,7 +330,7 @@ class _Recorder(TorchFunctionMode):
         return self._object_name(x)
 
     def _object_name(self, x: Any) -> str:
-        name = _name_of(x) if isinstance(x, Hashable) else f"unhashable_{next(_numbers)}"
+        name = _unique_name(x) if isinstance(x, Hashable) else f"unhashable_{next(_numbers)}"
         self._objects[name] = x
         return name
 
@@ -374,7 +376,7 @@ _numbers = count()
 
 
 @lru_cache(maxsize=1024)
-def _name_of(x: Hashable) -> str:
+def _unique_name(x: Hashable) -> str:
     """Return a name for a value, which no other value gets in this process."""
     return f"value_{next(_numbers)}"
 

@@ -1,4 +1,4 @@
-"""Inspect patterns: `describe` counts pairs, costs and receptive field; `explain` gives reasons for a pair's mask.
+"""Inspect patterns: `describe` counts pairs and predicts costs; `explain` says why a pair is allowed or not.
 
 `plot` and `show` draw a pattern as an image or as text. `count_cells` counts the allowed pairs in each cell of a grid.
 """

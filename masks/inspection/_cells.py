@@ -111,7 +111,7 @@ def count_cells(
         for window, each, size in zip(windows, edges, (num_tokens, num_keys), strict=True)
     )
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
-    found = _count_rules(set(parts), q, k)
+    found = _counts_of_rules(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
     low, high, likely = (torch.stack(each).sum(0) for each in zip(*branches, strict=True))
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, low, high, likely, branches)
@@ -129,23 +129,23 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
     return (torch.arange(first, last + 1) * side).clamp(window.start, window.stop)
 
 
-def _count_rules(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, PairCounts]:
+def _counts_of_rules(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Pattern, PairCounts]:
     """Return a map from each rule to the counts of its allowed pairs in each cell, shape (query cells, key cells).
 
     rules: patterns of one head.
 
-    Each count gets an equal share of the remaining budget of work.
+    Each rule gets an equal share of the budget of work that earlier rules have left.
     """
     found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
         budget = Budget(left // (len(rules) - waiting))
         left -= budget.left
-        found[rule] = _count_rule(rule, q, k, budget)
+        found[rule] = _counts_of_rule(rule, q, k, budget)
         left += max(budget.left, 0)
     return found
 
 
-def _count_rule(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
+def _counts_of_rule(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Return the counts of allowed pairs in each cell, shape (query cells, key cells), for the rule of one head.
 
     Raises ValueError if the rule is undefined for a position.
@@ -174,8 +174,8 @@ def _count_every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
 def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Count the allowed pairs of each cell: split its pairs into boxes of positions, and add up the boxes' counts.
 
-    A box whose bounds are not exact is cut into parts. Of several boxes that differ by whole periods of the rule, only
-    one is evaluated. If there are too many boxes, returns `_estimate_by_samples`.
+    A box whose bounds are not exact is cut into parts; of several such boxes that differ by whole periods of the rule,
+    only one. If there are too many boxes, returns `_estimate_by_samples`.
     """
     (row, queries), (column, keys) = q.parts(), k.parts()
     # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:
@@ -250,10 +250,10 @@ class CellAxis:
         return self.layout.pieces(0).position(torch.zeros_like(slots), slots)
 
     def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
-        """Return the position of the token at each fraction of the length of a cell.
+        """Return, for all i and j, the position of the token at fraction share[i, j] of the length of cell cell[i].
 
-        cell: indices of n cells, shape (n,).
-        share: fractions from 0 to 1, shape (n, m), as the result.
+        cell: indices of n cells, of shape (n,).
+        share: fractions from 0 to 1, of shape (n, m).
         """
         size = self.sizes[cell, None]
         return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))

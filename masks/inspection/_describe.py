@@ -156,7 +156,7 @@ class Description(PlannedCounts):
             "pattern": repr(self.pattern),
             **{name: getattr(self, name) for name in (*sizes, *COUNTED, *derived)},
             "waste": self.waste if self.useful_pairs else None,
-            "computed": [_computed_data(branch) for branch in self.branches],
+            "computed": [_branch_data(branch) for branch in self.branches],
             "branches": [
                 {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
                 for each in self.branch_shares
@@ -245,7 +245,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
     return Description(**summed(branches), **sizes, branches=branches, bound=bound)
 
 
-def _computed_data(branch: BranchDescription) -> dict[str, Any]:
+def _branch_data(branch: BranchDescription) -> dict[str, Any]:
     chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
     counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
@@ -294,9 +294,10 @@ def _branches_table(counts: Description) -> str:
 
 
 def _heads_table(counts: Description) -> str:
-    """Table of allowed pairs by head, for up to 24 kinds of heads, with each branch's share.
+    """Return a table of allowed pairs by head, with each branch's share if there are several branches.
 
-    "" if there is one distinct branch and all heads have equal rules.
+    Heads with equal pairs of every branch share a line; the table has up to 24 such lines. "" if there is one distinct
+    branch and all heads have equal rules.
     """
     branches, heads = counts.branch_shares, counts.heads
     if len(branches) == len(heads) == 1:
@@ -339,9 +340,9 @@ def _growth_table(counts: Description) -> str:
 
 
 def _numbers_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, shortened, such as "0 to 7" or "0, 2, ..., 14"."""
+    """Return ascending numbers as text, shortened, such as "0 to 7" or "0, 2, ..., 14"."""
     steps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 2 and len(steps) == 1:
+    if len(steps) == 1 and len(numbers) > (2 if steps == {1} else 3):
         first, second, last = numbers[0], numbers[1], numbers[-1]
         return f"{first} to {last}" if steps == {1} else f"{first}, {second}, ..., {last}"
     shown = [str(number) for number in numbers[:8]]

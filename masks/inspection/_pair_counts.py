@@ -44,12 +44,12 @@ class PlannedCounts:
 
 
 def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
-    """Map from the name of each field of PlannedCounts to its sum over `counts`."""
+    """Return the sums over `counts`, by name of the field of PlannedCounts."""
     return {name: sum(getattr(each, name) for each in counts) for name in COUNTED}
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Counts of a term; builds its block lists, if it has any, as attention does."""
+    """Return the counts of a term. A term of shape "blocks" builds its block lists, as in a call of attention."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
@@ -59,7 +59,7 @@ def count_term(term: Term) -> PlannedCounts:
     if isinstance(term, TableTerm):
         return PlannedCounts(term.counted_pairs(), computed_pairs(term), *term.block_counts(), 0)
     if term.shape != "blocks":
-        return _count_plain(term)
+        return _count_plain_term(term)
     blocks, pairs = _counted_blocks(term)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
@@ -69,23 +69,23 @@ def count_term(term: Term) -> PlannedCounts:
 
 
 def _counted_blocks(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
-    """(blocks in the list of a term, number of allowed pairs of each block)."""
+    """Return (block list of a term, number of allowed pairs of each block), for one fold."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
     return blocks, pairs
 
 
-def _count_plain(term: Term) -> PlannedCounts:
-    """Counts of a term without block lists, in closed form."""
+def _count_plain_term(term: Term) -> PlannedCounts:
+    """Return the counts of a term of a plain shape (dense, causal or strip), in closed form."""
     computed = computed_pairs(term)
     listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
-    full = _full_blocks(term) * problems
+    full = _num_full_blocks(term) * problems
     held = listed // problems * (max(term.tables()) + 1) * LISTED_BYTES
     return PlannedCounts(term.counted_pairs(), computed, full, listed - full, held)
 
 
-def _full_blocks(term: Term) -> int:
+def _num_full_blocks(term: Term) -> int:
     """Number of full blocks (whole, all pairs allowed) of a dense, causal or strip term, for one head and fold."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side

@@ -99,7 +99,7 @@ def window_of(
     Both axes have one scale; if one has over 4 times as many slots as the other, each has about `size` pixels instead.
 
     queries, keys: slots to draw, None for all.
-    block: (queries, keys) of blocks to draw, or None; the size of a cell then divides that of a block.
+    block: (queries, keys) of the blocks to draw, whose sides are multiples of the side of a cell; None for no blocks.
 
     Raises ValueError for slots out of range, and for blocks that are too small: each of their sides, and on axes of one
     scale the greatest common divisor of both sides, must be at least one pixel long.
@@ -248,7 +248,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 def _ticks(slots: range, most: int) -> list[int]:
     """Return the slots of about `most` ticks: the borders of the window's quarters, or round numbers.
 
-    Quarters need `most` to be at least 4, and a window that begins at a multiple of a quarter of its length.
+    Quarters need `most` to be at least 4, and a window that divides into quarters and begins at a multiple of one.
     """
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
@@ -257,7 +257,7 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """Lines of the title, of at most `letters` letters, followed by lines with the sizes, for a smaller font.
+    """Return the lines of the title, each of at most `letters` letters, then the sizes, in up to 15 % longer lines.
 
     Without a title from the caller, the title is the pattern's expression, cut to 3 lines. With one, the sizes are left
     out if that title is empty or there is no legend.
