@@ -59,7 +59,8 @@ class CustomRule:
 
     digest: identifies the operations and tensors of both functions, and the period.
     recorded, classify: the mask_mod and `classify` as recorded functions with tensors on the CPU; classify may be None.
-    period: number of tokens by which query and key can be shifted without changing the mask_mod's result, or None.
+    period: number of tokens by which query and key can be shifted together without changing the mask_mod's result, or
+        None.
     covers_pairs: True if the mask_mod's result has an entry for every query and key, False if it broadcasts to them.
     given: the functions of the caller, mask_mod and classify.
     elsewhere: the mask_mod with its tensors on other devices, by device; `on` adds them.
@@ -83,7 +84,7 @@ class CustomRule:
         return _HEAD in self.recorded.reads
 
     def on(self, device: torch.device) -> MaskMod:
-        """Return the function with its tensors on this device; it is cached."""
+        """Return the mask_mod with its tensors on this device; it is cached."""
         if device_kind(device).on_host:
             return self.recorded.function
         if device not in self.elsewhere:
@@ -269,7 +270,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
-    """Record a function of `number` integers; the result reads CPU copies of the tensors that the function reads.
+    """Record a function of `number` int64 tensors; the result reads CPU copies of the tensors that the function reads.
 
     shape: shape of its arguments.
     what: text for the function in errors; "" for the text of a mask_mod, "the custom function" and its name.

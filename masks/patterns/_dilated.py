@@ -77,7 +77,7 @@ class Dilated(Pattern):
         return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
-        """Return the offset of a global head, or the offset of each head in a tensor of global heads."""
+        """Return the offset of a global head, or of each one in a tensor; a number in `offset` is returned as it is."""
         if isinstance(self.offset, int):
             return self.offset
         if self.offset == "interleaved":

@@ -176,9 +176,9 @@ def _draw_blocks(num_blocks: int, drawn: int, seed: int, heads: range, rows: ran
 def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
-    Floyd's method: for each of the last `drawn` blocks draw a block up to it; if the draw is already taken, take the
-    last block itself. A draw is taken if it equals an earlier draw, or if it is one of the last blocks and that block
-    was taken at its own draw; this chain of earlier draws is followed in doubling steps.
+    Floyd's method: for each block m of the last `drawn` blocks, in ascending order, draw a block from 0 to m. Keep it,
+    or keep m if the drawn block is already kept: if an earlier draw equals it, or if it is one of the last blocks and
+    was kept in place of the draw made for it. This chain of draws is followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index
