@@ -94,11 +94,12 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 
     Layers are followed until no token reaches further tokens; unless `dense`, at most 64, for about a second.
     """
-    tokens = _drawn_tokens(bound.num_queries, number)
+    tokens = _examined_tokens(bound.num_queries, number)
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     reached: list[list[int]] = [[1] for _ in tokens]
     growing = set(range(len(tokens)))
-    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_by_rows_or_ranges(bound, tokens, heads):
+    layers = _reached_from_matrices(bound, tokens) if dense else _reached_from_lists_or_ranges(bound, tokens, heads)
+    for sizes in layers:
         growing = {index for index in growing if sizes[index] > reached[index][-1]}
         for index in growing:
             reached[index].append(sizes[index])
@@ -108,7 +109,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
     return ReceptiveField(bound.num_queries, tuple(tokens), tuple(tuple(each[1:]) for each in reached), finished)
 
 
-def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
+def _reached_from_matrices(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers without end, the number of tokens that each of `tokens` reaches.
 
     It multiplies dense matrices of all tokens.
@@ -123,15 +124,15 @@ def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
         yield known.sum(1).long().tolist()
 
 
-def _sizes_by_rows_or_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
+def _reached_from_lists_or_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
     rules = rules_of_heads(bound.pattern, heads, bound.num_heads_global)
     nowhere = torch.zeros(1, dtype=torch.bool)
     if bound.num_queries > _MOST_LISTED or any(rule.keys_of(nowhere) is None for rule in rules):
-        return _sizes_by_ranges(bound, tokens, heads)
-    return _sizes_by_rows(bound, tokens, rules)
+        return _reached_from_ranges(bound, tokens, heads)
+    return _reached_from_lists(bound, tokens, rules)
 
 
-def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]) -> Iterator[list[int]]:
+def _reached_from_lists(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, from lists of keys.
 
     rules: the distinct rules of single heads; `keys_of` of each must return keys, not None.
@@ -154,7 +155,7 @@ def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]
         yield known.sum(1).tolist()
 
 
-def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
+def _reached_from_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, from ranges of positions.
 
     heads: one global head of each group of heads with equal rules.
@@ -177,7 +178,7 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) 
         yield [sum(map(len, each)) for each in known]
 
 
-def _drawn_tokens(size: int, most: int) -> list[int]:
+def _examined_tokens(size: int, most: int) -> list[int]:
     """Return the indices of all `size` tokens if there are at most `most`.
 
     Otherwise, return one index from each of `most` equal parts, drawn at random with a fixed seed.

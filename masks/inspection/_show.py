@@ -80,9 +80,9 @@ class HeatMap:
     def lines(self) -> tuple[str, ...]:
         """Lines of the picture."""
         columns = self._canvas.columns
-        above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._facts()]
-        drawn = [*_map_lines(self.cells, self._grid, self._canvas), *_legend(self.cells, self._canvas)]
-        return (*above, *drawn, *self._notes())
+        above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._fact_lines()]
+        drawn = [*_map_lines(self.cells, self._grid, self._canvas), *_legend_lines(self.cells, self._canvas)]
+        return (*above, *drawn, *self._note_lines())
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -106,7 +106,7 @@ class HeatMap:
             ],
         }
 
-    def _facts(self) -> list[str]:
+    def _fact_lines(self) -> list[str]:
         order = "natural order" if self.order == "natural" else f"residue order mod {self.rate}"
         down, across = (
             _side_text(self.cells.row_edges, "query", "queries"),
@@ -115,7 +115,7 @@ class HeatMap:
         tokens = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens"
         return wrap(f"{tokens}, {order}; cells of {down} x {across}", self._canvas.columns, break_on_hyphens=False)
 
-    def _notes(self) -> list[str]:
+    def _note_lines(self) -> list[str]:
         notes, cells = [], self.cells
         if len(cells.branches) > 1 and bool((cells.area > 1).any()):
             notes.append("A pair counts once for each branch that allows it.")
@@ -158,8 +158,8 @@ def show(
     head: index of the head to draw, below num_heads.
     batch: index of the batch entry, if run-time tensors differ by entry.
 
-    Time does not grow with the number of tokens. Raises ValueError or TypeError for heads, entries, windows and sizes
-    that do not fit, and for tokens that the pattern does not take.
+    The time for patterns by formula does not grow with the number of tokens. Raises ValueError or TypeError for heads,
+    entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
 
     >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
     """
@@ -167,7 +167,7 @@ def show(
     require_int("num_tokens", num_tokens, minimum=1)
     require_choice("order", order, ("natural", "residue"))
     canvas = _Canvas(
-        *_two_integers("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
+        *_require_two_integers("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
         require_bool("color", color),
         not require_bool("ascii", ascii),
     )
@@ -181,7 +181,7 @@ def show(
         return HeatMap(asked, num_tokens, num_heads, head, order, rate, found, canvas, grid)
 
     if cells is not None:
-        rows, columns = _two_integers("cells", cells, (1, 1), MOST_CELLS)
+        rows, columns = _require_two_integers("cells", cells, (1, 1), MOST_CELLS)
         return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
     # Reduce the lines of cells until all fits, as texts vary in length. One line is for the prompt.
     free = canvas.lines - 1
@@ -193,7 +193,7 @@ def show(
         most = max(_LEAST_MAP, most - (len(found.lines) - free))
 
 
-def _two_integers(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
+def _require_two_integers(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(f"{name} must be a tuple of two integers; got {name}={value!r:.80}")
     first, second = (require_int(name, each, minimum=low, maximum=most) for each, low in zip(value, least, strict=True))
@@ -241,10 +241,10 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     rows, columns = min((3 - high) * lines, queries), min(most, keys)
     columns = min(columns, max(_LEAST_SIDE, round(high * rows * keys / queries)))
     rows = min(rows, max(_LEAST_SIDE, round(columns * queries / keys / high)))
-    return Grid(_cells_along(queries, rows), _cells_along(keys, columns), halves=halves)
+    return Grid(_num_cells_along(queries, rows), _num_cells_along(keys, columns), halves=halves)
 
 
-def _cells_along(slots: int, most: int) -> int:
+def _num_cells_along(slots: int, most: int) -> int:
     """Return the number of cells, at most `most`, into which `slots` slots are cut.
 
     It is the largest divisor of `slots` from 80 % of `most` to `most`. If there is none, it is the smaller of `most`
@@ -273,7 +273,7 @@ def _labels_by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, st
 
 
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
-    """(line of text with each label that fits above its cell, columns of these labels).
+    """(line of text with each label that fits above its cell, column at which each of them begins).
 
     marks: (cell, label) for each label, in ascending order of cells.
     width: characters of a cell.
@@ -335,7 +335,7 @@ def _halves_text(upper: Level, lower: Level, cells: int) -> str:
     return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_PLAIN}"
 
 
-def _legend(cells: Cells, canvas: _Canvas) -> list[str]:
+def _legend_lines(cells: Cells, canvas: _Canvas) -> list[str]:
     """Lines of the legend: the meaning of each level that occurs, except empty cells."""
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]

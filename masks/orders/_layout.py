@@ -228,7 +228,7 @@ class ListedOrder(_SharedOrder):
 
     @property
     def is_copied(self) -> bool:
-        """True if the step is above 1: costs then count a copy. Runs of step 1 count as views."""
+        """True if the step is above 1: the cost model then counts a copy. Runs of step 1 count as views."""
         return self.step > 1
 
     def end(self, filled: int) -> int:

@@ -40,7 +40,7 @@ class Placement:
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
         a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
-        last position of a query or key.
+        last position of all queries and keys.
     """
 
     queries: Ranges
@@ -94,6 +94,7 @@ class Placement:
                 yield Part(queries, token, span, gapless)
 
     def _spans(self) -> list[tuple[range, bool]]:
+        """Return [(interval of key positions, gapless), ...], as in `Part`: together they contain all keys."""
         if not self.complete:
             return [(run, True) for run in self.keys[0]]
         left_out = [run for run in self.queries if not any(among(side, run) for side in self.keys)]

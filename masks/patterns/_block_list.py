@@ -92,7 +92,7 @@ class BlockTable:
         low, high = torch.zeros_like(table), torch.zeros_like(table)
         few, many = ((rows <= _EXACT_ROWS).nonzero().squeeze(1), (rows > _EXACT_ROWS).nonzero().squeeze(1))
         for some in few.split(max(1, _ENTRIES_AT_ONCE // self.entries.shape[2])):
-            low[some] = high[some] = self._count_entries(box.select(some), rows[some])
+            low[some] = high[some] = self._count_pairs_exactly(box.select(some), rows[some])
         if len(many):
             bounds = self._cells.bounds(table[many], box.select(many), self.q_block, self.block)
             low[many], high[many] = bounds.low, bounds.high
@@ -127,7 +127,7 @@ class BlockTable:
         seen[named.clamp(max=columns)] = True
         return seen[:-1].repeat_interleave(self.block)[:length]
 
-    def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
+    def _count_pairs_exactly(self, box: Box, rows: Tensor) -> Tensor:
         """Return the exact number of allowed pairs of each box i, which spans rows[i] query blocks.
 
         The head of each box is the index of its table.
@@ -272,7 +272,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Pad ascending rows (the last dim) at their ends with NOTHING to a width that is a power of two."""
+    """Return rows (the last dim) of ascending numbers, each padded with NOTHING at its end to the next power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 

@@ -170,7 +170,7 @@ class Axis:
 
     @property
     def lead(self) -> int:
-        """Number of keys of an unshifted window, in one class, before its group's first query; never below 0."""
+        """Number of keys of an unshifted window before the first query of its group, in one class; never below 0."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
     def seen(self, first: int, last: int) -> Ranges:

@@ -451,7 +451,7 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     It is a copy, so that later changes of the caller's tensor do not change the rule.
 
     what: name of the mask, for errors.
-    dims: what its last dims count, as arguments of a score_mod.
+    dims: names of its last dims, as arguments of a score_mod; for errors.
 
     Raises TypeError for other dtypes, and ValueError for other floats.
     """

@@ -199,7 +199,7 @@ class SelectedTable(Table):
         return _key_rows(self.only_row, self.block, self.first)
 
     @cached_property
-    def _table(self) -> BlockTable:
+    def _block_table(self) -> BlockTable:
         """`BlockTable` of the rows; its query positions count from the first query of row 0."""
         rows = self.only_row
         listed = rows[rows < NOTHING]
@@ -212,7 +212,7 @@ class SelectedTable(Table):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         q = Progression(box.q.first - self.first * self.block[0], box.q.step, box.q.count)
-        return self._table.count(self._table_index(box.head, num_heads), Box(box.head, q, box.k))
+        return self._block_table.count(self._table_index(box.head, num_heads), Box(box.head, q, box.k))
 
     def reason(self, pair: Pair) -> Reason:
         table, row = self._table_index(pair.head, pair.num_heads), pair.query // self.block[0]
@@ -231,7 +231,7 @@ class SelectedTable(Table):
     def row(self, query: int, keys: range) -> Ranges | None:
         if self.rows.shape[1] > 1 or query < self.first * self.block[0]:
             return None if self.rows.shape[1] > 1 else ()
-        return self._table.row(0, query - self.first * self.block[0], keys)
+        return self._block_table.row(0, query - self.first * self.block[0], keys)
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
         if self.rows.shape[1] > 1:
@@ -239,7 +239,7 @@ class SelectedTable(Table):
         before = self.first * self.block[0]  # the table counts queries from its first row, keys from position 0
         own = torch.zeros_like(queries)
         own[: max(0, len(queries) - before)] = queries[before:]
-        return self._table.keys_of(0, own)
+        return self._block_table.keys_of(0, own)
 
     def superset(self) -> Pattern:
         return Every()
