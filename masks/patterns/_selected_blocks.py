@@ -306,7 +306,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
     In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
     values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of
-    it, each new table is planned. `fd.plan` and `describe` count what engine "aten" computes from the table.
+    it, each new table is planned. `fd.plan` and `describe` count the pairs that engine "aten" computes.
 
     `attend` and `bind` raise TypeError for a tensor without integers, and ValueError for another shape or for blocks
     beyond the keys.
