@@ -75,7 +75,7 @@ def draw(picture: Picture) -> Figure:
     aside = max(0, (_LEAST if picture.legend else 0) - of_panels) // 2  # margin if panels are narrower than texts
     width = of_panels + 2 * aside
     title = title_lines(picture, letters=int(width / _LETTER))
-    titles = [_panel_lines(picture, panel) for panel in panels]
+    titles = [_panel_title_lines(picture, panel) for panel in panels]
     entries = legend_of(picture, panels) if picture.legend else []
     legend_columns = _legend_columns(entries, width) if entries else 1
     heading = _EDGE + len(title) * _TITLE + (6 if title else 0)
@@ -102,7 +102,7 @@ def draw(picture: Picture) -> Figure:
     return figure
 
 
-def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
+def _panel_title_lines(picture: Picture, panel: Panel) -> list[str]:
     letters = max(20, int(picture.window.keys.length / 6.0))
     lines = [panel_title(picture, panel)] if panel_title(picture, panel) else []
     if picture.legend and panel.blocks is not None:
@@ -111,7 +111,10 @@ def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
 
 
 def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
-    """Draw the cells of a panel as an image in slot coordinates, lines between blocks, and ticks."""
+    """Draw a panel into `axes`: its cells as an image in slot coordinates, and ticks with labels.
+
+    Blocks whose sides have at least 12 pixels are separated by lines.
+    """
     q, k = picture.window
     extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
     colors = (paint(panel, picture.window) * 255).round().to(torch.uint8)
@@ -122,8 +125,8 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
     axes.spines[:].set_linewidth(0.7)
     if picture.block is not None and min(map(WindowAxis.pixels_of, picture.window, picture.block)) >= _LEAST_BLOCK:
         height, width = picture.block
-        lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
-        lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]
+        lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _block_starts(q.slots, height)]
+        lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _block_starts(k.slots, width)]
         axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4), autolim=False)
     rows, columns = axis_ticks(picture.window, letter=_TICK_LETTER)
     word = "slot" if panel.rate > 1 else "position"
@@ -134,8 +137,8 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
     axes.tick_params(length=3, pad=2, color=_BORDER)
 
 
-def _borders(slots: range, side: int) -> range:
-    """Slots within the window at which blocks of this size begin, except the window's first slot."""
+def _block_starts(slots: range, side: int) -> range:
+    """Return the slots of a window at which blocks of `side` slots begin, without the first slot of the window."""
     return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
@@ -147,9 +150,10 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     """Return the legend entries for the colors of cells.
 
     With blocks: pairs of full blocks, pairs of partial blocks, cells without allowed pairs in computed blocks, and
-    blocks that are not computed. Without blocks: pairs that 1, 2 and 3 branches allow, as far as the panels have them;
-    if more than 3 branches allow a pair, only 1, 2 and the largest number. If cells have several pairs, there are also
-    entries for fractions of allowed pairs; without blocks these replace the entry of 1 branch.
+    blocks that are not computed. Without blocks: pairs that 1, 2 or 3 branches allow, up to the largest number in the
+    panels; if that is above 3, only 1, 2 and that number. If cells have several pairs, the number of a cell is the mean
+    over its pairs, rounded, and there are also entries for fractions of allowed pairs; without blocks these replace the
+    entry of 1 branch.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_legend_entry(label, _pair_color(share)) for share, label in _SHARES] if many else []

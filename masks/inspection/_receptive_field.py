@@ -25,18 +25,18 @@ _MOST_ROWS = 1 << 16  # rows of tables that are read, over all sampled tokens: m
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Number of tokens that influence each of `tokens` through 1, 2, ... layers of a pattern: the tokens it reaches.
+    """Numbers of tokens that influence a token through 1, 2, ... layers of a pattern, for each of `tokens`.
 
-    A token reaches itself, and with each layer all tokens that its keys in any head reach: heads are mixed between
-    layers, and residual connections keep the tokens reached before.
+    A token reaches the tokens that influence it: itself, and through n layers all that its keys, in any head, reach
+    through n - 1 layers. Heads are mixed between layers, and residual connections keep the tokens reached before.
 
     tokens: indices of the examined tokens.
     reached: for each of `tokens`, the numbers of tokens that it reaches through 1, 2, 3, ... layers, itself included;
-        they end with the last number that is larger than the one before.
+        they end with the last number that is larger than the one before. () if it reaches itself only.
     finished: for each of `tokens`, True if further layers are known to reach no more tokens.
 
-    Up to 256 tokens are all examined, and all numbers are exact. Otherwise `tokens` is a sample: one token drawn at
-    random from each of 8 equal parts.
+    Up to 256 tokens are all examined, and all are `finished`. Otherwise `tokens` is a sample: one token drawn at random
+    from each of 8 equal parts.
     """
 
     num_tokens: int
@@ -90,16 +90,16 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
     """Receptive field of `number` randomly drawn tokens, or of all if there are no more than `number`.
 
-    Layers are followed until no token reaches further tokens.
+    dense: True to multiply (tokens, tokens) matrices; False to read the rows of tables, or use ranges of positions.
 
-    dense: True to multiply (tokens, tokens) matrices; False to read the rows of tables, or use ranges of positions, and
-        to stop after 64 layers or about a second.
+    Layers are followed until no token reaches further tokens; unless `dense`, at most 64, for about a second.
     """
-    tokens = _drawn_tokens(bound.num_queries, number)
+    tokens = _examined_tokens(bound.num_queries, number)
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     reached: list[list[int]] = [[1] for _ in tokens]
     growing = set(range(len(tokens)))
-    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_by_rows_or_ranges(bound, tokens, heads):
+    layers = _reached_from_matrices(bound, tokens) if dense else _reached_from_lists_or_ranges(bound, tokens, heads)
+    for sizes in layers:
         growing = {index for index in growing if sizes[index] > reached[index][-1]}
         for index in growing:
             reached[index].append(sizes[index])
@@ -109,10 +109,10 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
     return ReceptiveField(bound.num_queries, tuple(tokens), tuple(tuple(each[1:]) for each in reached), finished)
 
 
-def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by dense matrix powers.
+def _reached_from_matrices(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """Yield, for 1, 2, ... layers without end, the number of tokens that each of `tokens` reaches.
 
-    The iterator is endless.
+    It multiplies dense matrices of all tokens.
     """
     mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
     relation = torch.eye(len(token), dtype=torch.bool)
@@ -124,18 +124,20 @@ def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
         yield known.sum(1).long().tolist()
 
 
-def _sizes_by_rows_or_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
+def _reached_from_lists_or_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
     rules = rules_of_heads(bound.pattern, heads, bound.num_heads_global)
     nowhere = torch.zeros(1, dtype=torch.bool)
     if bound.num_queries > _MOST_LISTED or any(rule.keys_of(nowhere) is None for rule in rules):
-        return _sizes_by_ranges(bound, tokens, heads)
-    return _sizes_by_rows(bound, tokens, rules)
+        return _reached_from_ranges(bound, tokens, heads)
+    return _reached_from_lists(bound, tokens, rules)
 
 
-def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]) -> Iterator[list[int]]:
-    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by rules that list their keys.
+def _reached_from_lists(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]) -> Iterator[list[int]]:
+    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, from lists of keys.
 
-    Ends after 64 layers, or when the budget of rows is used up.
+    rules: the distinct rules of single heads; `keys_of` of each must return keys, not None.
+
+    Ends after 64 layers, or before more than 65,536 rows are read in all.
     """
     first, read = bound.q_offset, 0
     known = torch.zeros(len(tokens), first + bound.num_queries, dtype=torch.bool)
@@ -153,10 +155,12 @@ def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]
         yield known.sum(1).tolist()
 
 
-def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
-    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by ranges of positions.
+def _reached_from_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
+    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, from ranges of positions.
 
-    Ends after 64 layers, or when the budget of searches is used up.
+    heads: one global head of each group of heads with equal rules.
+
+    Ends after 64 layers, or before more than 512 searches in all, each for the keys of one range in one of `heads`.
     """
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
@@ -174,7 +178,7 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) 
         yield [sum(map(len, each)) for each in known]
 
 
-def _drawn_tokens(size: int, most: int) -> list[int]:
+def _examined_tokens(size: int, most: int) -> list[int]:
     """Return the indices of all `size` tokens if there are at most `most`.
 
     Otherwise, return one index from each of `most` equal parts, drawn at random with a fixed seed.

@@ -80,9 +80,9 @@ class HeatMap:
     def lines(self) -> tuple[str, ...]:
         """Lines of the picture."""
         columns = self._canvas.columns
-        above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._facts()]
-        drawn = [*_map_lines(self.cells, self._grid, self._canvas), *_legend(self.cells, self._canvas)]
-        return (*above, *drawn, *self._notes())
+        above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._fact_lines()]
+        drawn = [*_map_lines(self.cells, self._grid, self._canvas), *_legend_lines(self.cells, self._canvas)]
+        return (*above, *drawn, *self._note_lines())
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -92,8 +92,7 @@ class HeatMap:
 
         "low" and "high" are bounds on the allowed pairs, summed over branches; "likely" is an estimate of these pairs,
         None if all cells are counted exactly; "branches" is a list with the "pattern", "low" and "high" of each branch.
-        Other keys: "row_edges" and "column_edges" of the cells, and the fields that describe the pattern, sizes and
-        order.
+        Other keys: "row_edges" and "column_edges" of the cells, and the fields from `pattern` (as text) to `rate`.
         """
         named = zip(self.pattern.branches(), self.cells.branches, strict=True)
         return {
@@ -107,7 +106,7 @@ class HeatMap:
             ],
         }
 
-    def _facts(self) -> list[str]:
+    def _fact_lines(self) -> list[str]:
         order = "natural order" if self.order == "natural" else f"residue order mod {self.rate}"
         down, across = (
             _side_text(self.cells.row_edges, "query", "queries"),
@@ -116,7 +115,7 @@ class HeatMap:
         tokens = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens"
         return wrap(f"{tokens}, {order}; cells of {down} x {across}", self._canvas.columns, break_on_hyphens=False)
 
-    def _notes(self) -> list[str]:
+    def _note_lines(self) -> list[str]:
         notes, cells = [], self.cells
         if len(cells.branches) > 1 and bool((cells.area > 1).any()):
             notes.append("A pair counts once for each branch that allows it.")
@@ -156,11 +155,11 @@ def show(
     cells: (rows, columns) of the grid, regardless of `size`; reduced to the number of slots of the window.
     color: use 256 ANSI colors.
     ascii: use only ASCII characters.
-    head: one of num_heads.
+    head: index of the head to draw, below num_heads.
     batch: index of the batch entry, if run-time tensors differ by entry.
 
-    Time does not grow with the number of tokens. Raises ValueError or TypeError for heads, entries, windows and sizes
-    that do not fit, and for tokens that the pattern does not take.
+    The time for patterns by formula does not grow with the number of tokens. Raises ValueError or TypeError for heads,
+    entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
 
     >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
     """
@@ -168,7 +167,7 @@ def show(
     require_int("num_tokens", num_tokens, minimum=1)
     require_choice("order", order, ("natural", "residue"))
     canvas = _Canvas(
-        *_two_integers("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
+        *_require_two_integers("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
         require_bool("color", color),
         not require_bool("ascii", ascii),
     )
@@ -182,7 +181,7 @@ def show(
         return HeatMap(asked, num_tokens, num_heads, head, order, rate, found, canvas, grid)
 
     if cells is not None:
-        rows, columns = _two_integers("cells", cells, (1, 1), MOST_CELLS)
+        rows, columns = _require_two_integers("cells", cells, (1, 1), MOST_CELLS)
         return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
     # Reduce the lines of cells until all fits, as texts vary in length. One line is for the prompt.
     free = canvas.lines - 1
@@ -194,7 +193,7 @@ def show(
         most = max(_LEAST_MAP, most - (len(found.lines) - free))
 
 
-def _two_integers(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
+def _require_two_integers(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(f"{name} must be a tuple of two integers; got {name}={value!r:.80}")
     first, second = (require_int(name, each, minimum=low, maximum=most) for each, low in zip(value, least, strict=True))
@@ -202,7 +201,11 @@ def _two_integers(name: str, value: object, least: tuple[int, int], most: int) -
 
 
 def _side_text(edges: Tensor, one: str, many: str) -> str:
-    """Side of the cells as text, such as "64 queries" or "63 to 64 queries"; one, many: singular and plural noun."""
+    """Return the length of cells along one axis as text, such as "64 queries" or "63 to 64 queries".
+
+    edges: edges of the cells along the axis.
+    one, many: the noun in singular and in plural.
+    """
     least, most = (int(size) for size in edges.diff().aminmax())
     return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
 
@@ -222,9 +225,10 @@ class Grid:
 
 
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
-    """Return the finest grid for a window that takes at most `lines` lines, with cells about as wide as high.
+    """Return a grid of cells over a window of query and key slots, for a picture of at most `lines` lines of cells.
 
-    A character is about twice as high as wide. In a small window each pair is a cell.
+    If the canvas has room for all pairs, each pair is a cell. Otherwise cells are as small as fits and about as wide as
+    high, where a character counts as twice as high as wide; a narrow side still gets up to 6 cells.
     """
     queries, keys = map(len, window)
     rows, _ = _labels(window, (lines, canvas.columns))
@@ -237,10 +241,10 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     rows, columns = min((3 - high) * lines, queries), min(most, keys)
     columns = min(columns, max(_LEAST_SIDE, round(high * rows * keys / queries)))
     rows = min(rows, max(_LEAST_SIDE, round(columns * queries / keys / high)))
-    return Grid(_cells_along(queries, rows), _cells_along(keys, columns), halves=halves)
+    return Grid(_num_cells_along(queries, rows), _num_cells_along(keys, columns), halves=halves)
 
 
-def _cells_along(slots: int, most: int) -> int:
+def _num_cells_along(slots: int, most: int) -> int:
     """Return the number of cells, at most `most`, into which `slots` slots are cut.
 
     It is the largest divisor of `slots` from 80 % of `most` to `most`. If there is none, it is the smaller of `most`
@@ -269,9 +273,9 @@ def _labels_by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, st
 
 
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
-    """(line of text with each label that fits above its cell, columns of these labels).
+    """(line of text with each label that fits above its cell, column at which each of them begins).
 
-    marks: (cell, label).
+    marks: (cell, label) for each label, in ascending order of cells.
     width: characters of a cell.
     columns: greatest length of the line.
     """
@@ -287,7 +291,7 @@ def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) ->
 def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     """Lines of text: the cells in a frame, with labels at the left and above."""
     levels, number = levels_of(cells, color=canvas.color)
-    body = _half_lines(levels, number) if grid.halves else _whole_lines(levels, number, grid.width, canvas)
+    body = _lines_of_row_pairs(levels, number) if grid.halves else _lines_of_rows(levels, number, grid.width, canvas)
     inner, high = grid.columns * grid.width, 2 if grid.halves else 1
     rows, columns = _labels(cells.window, (len(body), inner))
     by_line = {cell // high: label for cell, label in reversed(_labels_by_cell(rows, cells.row_edges))}
@@ -301,7 +305,7 @@ def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     return [*lines, f"{'':{margin}} {corners[2]}{dash * inner}{corners[3]}"]
 
 
-def _whole_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
+def _lines_of_rows(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
     """Lines of text, one for each row of cells; `number`: index of each cell's level."""
 
     def text(level: Level, cells: int) -> str:
@@ -313,7 +317,7 @@ def _whole_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width:
     return ["".join(text(levels[index], len(list(run))) for index, run in groupby(row)) for row in number.tolist()]
 
 
-def _half_lines(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
+def _lines_of_row_pairs(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
     """Lines of text, one for two rows of cells, drawn as the upper and lower halves of characters."""
     rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
     return [
@@ -331,7 +335,7 @@ def _halves_text(upper: Level, lower: Level, cells: int) -> str:
     return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_PLAIN}"
 
 
-def _legend(cells: Cells, canvas: _Canvas) -> list[str]:
+def _legend_lines(cells: Cells, canvas: _Canvas) -> list[str]:
     """Lines of the legend: the meaning of each level that occurs, except empty cells."""
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]
@@ -362,10 +366,12 @@ def _colored_text(level: Level, text: str) -> str:
 
 @dataclass(frozen=True)
 class Level:
-    """Appearance of cells with fractions of allowed pairs in one range, or with pairs that several branches allow.
+    """Appearance of the cells whose fraction of allowed pairs is in one range.
+
+    In a mixture the fraction counts a pair once for each branch that allows it, and may exceed 1.
 
     shape: character that is drawn; ascii: the character on a terminal with ASCII only.
-    color: number of its ANSI color.
+    color: number of its ANSI color, 0 for none.
     meaning: text for the legend.
     """
 
@@ -414,7 +420,7 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
 
 
 def _levels_by_times(single: bool, mixed: bool) -> list[Level]:
-    """Return the levels of cells with pairs that are allowed by one branch, by two, and so on.
+    """Return the levels of cells by the mean number of branches that allow a pair: 1, over 1 to 2, ..., over 8.
 
     single: each cell is one pair.
     mixed: the pattern has several branches.

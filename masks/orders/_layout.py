@@ -1,4 +1,4 @@
-"""Orders: the token in each slot, a place of a reordered tensor, for each head; of all tokens or of some."""
+"""Orders of all tokens or of some: which token is in each slot (place of a reordered tensor), for each head."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ class _SharedOrder(_Order):
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return the index after the last token of fold 0, and after `filled` more, one for each slot of padding."""
+        """Return a number above all token indices of fold 0, and of `filled` slots after its last one.
+
+        Kernels may ask for these slots; each counts as one more token.
+        """
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
@@ -188,10 +191,10 @@ class Layout(Permutation):
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
 
     def rows(self, origin: int) -> Pieces:
-        """Return the slots as slot runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
+        """Return slot runs of consecutive tokens: the first token of each class, then the second, and so on.
 
-        Token 0 has position `origin`. Many short classes give few such runs. If some classes have one token more than
-        the rest, the runs of these classes come first, and then those of the rest.
+        Token 0 has position `origin`. Many short classes give few such runs. If the first classes have one token more
+        than the rest, no run has tokens of both kinds, and all runs of the longer classes come first.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -225,7 +228,7 @@ class ListedOrder(_SharedOrder):
 
     @property
     def is_copied(self) -> bool:
-        """True if the step is above 1: costs then count a copy. Runs of step 1 count as views."""
+        """True if the step is above 1: the cost model then counts a copy. Runs of step 1 count as views."""
         return self.step > 1
 
     def end(self, filled: int) -> int:

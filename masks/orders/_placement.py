@@ -18,7 +18,7 @@ from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
-    """One computation for tokens of a placement: a run of queries, and an interval of positions with its keys.
+    """One part of the pairs of a placement: those of a run of queries with all keys in an interval of positions.
 
     queries: positions of the queries.
     q_token: index of the first query in q.
@@ -38,9 +38,9 @@ class Placement:
 
     keys: one entry for all key-value heads, or one for each.
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
-        such pairs must be excluded, and all heads have equal keys, in runs of step 1.
+        a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
-        last position of a query or key.
+        last position of all queries and keys.
     """
 
     queries: Ranges
@@ -94,6 +94,7 @@ class Placement:
                 yield Part(queries, token, span, gapless)
 
     def _spans(self) -> list[tuple[range, bool]]:
+        """Return [(interval of key positions, gapless), ...], as in `Part`: together they contain all keys."""
         if not self.complete:
             return [(run, True) for run in self.keys[0]]
         left_out = [run for run in self.queries if not any(among(side, run) for side in self.keys)]
@@ -107,9 +108,9 @@ class Placement:
         return spans
 
     def stretches(self, span: range, gap: int) -> list[range]:
-        """Return ascending intervals of positions that together contain the keys of all heads in `span`.
+        """Return ascending intervals of positions that together contain all keys in `span`, of any head.
 
-        A gap of at most `gap` positions without a key is part of an interval; longer gaps separate intervals.
+        A gap of at most `gap` positions where no head has a key is part of an interval; longer gaps separate intervals.
         """
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
@@ -127,10 +128,10 @@ class Placement:
 
     def key_slots(self, head: int) -> HeldSlots:
         """Return the index of each key position in the key tensor of one key-value head."""
-        return _slots(self.keys[head if len(self.keys) > 1 else 0])
+        return _held_slots(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> HeldSlots:
-        return _slots(self.queries)
+        return _held_slots(self.queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +149,11 @@ class HeldSlots:
 
 
 @lru_cache(maxsize=64)
-def _slots(held: Ranges) -> HeldSlots:
-    tokens = [torch.arange(run.start, run.stop, run.step) for run in held]
+def _held_slots(runs: Ranges) -> HeldSlots:
+    tokens = [torch.arange(run.start, run.stop, run.step) for run in runs]
     position, slot = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
     if bool((position[1:] == position[:-1]).any()):
-        raise ValueError(f"tokens must be at different positions; got {held}")
+        raise ValueError(f"tokens must be at different positions; got {runs}")
     return HeldSlots(position, slot)
 
 
@@ -217,7 +218,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class ActivePositions:
-    """Ascending order of the active positions in given ranges: those p with p % segment % step equal to an offset.
+    """Ascending order of active positions: for each row, the p in its `runs` with p % segment % step == its offset.
 
     runs: for each row of `positions`, ranges of positions, whose steps may exceed 1.
     offsets: the offset of each row.

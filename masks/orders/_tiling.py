@@ -77,11 +77,11 @@ class Tiling(Permutation):
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
 
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
-        """Cut n slot runs, of slots start[i] to stop[i] - 1, into non-empty rectangles of the grid.
+        """Return the non-empty rectangles of the grid into which n slot runs are cut.
 
-        The result also has the index i of the slot run of each rectangle.
+        Slot run i has slots start[i] to stop[i] - 1; i is the `run` of its rectangles.
         """
-        rest = _Runs(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
+        rest = _RunParts(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
         found = []
         for axis, unit in self._cuts():
             whole, rest = _cut_at_children(rest, axis, unit)
@@ -107,7 +107,7 @@ class Tiling(Permutation):
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _RunParts:
     """Non-empty parts of slot runs, each within one rectangle of the grid.
 
     run: index of the original run.
@@ -120,11 +120,11 @@ class _Runs:
     stop: Tensor
     box: Rectangle
 
-    def select(self, index: Tensor) -> _Runs:
-        return _Runs(self.run[index], self.start[index], self.stop[index], select(self.box, index))
+    def select(self, index: Tensor) -> _RunParts:
+        return _RunParts(self.run[index], self.start[index], self.stop[index], select(self.box, index))
 
 
-def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
+def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles, _RunParts]:
     """Split slot runs at the boundaries of children; return (rectangles of whole children, the remaining parts).
 
     Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
@@ -139,7 +139,7 @@ def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Ru
     boxes = _children(runs.box, axis, unit, begin, end)
     ends = _part_in_child(runs, begin - 1, size, axis, unit).select(before)
     beginnings = _part_in_child(runs, end, size, axis, unit).select(after)
-    rest = _Runs(
+    rest = _RunParts(
         torch.cat([ends.run, beginnings.run]),
         torch.cat([ends.start, beginnings.start]),
         torch.cat([ends.stop, beginnings.stop]),
@@ -148,7 +148,7 @@ def _cut_at_children(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Ru
     return Rectangles(runs.run[whole], select(boxes, whole)), rest
 
 
-def _part_in_child(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
+def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
     """Return, for each slot run i, the part of it in child number child[i] of the run's rectangle.
 
     That child is the rectangle of the part. Children have `unit` places along `axis` and are numbered from 0.
@@ -156,7 +156,7 @@ def _part_in_child(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: in
     size: number of slots of a child.
     """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
-    return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
+    return _RunParts(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
 
 
 def _tokens_per_place(box: Rectangle, axis: int) -> Tensor:
@@ -191,7 +191,7 @@ class Tiled(Pattern):
         return lambda b, h, q, k: inner(b, h, positions[q], positions[k])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Return the number of allowed pairs of each box, exactly: lower and upper bounds are equal.
+        """Return bounds on the allowed pairs of each box; they are exact if all rates and strides are at most 64.
 
         The slots of a box are a few rectangles of the grid, whose pairs are counted axis by axis.
         """

@@ -211,10 +211,10 @@ def local_window(*, left: int, right: int) -> Pattern:
 
 @constructor
 def strided(stride: int) -> Pattern:
-    """Pattern in which each query sees the keys 0, `stride`, 2 * `stride`, ... tokens before and after its position.
+    """Pattern in which each query sees all keys whose distance from it, before or after, is a multiple of `stride`.
 
-    With a window of the `stride` keys before the query it is the strided form of the Sparse Transformer (arXiv
-    1904.10509): `(local_window(left=stride, right=0) | strided(stride)) & causal()`.
+    It sees its own key, too. With a window of the `stride` keys before the query this is the strided form of the Sparse
+    Transformer (arXiv 1904.10509): `(local_window(left=stride, right=0) | strided(stride)) & causal()`.
     Raises ValueError for a stride below 1.
 
     >>> masks.describe(masks.strided(4), 8).useful_pairs

@@ -92,7 +92,7 @@ class BlockTable:
         low, high = torch.zeros_like(table), torch.zeros_like(table)
         few, many = ((rows <= _EXACT_ROWS).nonzero().squeeze(1), (rows > _EXACT_ROWS).nonzero().squeeze(1))
         for some in few.split(max(1, _ENTRIES_AT_ONCE // self.entries.shape[2])):
-            low[some] = high[some] = self._count_entries(box.select(some), rows[some])
+            low[some] = high[some] = self._count_pairs_exactly(box.select(some), rows[some])
         if len(many):
             bounds = self._cells.bounds(table[many], box.select(many), self.q_block, self.block)
             low[many], high[many] = bounds.low, bounds.high
@@ -117,7 +117,7 @@ class BlockTable:
     def keys_of(self, table: int, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
         """Return a mask of the key positions below N, True where at least one query sees the key in table `table`.
 
-        queries: True at the positions of the queries. Positions at `limit` and later are treated like all others.
+        queries: True at the positions of the queries. `limit` is not applied.
         """
         length = len(queries)
         row = torch.nn.functional.pad(queries, (0, -length % self.q_block)).view(-1, self.q_block).any(1).nonzero()
@@ -127,7 +127,7 @@ class BlockTable:
         seen[named.clamp(max=columns)] = True
         return seen[:-1].repeat_interleave(self.block)[:length]
 
-    def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
+    def _count_pairs_exactly(self, box: Box, rows: Tensor) -> Tensor:
         """Return the exact number of allowed pairs of each box i, which spans rows[i] query blocks.
 
         The head of each box is the index of its table.
@@ -150,10 +150,10 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False)
 class CellSums:
-    """Numbers of listed blocks in the cells of each table: a cell is a square of blocks.
+    """Cumulative numbers of listed blocks in the cells of each table: a cell is a square of blocks.
 
     side: blocks along an edge of a cell.
-    sums: sums[t, i, j] counts the listed blocks of table t in the cells above row i and left of column j.
+    sums: sums[t, i, j] counts the listed blocks of table t in the first i rows and the first j columns of cells.
     """
 
     side: int
@@ -161,9 +161,10 @@ class CellSums:
 
     @classmethod
     def of(cls, tables: int, shape: tuple[int, int], table: Tensor, row: Tensor, column: Tensor) -> CellSums:
-        """Return the sums of blocks given by table, row and column, sorted by table.
+        """Return the sums for listed blocks: block n is at row[n] and column[n] of table[n], and `table` ascends.
 
-        shape: rows and columns of blocks in a table.
+        tables: number of tables.
+        shape: numbers of rows and of columns of blocks in a table.
         """
         side = -(-max(shape) // isqrt(_MOST_CELLS // tables))
         height, width = -(-shape[0] // side), -(-shape[1] // side)
@@ -174,7 +175,7 @@ class CellSums:
         return cls(side, sums)
 
     def bounds(self, table: Tensor, box: Box, q_block: int, k_block: int) -> Bounds:
-        """Return bounds on the pairs in listed blocks of each box, from the cells that it touches.
+        """Return bounds on the number of pairs of each box that are in listed blocks, from the cells that it touches.
 
         table: index of the table for each box.
         q_block, k_block: queries and keys of a block.
@@ -271,7 +272,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Pad ascending rows (the last dim) at their ends with NOTHING to a width that is a power of two."""
+    """Return rows (the last dim) of ascending numbers, each padded with NOTHING at its end to the next power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 
@@ -427,13 +428,13 @@ def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
     if isinstance(table, _SEQUENCES) and not table:
         raise ValueError(f"a block list needs at least one row of block numbers; got {name}={table!r}")
     if not isinstance(table, _SEQUENCES):
-        raise TypeError(_mixed_rows_error(name, table))
+        raise TypeError(_mixed_rows_text(name, table))
     return tuple(_checked_row(row, f"{name}[{index}]") for index, row in enumerate(table))
 
 
 def _checked_row(row: Any, name: str) -> tuple[int, ...]:
     if not isinstance(row, _SEQUENCES) or _is_table(row):
-        raise TypeError(_mixed_rows_error(name, row))
+        raise TypeError(_mixed_rows_text(name, row))
     # Tables can be large: entries are checked one by one only to report an error.
     if row and not (set(map(type, row)) == {int} and min(row) >= 0 and max(row) < NOTHING):
         for place, entry in enumerate(row):
@@ -450,7 +451,7 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, _SEQUENCES) and any(issubclass(kind, _SEQUENCES) for kind in set(map(type, value)))
 
 
-def _mixed_rows_error(name: str, value: Any) -> str:
+def _mixed_rows_text(name: str, value: Any) -> str:
     rule = "rows must be rows of block numbers, or one list of such rows for each head, not a mix"
     return f"{rule}; got {name}={value!r:.60}"
 

@@ -59,7 +59,8 @@ class CustomRule:
 
     digest: identifies the operations and tensors of both functions, and the period.
     recorded, classify: the mask_mod and `classify` as recorded functions with tensors on the CPU; classify may be None.
-    period: number of tokens by which query and key can be shifted without changing the mask_mod's result, or None.
+    period: number of tokens by which query and key can be shifted together without changing the mask_mod's result, or
+        None.
     covers_pairs: True if the mask_mod's result has an entry for every query and key, False if it broadcasts to them.
     given: the functions of the caller, mask_mod and classify.
     elsewhere: the mask_mod with its tensors on other devices, by device; `on` adds them.
@@ -75,7 +76,7 @@ class CustomRule:
 
     @property
     def name(self) -> str:
-        return _name(self.given[0])
+        return _function_name(self.given[0])
 
     @property
     def uses_head(self) -> bool:
@@ -83,7 +84,7 @@ class CustomRule:
         return _HEAD in self.recorded.reads
 
     def on(self, device: torch.device) -> MaskMod:
-        """Return the function with its tensors on this device; it is cached."""
+        """Return the mask_mod with its tensors on this device; it is cached."""
         if device_kind(device).on_host:
             return self.recorded.function
         if device not in self.elsewhere:
@@ -224,16 +225,16 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     )
     if period is not None:
         require_int("period", period, minimum=1)
-    recorded, classes = _record_on_cpu(given[0], 4), None
+    name, recorded, classes = _function_name(given[0]), _record_on_cpu(given[0], 4), None
     if given[1] is not None:
-        classes = _record_on_cpu(given[1], 5, shape=(1,), what=f"classify of the custom function {_name(given[0])!r}")
+        classes = _record_on_cpu(given[1], 5, shape=(1,), what=f"classify of the custom function {name!r}")
     digests = [_digest(each) for each in (recorded, classes) if each is not None]
     digest = "+".join(digests + ([] if period is None else [f"period {period}"]))
     with _rules_lock:
         known = _rules.get(digest)
     if known is not None:
         return Custom(known)
-    rule = CustomRule(digest, recorded, classes, period, _checked_covers_pairs(_name(given[0]), recorded), given)
+    rule = CustomRule(digest, recorded, classes, period, _checked_covers_pairs(name, recorded), given)
     if classes is not None:
         _check_classify(rule.name, classes)
     if period is not None:
@@ -263,20 +264,20 @@ def _refuse_graphs() -> None:
         )
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     function = function.func if isinstance(function, partial) else function
     return getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]
 
 
 def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
-    """Record a function of `number` integers; the result reads CPU copies of the tensors that the function reads.
+    """Record a function of `number` int64 tensors; the result reads CPU copies of the tensors that the function reads.
 
     shape: shape of its arguments.
     what: text for the function in errors; "" for the text of a mask_mod, "the custom function" and its name.
 
     Raises TypeError or ValueError if the function cannot be recorded.
     """
-    what = what or f"the custom function {_name(function)!r}"
+    what = what or f"the custom function {_function_name(function)!r}"
     try:
         with torch.no_grad():
             found = record(function, [torch.int64] * number, torch.device("cpu"), shape=shape)
@@ -304,7 +305,7 @@ def _digest(recorded: Recorded) -> str:
     return sha256(json.dumps([recorded.text, tensors]).encode()).hexdigest()
 
 
-def _refusal(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
+def _rule_error(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
     return kind(f"the custom function {name!r} {rule}; {got}")
 
 
@@ -322,7 +323,7 @@ def _check_period(rule: CustomRule, period: int) -> None:
         return
     if not torch.equal(here, there):
         differ = f"its results near position 0 and near {period} differ"
-        raise _refusal(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
+        raise _rule_error(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
 def _require_function(what: str, value: object, takes: str) -> Callable[..., Any]:
@@ -330,7 +331,7 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
         raise TypeError(f"{what} must be a function of {takes}; got {type(value).__name__}{instead_of_pattern(value)}")
     given = refused_arguments(value, takes.count(",") + 1)
     if given is not None:
-        raise TypeError(f"{what} must take {takes}; got {_name(value)!r} with {given}")
+        raise TypeError(f"{what} must take {takes}; got {_function_name(value)!r} with {given}")
     return value
 
 
@@ -345,10 +346,10 @@ def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
     Returns True if its result has an entry for every query and key, False if it broadcasts to them.
     """
     if recorded.dtype != torch.bool:
-        raise _refusal(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
+        raise _rule_error(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
     if _BATCH in recorded.reads:
         advice = "for rules that differ between batch entries use run-time tensors, such as masks.mask"
-        raise _refusal(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
+        raise _rule_error(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
     grid = _largest_grid(recorded)
     result = _call_on_grid(name, recorded, grid)
     answers = _expanded_to_grid(name, result, grid)
@@ -398,7 +399,7 @@ def _expanded_to_grid(name: str, result: Tensor, grid: Places) -> Tensor:
         return result.expand(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         got = f"got {tuple(result.shape)} for shapes {', '.join(map(str, shapes))}"
-        raise _refusal(name, "must return the broadcast shape of its arguments", got) from None
+        raise _rule_error(name, "must return the broadcast shape of its arguments", got) from None
 
 
 def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tensor) -> None:
@@ -420,7 +421,7 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
             _, head, query, key = given.reshape(4, -1)[:, differs[0]].tolist()
             rule = f"must decide each pair independently, with equal results {when}"
             differ = f"its results for head {head}, query {query}, key {key} differ"
-            raise _refusal(name, rule, differ)
+            raise _rule_error(name, rule, differ)
 
 
 def _classes_of_boxes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:

@@ -77,7 +77,7 @@ class Dilated(Pattern):
         return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
-        """Return the offset of a global head, or the offset of each head in a tensor of global heads."""
+        """Return the offset of a global head, or of each one in a tensor; a number in `offset` is returned as it is."""
         if isinstance(self.offset, int):
             return self.offset
         if self.offset == "interleaved":
@@ -131,7 +131,7 @@ class Dilated(Pattern):
         return active_in_segment
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        (q_first, q_last), (k_first, k_last) = self._segments(box.q), self._segments(box.k)
+        (q_first, q_last), (k_first, k_last) = self._end_segments(box.q), self._end_segments(box.k)
         start = torch.maximum(q_first, k_first)
         spanned = (torch.minimum(q_last, k_last) + 1 - start).clamp(min=0)
         offsets = self._offsets(box.head, num_heads)
@@ -166,7 +166,7 @@ class Dilated(Pattern):
         """
         return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
 
-    def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
+    def _end_segments(self, progression: Progression) -> tuple[Counts, Counts]:
         return progression.first // self.segment, progression.last // self.segment
 
     def _offsets(self, heads: Tensor, num_heads: int) -> Tensor:

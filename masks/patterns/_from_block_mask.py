@@ -98,7 +98,7 @@ def of_block_mask(
     `b` although all batch entries share the lists.
     """
     partial, full = _tables(block_mask)
-    rules = _rules(block_mask.mask_mod, len(partial), custom, reads_entry)
+    rules = _rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
     made: list[Pattern] = []
     for entry, rule in enumerate(rules):
         if entry and rule is rules[entry - 1] and all(torch.equal(x[entry], x[entry - 1]) for x in (partial, full)):
@@ -110,7 +110,7 @@ def of_block_mask(
     return And.of(whole, PositionsBelow(int(queries), int(keys), heads if heads > 1 else None))
 
 
-def _rules(
+def _rules_of_mask_mod(
     function: Any, entries: int, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
     if function is noop_mask:
@@ -167,8 +167,9 @@ def _lists_match_rule(
 ) -> bool:
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    Return False without a comparison if there are more than 2**28 pairs, or if the rule differs by head but the lists
-    are for a single head. A rule that allows every pair is compared at any size.
+    Return False without a comparison if there are more than 2**28 pairs over all heads of the lists, or if the rule
+    differs by head but the lists are for a single head; also if the mask_mod indexes beyond the end of a tensor. A rule
+    that allows every pair is compared at any size.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():

@@ -170,7 +170,7 @@ class Axis:
 
     @property
     def lead(self) -> int:
-        """Number of keys of an unshifted window, in one class, before its group's first query; never below 0."""
+        """Number of keys of an unshifted window before the first query of its group, in one class; never below 0."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
     def seen(self, first: int, last: int) -> Ranges:
@@ -235,7 +235,7 @@ class Axis:
         """Return bounds on the allowed pairs of each box, from the distances key - query.
 
         low counts the pairs at distances that every window contains, high those at distances that any window may
-        contain. For unequal steps of q and k, low is 0, and high counts all pairs within a residue class.
+        contain. For unequal steps of q and k, low is 0, and high bounds the number of pairs within a residue class.
         """
         box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:

@@ -26,7 +26,7 @@ class KeyRows(NamedTuple):
     first: int = 0
 
     def line(self) -> Int64[Tensor, " E"]:
-        """Return the list that each key is in."""
+        """Return the index of the list that holds each of `keys`."""
         return torch.arange(len(self.ends)).repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
 
 

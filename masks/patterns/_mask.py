@@ -91,7 +91,7 @@ class MaskTable(Table):
 
     @cached_property
     def _cell_sums(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
-        """(sums, sides): sums[t, i, j] is the number of allowed pairs in the first i by j cells of head t.
+        """(sums, sides): sums[t, i, j] counts the allowed pairs of head t in the first i rows and j columns of cells.
 
         A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell of size 1. All batch
         entries must share one mask.

@@ -168,7 +168,10 @@ class QueriesFrom(_FromStart):
     def of(pattern: Expression, starts: Any, name: str = "starts") -> Any:
         """Return `pattern` with query i at position starts[b] + i in batch entry b.
 
-        Its factors `visible_keys` depend on no query, and stay outside `QueriesFrom`.
+        starts: a tensor, a name under which calls pass it, or an `EntryNumber`.
+        name: name of a tensor, for errors.
+
+        Factors `visible_keys` of `pattern` depend on no query, and stay outside `QueriesFrom`.
         """
         numbers = starts if isinstance(starts, Pattern) else of_tensor(EntryNumber, starts, name)
 

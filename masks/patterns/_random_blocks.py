@@ -69,14 +69,14 @@ class RandomBlocks(TableRule):
         return self.head is None
 
     def table(self, num_heads: int) -> BlockTable:
-        return self._table(num_heads, self._num_rows())
+        return self._table_of_rows(num_heads, self._num_rows())
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         rows = self._num_rows()
         if self.positions is None and len(box.head):  # unknown number of queries: further rows stay undecided
             needed = int(box.q.first.max()) // self.block + 1
             rows = min(rows, max(_next_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
-        bounds = self._table(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
+        bounds = self._table_of_rows(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
         if rows == self._num_rows():
             return bounds
         return Bounds(bounds.low, torch.where(box.q.last // self.block < rows, bounds.high, box.area))
@@ -95,7 +95,7 @@ class RandomBlocks(TableRule):
         """Return the number of query blocks that draw key blocks: those below `num_tokens` and below `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
-    def _table(self, num_heads: int, rows: int) -> BlockTable:
+    def _table_of_rows(self, num_heads: int, rows: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
         self._require_few_draws(len(heads), rows)
         return _draw_table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
@@ -163,7 +163,7 @@ def _draw_blocks(num_blocks: int, drawn: int, seed: int, heads: range, rows: ran
     num_blocks: number of key blocks.
     drawn: number of distinct key blocks for each query block.
     seed: seed of the draw.
-    heads, rows: numbers of the heads and of the query blocks.
+    heads, rows: ranges of global heads and of query blocks.
     """
     head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
     state = _splitmix64(_splitmix64(_splitmix64(torch.tensor(seed)) + head) + row)
@@ -176,9 +176,9 @@ def _draw_blocks(num_blocks: int, drawn: int, seed: int, heads: range, rows: ran
 def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
-    Floyd's method: for each of the last `drawn` blocks draw a block up to it; if the draw is already taken, take the
-    last block itself. A draw is taken if it equals an earlier draw, or if it is one of the last blocks and that block
-    was taken at its own draw; this chain of earlier draws is followed in doubling steps.
+    Floyd's method: for each block m of the last `drawn` blocks, in ascending order, draw a block from 0 to m. Keep it,
+    or keep m if the drawn block is already kept: if an earlier draw equals it, or if it is one of the last blocks and
+    was kept in place of the draw made for it. This chain of draws is followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index

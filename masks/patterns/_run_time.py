@@ -58,8 +58,8 @@ class RunTime(Pattern):
     num_dims: number of dims of the tensor for one batch entry; one more dim is the batch.
 
     The pattern's text holds the name and not the values, so new values neither retrace nor recompile. Subclasses define
-    two methods: `table` returns the `Table`, which is the pattern with the values of a tensor, and `widest` returns the
-    values that allow most.
+    two methods: `table` returns the `Table`, which is the pattern with the values of a tensor, and `widest` returns
+    values that allow as many pairs as possible.
 
     >>> isinstance(masks.documents("ids"), masks.extend.RunTime)
     True
@@ -104,7 +104,7 @@ class RunTime(Pattern):
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a run-time tensor of this shape, on the CPU, whose values allow every pair that any values allow.
+        """Return a run-time tensor of this shape, on the CPU, whose values allow about as many pairs as possible.
 
         Compiled programs are planned with it, because the values of later calls are unknown. extent: see `table`.
         """
@@ -347,14 +347,14 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """Return the pattern as its caller wrote it, without tensors and values: the key for `cache().forget`."""
+    """Return the pattern with run-time tensors by name only, without their values: the key of `cache().forget`."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
     """Return the pattern with a placeholder table in place of each run-time leaf.
 
-    It holds the values that allow the most pairs (see `RunTime.widest`), and stands for all tensors of its shape.
+    Each placeholder holds the values that `RunTime.widest` returns, and stands for all tensors of its shape.
 
     tensors: run-time tensors by name, of which only the shapes are read. Placeholders of equal patterns and shapes are
         equal.
@@ -451,7 +451,7 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     It is a copy, so that later changes of the caller's tensor do not change the rule.
 
     what: name of the mask, for errors.
-    dims: what its last dims count, as arguments of a score_mod.
+    dims: names of its last dims, as arguments of a score_mod; for errors.
 
     Raises TypeError for other dtypes, and ValueError for other floats.
     """

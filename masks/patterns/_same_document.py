@@ -107,7 +107,10 @@ class SpanPairs(Table):
 
     @cached_property
     def sides(self) -> tuple[Runs, Runs]:
-        """Runs of query positions and of key positions, one per document with both; all entries must share one row."""
+        """(runs of queries, runs of keys), in positions; run i of both is one document.
+
+        Documents without queries or without keys are left out. All batch entries must share one row.
+        """
         q, k = self.only_row.tensor_split([self.queries])
         both = torch.arange(int(self.only_row.max()) + 1)
         both = both[torch.isin(both, q) & torch.isin(both, k)]

@@ -73,7 +73,7 @@ class SelectedBlocks(RunTime):
         """
         if self.given is not None:
             return None
-        q_block, k_block = (_rounded_up(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
+        q_block, k_block = (_fitting_size(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
         return replace(self, block=(q_block, k_block))
 
     def table(self, tensor: Tensor, extent: Extent) -> SelectedTable:
@@ -98,10 +98,10 @@ class SelectedBlocks(RunTime):
                 f"{self._noun} must be below {number}, or {_NONE} for none; got "
                 f"{int(rows[batch, table, row, place])} in row {row} of table {table}, batch entry {batch}"
             )
-        return _canonical(rows), first
+        return _sorted_unique_entries(rows), first
 
     def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
-        """Return the keys of each query of each table, for each batch entry, or for all as a single item.
+        """Return the keys of each query in each table: one item for each batch entry, or a single one for all entries.
 
         Raises as `rows` does.
         """
@@ -155,13 +155,13 @@ class SelectedTable(Table):
         return replace(made, digest=f"{first} {block} {made.digest}", block=block, first=first)
 
     def of_entry(self, batch: int) -> Self:
-        return self if len(self.rows) == 1 else self._with(self.rows[batch, None])
+        return self if len(self.rows) == 1 else self._with_rows(self.rows[batch, None])
 
     def for_head(self, head: int, num_heads: int) -> Self:
         tables = self.rows.shape[1]
-        return self if tables == 1 else self._with(self.rows[:, head * tables // num_heads, None])
+        return self if tables == 1 else self._with_rows(self.rows[:, head * tables // num_heads, None])
 
-    def _with(self, rows: Tensor) -> Self:
+    def _with_rows(self, rows: Tensor) -> Self:
         return replace(type(self).of(rows, self.block, self.first), source=self.source)
 
     def check_heads(self, num_heads: int) -> None:
@@ -195,11 +195,11 @@ class SelectedTable(Table):
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
     def key_rows(self) -> KeyRows:
-        """Return the keys of each query of each table; all batch entries must share one table."""
+        """Return the keys of each query in each table; the tables must be equal for all batch entries."""
         return _key_rows(self.only_row, self.block, self.first)
 
     @cached_property
-    def _table(self) -> BlockTable:
+    def _block_table(self) -> BlockTable:
         """`BlockTable` of the rows; its query positions count from the first query of row 0."""
         rows = self.only_row
         listed = rows[rows < NOTHING]
@@ -212,7 +212,7 @@ class SelectedTable(Table):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         q = Progression(box.q.first - self.first * self.block[0], box.q.step, box.q.count)
-        return self._table.count(self._table_index(box.head, num_heads), Box(box.head, q, box.k))
+        return self._block_table.count(self._table_index(box.head, num_heads), Box(box.head, q, box.k))
 
     def reason(self, pair: Pair) -> Reason:
         table, row = self._table_index(pair.head, pair.num_heads), pair.query // self.block[0]
@@ -231,7 +231,7 @@ class SelectedTable(Table):
     def row(self, query: int, keys: range) -> Ranges | None:
         if self.rows.shape[1] > 1 or query < self.first * self.block[0]:
             return None if self.rows.shape[1] > 1 else ()
-        return self._table.row(0, query - self.first * self.block[0], keys)
+        return self._block_table.row(0, query - self.first * self.block[0], keys)
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
         if self.rows.shape[1] > 1:
@@ -239,7 +239,7 @@ class SelectedTable(Table):
         before = self.first * self.block[0]  # the table counts queries from its first row, keys from position 0
         own = torch.zeros_like(queries)
         own[: max(0, len(queries) - before)] = queries[before:]
-        return self._table.keys_of(0, own)
+        return self._block_table.keys_of(0, own)
 
     def superset(self) -> Pattern:
         return Every()
@@ -269,7 +269,7 @@ def _key_rows(rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int) 
     return KeyRows(rows[listed], listed.sum(2).flatten().cumsum(0), (rows.shape[0], rows.shape[1]), first * q_block)
 
 
-def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
+def _sorted_unique_entries(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
     """Return rows in ascending order; negative and repeated entries are replaced by NOTHING (2**30), at the end."""
     rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
     again = rows[..., 1:] == rows[..., :-1]
@@ -279,9 +279,9 @@ def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
     return rows
 
 
-def _rounded_up(own: int, side: int) -> int:
-    """Return the least number >= `own` that divides `side` or is a multiple of it."""
-    return next(size for size in range(own, own + side) if size % side == 0 or side % size == 0)
+def _fitting_size(least: int, side: int) -> int:
+    """Return the smallest number from `least` on that divides `side` or is a multiple of it."""
+    return next(size for size in range(least, least + side) if size % side == 0 or side % size == 0)
 
 
 def _checked_block(block: Any) -> tuple[int, int]:
@@ -306,7 +306,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
     In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
     values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of
-    it, each new table is planned. `fd.plan` and `describe` count what engine "aten" computes from the table.
+    it, each new table is planned. `fd.plan` and `describe` count the pairs that engine "aten" computes.
 
     `attend` and `bind` raise TypeError for a tensor without integers, and ValueError for another shape or for blocks
     beyond the keys.
