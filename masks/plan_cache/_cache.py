@@ -304,7 +304,7 @@ class Cache:
     def _end_build(self, key: Hashable, mine: _PendingBuild) -> bool:
         """Remove a finished build from the builds in progress.
 
-        Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.
+        Returns False if `forget` or `clear` removed it in the meantime, so that its value must not be kept.
         """
         return self._building.get(key) is mine and self._building.pop(key) is mine
 

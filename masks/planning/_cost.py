@@ -84,8 +84,8 @@ def least_seconds(
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of unmasked blocks
-    among all block sizes.
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate
+    of any block size.
 
     given: order of the tokens in q, k and v.
     """
@@ -108,7 +108,7 @@ def least_seconds_in_larger_blocks(
 ) -> float:
     """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
 
-    It assumes the fastest rate without a mask.
+    It assumes the faster of the `runs` and `plain` rates of blocks of this size.
 
     side: larger than the present block size, so that all pairs computed at present are computed too.
     cost: predicted cost in the present block size.
@@ -142,7 +142,8 @@ def _launches(term: Term, calls_a_list: int) -> int:
     """Number of kernel calls of a term.
 
     A term with block lists has `calls_a_list` calls for each list, and a `TableTerm` gives its own number. Any other
-    term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots.
+    term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots in
+    all its heads and folds.
     """
     if isinstance(term, TableTerm):
         return term.work.calls

@@ -56,7 +56,7 @@ class Machine:
     launch_s: seconds of overhead of a kernel call.
     backward_ratio: time of a backward pass divided by that of its forward pass.
     calls_a_list: number of kernel calls for a block list, as some kernels need separate calls for different kinds of
-        rows.
+        query blocks.
     source: origin of the constants, "builtin" or the path of a file; ignored in comparisons.
 
     Raises ValueError unless all numbers are positive and finite, and `blocks` has one or more sizes in ascending order.
