@@ -201,17 +201,18 @@ class SparseTable(Table):
 
         All batch entries must share one row.
         """
-        return self._lists.line() * self.num_keys + self._lists.keys
+        rows = self._cached_key_rows
+        return rows.line() * self.num_keys + rows.keys
 
     @cached_property
-    def _lists(self) -> KeyRows:
+    def _cached_key_rows(self) -> KeyRows:
         return self.key_rows()
 
     @cached_property
     def _cells(self) -> CellSums:
-        line = self._lists.line()
-        tables, queries = self.rows.shape[1], max(1, self.num_queries)
-        return CellSums.of(tables, (queries, max(1, self.num_keys)), line // queries, line % queries, self._lists.keys)
+        rows, tables, queries = self._cached_key_rows, self.rows.shape[1], max(1, self.num_queries)
+        line = rows.line()
+        return CellSums.of(tables, (queries, max(1, self.num_keys)), line // queries, line % queries, rows.keys)
 
     def _table_index(self, head: Any, num_heads: int) -> Any:
         return head * self.rows.shape[1] // num_heads
@@ -240,9 +241,9 @@ class SparseTable(Table):
         return pairs
 
     def _keys_of_query(self, table: int, query: int) -> Int64[Tensor, " n"]:
-        line = table * self.num_queries + query
-        begin, end = (0 if line == 0 else int(self._lists.ends[line - 1])), int(self._lists.ends[line])
-        return self._lists.keys[begin:end]
+        rows, line = self._cached_key_rows, table * self.num_queries + query
+        begin, end = (0 if line == 0 else int(rows.ends[line - 1])), int(rows.ends[line])
+        return rows.keys[begin:end]
 
     def reason(self, pair: Pair) -> Reason:
         table = int(self._table_index(pair.head, pair.num_heads))
@@ -267,10 +268,10 @@ class SparseTable(Table):
         if self.rows.shape[1] > 1:
             return None
         seen = torch.zeros(max(len(queries), self.num_keys), dtype=torch.bool)
-        line = self._lists.line()
+        rows = self._cached_key_rows
         asked = torch.zeros(max(len(queries), self.num_queries), dtype=torch.bool)
         asked[: len(queries)] = queries
-        seen[self._lists.keys[asked[line]]] = True
+        seen[rows.keys[asked[rows.line()]]] = True
         return seen[: len(queries)]
 
 

@@ -349,14 +349,14 @@ class KeySet(Table):
         return lambda b, h, q, k: held.rows[b * step, k] & (q == q)
 
     @cached_property
-    def _visible_before(self) -> Int64[Tensor, " L+1"]:
+    def _num_visible_before(self) -> Int64[Tensor, " L+1"]:
         """Number of visible keys before each position 0 to L; all batch entries must share one row."""
         return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         size = self.rows.shape[1]
         first, last = box.k.first.clamp(0, size), (box.k.last + 1).clamp(0, size)
-        seen = self._visible_before[last] - self._visible_before[first]
+        seen = self._num_visible_before[last] - self._num_visible_before[first]
         if box.k.step == 1:
             pairs = box.q.count * seen
             return Bounds(pairs, pairs)

@@ -58,14 +58,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Numbers of look-ups since the last `clear`, and the current contents of a cache.
+    """Counts since the last `clear`, and the current contents of a cache.
 
-    hits: look-ups that found the value, or found another thread building it.
-    misses: look-ups that built it.
-    evictions: entries dropped to stay within the budgets.
+    hits: number of look-ups that found the value, or found another thread building it.
+    misses: number of look-ups that built it.
+    evictions: number of entries dropped to stay within the budgets.
     build_seconds: time spent building; builds within builds count once.
     masters: plans, block lists and other values that are no copies.
-    copies: tensors made from these, one item for each device.
+    copies: values made from these for a device, one item for each device.
     limits: budgets in bytes and entries.
     """
 

@@ -122,7 +122,7 @@ def options_of(
 
         terms = window_terms(*cut, times, bound, cheapest_terms, any_number=allowed.any_windows)
         if terms is not None:
-            return _cheapest_first(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
+            return _cheapest_first(_with_masked_option([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # For all lengths: a choice by length would cause recompilation.
         return (option("padded", padded),)
@@ -138,10 +138,10 @@ def options_of(
             alone = replace(allowed, shared_rows=False, masks=False)
             best = (options_of(part, times, bound, machine, alone, operands)[0] for part in parts)
             options.append(option("disjoint", (term for each in best for term in each.terms), shares_rows=True))
-    return _in_best_blocks(_with_mask(options, bound, allowed))
+    return _in_best_blocks(_with_masked_option(options, bound, allowed))
 
 
-def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
+def _with_masked_option(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
     """Return the options, followed by one with a dense mask where that may be cheaper.
 
     It is added if `takes_mask` permits it and each option has block lists or several terms.
@@ -216,7 +216,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
             and option.layout != "disjoint"
             and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least
         ):
-            others = (in_blocks_of(option, side) for side in _other_sides(option, least))
+            others = (in_blocks_of(option, side) for side in _block_sides_to_try(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
     return (*_cheapest_first(weighed), *ruled_out)
@@ -231,7 +231,7 @@ def _adjusted_seconds(option: Option) -> float:
     return option.cost.seconds / _CLEARLY if _has_block_lists(option) else option.cost.seconds
 
 
-def _other_sides(option: Option, least: float) -> list[int]:
+def _block_sides_to_try(option: Option, least: float) -> list[int]:
     """Block sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [

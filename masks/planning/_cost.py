@@ -97,8 +97,8 @@ def _cost_of_pairs(
     pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
     """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
-    moved = sum(_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
-    launches = sum(_launches(term, machine.calls_a_list) for term in terms)
+    moved = sum(_num_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
+    launches = sum(_num_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * unit_s + (moved / machine.bytes_per_s + launches * machine.launch_s)
     return Cost(pairs, moved, launches, seconds)
 
@@ -138,7 +138,7 @@ def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
     return round(runs + plain + masked), unit_s
 
 
-def _launches(term: Term, calls_a_list: int) -> int:
+def _num_launches(term: Term, calls_a_list: int) -> int:
     """Number of kernel calls of a term.
 
     A term with block lists has `calls_a_list` calls for each list, and a `TableTerm` gives its own number. Any other
@@ -154,7 +154,7 @@ def _launches(term: Term, calls_a_list: int) -> int:
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
 
 
-def _moved_vectors(term: Term, given: Layout, groups: int) -> int:
+def _num_moved_vectors(term: Term, given: Layout, groups: int) -> int:
     """Number of token vectors read and written to gather q, k, v and to merge outputs.
 
     given: order of the tokens in q, k and v; nothing is gathered if the term uses this order.

@@ -38,7 +38,7 @@ class Plan:
         the others are for all other pairs. A plan of `plan_at` may have only the options of some of its terms.
     together: the options that compute all branches together, cheapest first.
     places: for each term, the indices of the branches that equal the `branch` of its option, several if branches are
-        equal; () if none does, as for options of the whole mixture and for parts of a branch.
+        equal; () if there is none, as for options of the whole mixture and for parts of a branch.
     """
 
     bound: Bound
@@ -99,7 +99,7 @@ class Plan:
         return Plan.of(bound, self.layout, options)
 
     def __repr__(self) -> str:
-        return f"Plan({_bound_text(self.bound)}: {_ways_text(self)})"
+        return f"Plan({_bound_text(self.bound)}: {_plan_text(self)})"
 
 
 @outside_torch_modes
@@ -224,7 +224,7 @@ def recommended_layout(
     kind = torch.device(device).type
     if not torch.compiler.is_compiling():
         rate = _recommended_rate(pattern, num_tokens, num_heads, kind)
-    elif not (rate := _rate_of_text(pattern.text, num_tokens, num_heads, kind)):
+    elif not (rate := _recommended_rate_of_text(pattern.text, num_tokens, num_heads, kind)):
         raise ValueError(
             "recommended_layout needs the values of run-time tensors, which are unknown inside torch.compile; got "
             f"{pattern!r}; call recommended_layout before compiling, and pass its result as an argument"
@@ -233,7 +233,7 @@ def recommended_layout(
 
 
 @graph_constant
-def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
+def _recommended_rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
     """Rate of the residue-major order to recommend for a pattern's text; 1: natural; 0: it has run-time tensors."""
     rule = read_text(pattern)
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
@@ -403,11 +403,14 @@ def _log_plan(plan: Plan, kind: str, choice: Choice | None) -> Plan:
         return plan
     measured = choice is not None and choice.ways == tuple(map(way_of, plan.chosen))
     why = ", in ways that were chosen before" if measured else ""
-    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways_text(plan), why)
+    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _plan_text(plan), why)
     for best, *others in plan.options[:_MOST_BRANCHES]:
         if others:
             log.debug(
-                "chose %s for %s, over %s", _way_text(best), in_line(best.branch), ", ".join(map(_way_text, others))
+                "chose %s for %s, over %s",
+                _option_text(best),
+                in_line(best.branch),
+                ", ".join(map(_option_text, others)),
             )
     return plan
 
@@ -424,13 +427,13 @@ def _bound_text(bound: Bound) -> str:
     return f"{in_line(bound.pattern)}, {sizes}"
 
 
-def _ways_text(plan: Plan) -> str:
+def _plan_text(plan: Plan) -> str:
     layouts = Counter(option.layout for option in plan.chosen)
     named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
     terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
     return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
 
 
-def _way_text(option: Option) -> str:
+def _option_text(option: Option) -> str:
     """Name of an option, with its predicted time if that is already computed."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

@@ -239,17 +239,17 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
     most = max(map(prod, tiles))
-    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached_pairs(rule, tile))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _num_computed_pairs(rule, tile))
     divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
     return best[:1] if divides else best[:2]
 
 
-def _reached_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+def _num_computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
     """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
-    return prod(_reached_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
+    return prod(_num_computed_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 
-def _reached_pairs_along(axis: Axis, side: int) -> int:
+def _num_computed_pairs_along(axis: Axis, side: int) -> int:
     first = torch.arange(0, axis.length, side)
     last = (first + side).clamp(max=axis.length) - 1
     before, window = axis.lead * axis.rate, axis.size * axis.rate

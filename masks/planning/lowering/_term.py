@@ -259,7 +259,7 @@ class Term:
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Sum of multiplicity * weight over the allowed pairs of all heads and folds; not for terms with block lists."""
+        """Sum of multiplicity * weight over allowed pairs of all heads and folds; not for terms with block lists."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -343,17 +343,17 @@ class Term:
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
-            shift = self._whole_periods(min(offsets))
+            shift = self._round_down_to_period(min(offsets))
             sides = {"q": self.q.order, "k": self.k.order}
             return replace(self, **sides, multiplicity=1, q_offset=offsets[0] - shift, k_offset=offsets[1] - shift)
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return self
         least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
-        shift = self._whole_periods(least)
+        shift = self._round_down_to_period(least)
         q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
-    def _whole_periods(self, position: int) -> int:
+    def _round_down_to_period(self, position: int) -> int:
         """Largest multiple of the rule's period that is at most `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period

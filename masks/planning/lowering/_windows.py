@@ -48,7 +48,7 @@ def rule_over_all_tokens(rest: Pattern, windows: Windows, bound: Bound) -> Patte
     """
     if len(windows) != 1:
         return None
-    rest, part = _first_window(rest, bound, windows)
+    rest, part = _rule_of_first_window(rest, bound, windows)
     return rest if part == replace(bound, pattern=rest) else None
 
 
@@ -76,7 +76,7 @@ def window_terms(
     lists = 0
     for index in kinds:
         alike = windows.select(index)
-        plainest, part = _first_window(rest, bound, alike)
+        plainest, part = _rule_of_first_window(rest, bound, alike)
         if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
             lowered = cheapest_terms(plainest, part)
         else:
@@ -143,7 +143,7 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
     return Every() if Every() in parts else Or.of(*parts)
 
 
-def _first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
+def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
     """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
