@@ -197,7 +197,7 @@ class SparseTable(Table):
 
     @cached_property
     def _pairs(self) -> Int64[Tensor, " E"]:
-        """Pair (query, key) of matrix t as (t * num_queries + query) * num_keys + key, ascending.
+        """Each pair (query, key) of matrix t as the number (t * num_queries + query) * num_keys + key, ascending.
 
         All batch entries must share one row.
         """

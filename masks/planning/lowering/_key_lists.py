@@ -145,7 +145,7 @@ def _allowed_keys(
 def _mask_of_allowed(
     bound: Bound, head: int, query: Int64[Tensor, " E"], key: Int64[Tensor, " E"]
 ) -> Bool[Tensor, " E"] | None:
-    """Return True for each pair (query[e], key[e]) that the rule allows; None, instead of a mask, for the rule `every`.
+    """Return a mask, True for each pair (query[e], key[e]) that the rule allows; None for the rule `every`.
 
     head: global index.
     query, key: indices in the call.
