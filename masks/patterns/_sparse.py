@@ -318,7 +318,7 @@ def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor
 
 
 def _entries(name: str, matrix: Any) -> tuple[Int64[Tensor, "dims E"], Tensor, tuple[int, ...]]:
-    """Return (indices, values, shape) of a sparse matrix, in the order in which it holds them."""
+    """Return (indices, values, shape) of a sparse matrix, with its entries in the order in which it holds them."""
     if not isinstance(matrix, Tensor):
         coo = matrix.tocoo()
         row, column, values = (torch.as_tensor(x.copy()) for x in (coo.row, coo.col, coo.data))

@@ -72,7 +72,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
     given: order of the tokens in q, k and v.
 
-    The machine's rates were measured at one head dim and dtype, and are used for all.
+    The machine's rates are those at one head dim and dtype, and are used for all.
     """
     work = [_pairs_and_unit_seconds(term, machine) for term in terms]
     unit_s = sum((unit_s for _, unit_s in work), 0.0)

@@ -209,7 +209,7 @@ def recommended_layout(
 
     num_tokens: length of the sequences.
     num_heads: number of query heads, over all devices.
-    device: kind of device for whose constants costs are predicted.
+    device: costs are predicted by the constants of this kind of device.
 
     The result depends on the values of run-time tensors that the pattern carries; if they differ by batch entry, costs
     are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number of

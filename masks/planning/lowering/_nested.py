@@ -26,7 +26,8 @@ _STRIP_ROWS = 256
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
     """Partition branches greedily into few groups whose dilated segments nest.
 
-    Branches and groups map each branch to its multiplicity. Segments of branches, in order of length and rate, nest if
+    Branches and groups map each branch to its multiplicity. The segments of some branches, sorted
+    by length and then by rate, nest if
 
     * each segment length is 1, 2, 3 or 4 times the one before, and so is each rate;
     * the last rate divides the shortest segment, and is at most 64 times the first rate;
@@ -81,7 +82,7 @@ class _Chain:
 
     bases: dilated factor of each branch.
     times: multiplicity of each.
-    rest: the other factor, common to all branches.
+    rest: the other factor of all branches, `causal` or `every`.
     """
 
     bases: tuple[Dilated, ...]
@@ -191,7 +192,7 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 def _strip_terms(chain: _Chain) -> Iterator[Term]:
     """Yield terms for the causal pairs within each shortest segment.
 
-    A term is a strip: consecutive queries with all keys up to the last of them.
+    A term is a strip: consecutive active queries, and all active keys of their segment up to the last of them.
     """
     base, bound = chain.bases[0], chain.bound
     tables = [chain.pair_weights(offsets) for offsets in chain.offsets]

@@ -173,8 +173,8 @@ def _segment_mask_mod(
     """Return a mask_mod that allows the key slots with tokens in the query's segment; if `is_causal`, only k <= q.
 
     width: slots of a segment.
-    begins, counts, ends: for each head the first slot with a token, the number of slots with tokens in a segment, and
-        one past the last slot with a token.
+    begins, counts, ends: for each head, the first key slot with a token, the number of key slots with tokens in a whole
+        segment, and one past the last key slot with a token.
     """
 
     def seen(b, h, q, k):

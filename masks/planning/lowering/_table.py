@@ -86,8 +86,8 @@ class TableProblems:
 
     bound: the call's sizes.
     block: tokens of (a query block, a key block).
-    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or if bounds exclude any
-        allowed pair.
+    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or if by bounds none of
+        its pairs is allowed.
     full: True where, by bounds, all pairs of the entry are allowed.
     low, high: bounds on the number of allowed pairs of each entry, for one head.
     only_kind: see `of_largest_batch`; None for all batches.
@@ -176,7 +176,7 @@ class TableProblems:
         return sets * self.num_kv_heads // self.num_sets
 
     def first_head(self, sets: Tensor) -> Tensor:
-        """Return, for each of these head sets, the global index of the first head that has its table."""
+        """Return, for each of these head sets, the global index of this device's first head with the same table."""
         tables = sets * self.num_tables // self.num_sets
         return tables * (self.bound.num_heads // self.num_tables) + self.bound.head_offset
 
