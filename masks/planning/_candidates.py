@@ -33,7 +33,7 @@ class Allowed:
     """Kinds of terms that an engine can run.
 
     shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp.
-    windows: terms inside documents or similar windows, a separate one for each length.
+    windows: terms inside documents or similar windows, separate ones for each length.
     any_windows: terms inside windows even if there are so many lengths that one block list over all tokens would be
         cheaper.
     key_weights: terms with integer weights of (query, key) pairs.
@@ -201,9 +201,9 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """Return the options, cheapest first, with all block lists of one in blocks of 128 or of a size over 5 % cheaper.
+    """Return the options, cheapest first; each has its block lists in blocks of 128, or of a size over 5 % cheaper.
 
-    Other sizes are tried only for options that cost at most about twice the minimum; "disjoint" keeps its sizes, which
+    Other sizes are tried only for options that cost at most about twice the minimum. "disjoint" keeps its sizes, which
     are chosen part by part. Options that cannot be the cheapest come last; their cost is not computed.
     """
     ruled_out = _ruled_out_options(options)

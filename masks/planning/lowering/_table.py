@@ -224,8 +224,8 @@ class TableProblems:
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
         """Return a copy whose `batches` yields at most one batch of each portion: the first of the largest kind.
 
-        A kind has all problems of a portion that have equal shapes and masks. The largest takes most memory, in the
-        first portion.
+        A kind is the problems of a portion with a mask, or those without. The largest is that which takes most memory
+        in the first portion.
         """
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice

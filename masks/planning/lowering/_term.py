@@ -226,7 +226,7 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """The term with segments padded to whole blocks of these sizes; self if its order has no padding."""
+        """The term with segments padded to whole blocks of these sizes; self if its orders have no padding."""
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
