@@ -215,11 +215,13 @@ def _radius_in_blocks(window_size: int, block_size: int) -> int:
 
 
 def _level_pattern(place: int, level: Sequence[int], block: int) -> Pattern:
-    """Return the pattern of one level of `darcstar_hierarchical`, whose positions are block numbers.
+    """Return the pattern of one level of `darcstar_hierarchical`, over blocks in place of tokens.
 
     level: (stride, window size) in tokens.
     place: index of the level, for errors.
     block: tokens per block.
+
+    Raises TypeError or ValueError as `darcstar_hierarchical`.
     """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")

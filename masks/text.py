@@ -281,7 +281,7 @@ class _Parser:
             raise self._error(at, str(error)) from error
 
     def _call(self, node: ast.Call) -> object:
-        """Call the function that a call node names, and return its result; its errors point at the function's name."""
+        """Call the function that a call node names, and return its result; errors that it raises point at its name."""
         name, function = self._function(node.func)
         given = [*node.args, *(each.value for each in node.keywords)]
         names = [str(each.arg) for each in node.keywords]

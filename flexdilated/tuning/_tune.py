@@ -28,6 +28,7 @@ from ..masks.core import Bound, device_kind
 from ..masks.orders import Layout
 from ..masks.plan_cache import debug_wanted, pattern_text
 from ..masks.planning import (
+    BRANCH_BY_BRANCH,
     Allowed,
     Candidates,
     Choice,
@@ -41,7 +42,6 @@ from ..masks.planning import (
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-BRANCH_BY_BRANCH = "branch by branch"
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _WORTH_MEASURING = 4.0  # factor over the cheapest prediction up to which options are measured

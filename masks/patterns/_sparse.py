@@ -37,9 +37,9 @@ from ._key_rows import KeyRows, require_tables
 from ._run_time import CarriedTensor, RunTime, Table
 
 # B batch entries (or one for all of them), T matrices of a batch entry, N queries
-# S numbers of a packed matrix: N; the number of keys; the N + 1 ends of torch's crow_indices; the keys; then -1
+# S numbers of a packed matrix: N; the number of keys; the N + 1 numbers of torch's crow_indices; the keys; then -1
 
-_HEAD = 2  # numbers before the ends of rows
+_CROW = 2  # index of the first number of crow_indices
 _EXACT_ROWS = 8  # a box over more rows than this is bounded by cells
 _ADVICE = {
     **OF_PATTERNS,
@@ -50,11 +50,11 @@ _ADVICE = {
 
 @pattern_kind("sparse")
 class Sparse(RunTime):
-    """Pattern that allows a pair iff the run-time sparse matrix `name` has a nonzero entry there.
+    """Pattern that allows a pair iff the run-time sparse matrix `name` has a nonzero entry at it.
 
-    places: of each pair, in the order of rows and keys, the place among the values of the carried matrix; None if the
-        matrix repeats an index.
-    num_values: number of these values.
+    places: for a carried matrix, index of each pair's entry among the matrix's values; pairs are in the order of rows
+        and keys. None if the matrix repeats an index, or if each call passes it by `name`.
+    num_values: number of values of a carried matrix, zeros and repetitions included; else 0.
     """
 
     num_dims = 2
@@ -66,29 +66,29 @@ class Sparse(RunTime):
         return packed(self.name, value)[0] if is_sparse(value) else super().transported(value)
 
     def table(self, tensor: Tensor, extent: Extent) -> SparseTable:
-        return SparseTable.of(self._checked(tensor, extent))
+        return SparseTable.of(self._checked_copy(tensor, extent))
 
     def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
-        """Return the keys of each query of each matrix, for each batch entry, or for all as a single item.
+        """Return one item for each batch entry, or one for all: the keys of each query of each matrix.
 
         Raises ValueError for a tensor that is no packed sparse matrix, or of another shape.
         """
-        return [_key_rows(matrices) for matrices in self._checked(tensor, extent)]
+        return [_key_rows(matrices) for matrices in self._checked_copy(tensor, extent)]
 
-    def _checked(self, tensor: Tensor, extent: Extent) -> Int64[Tensor, "B T S"]:
-        """Return a copy of a packed matrix on the CPU."""
-        if tensor.dim() != 3 or tensor.dtype != torch.int64 or tensor.shape[-1] < _HEAD + 1 or 0 in tensor.shape:
+    def _checked_copy(self, tensor: Tensor, extent: Extent) -> Int64[Tensor, "B T S"]:
+        """Return a copy on the CPU. Raises ValueError unless the tensor has packed matrices of the size `extent`."""
+        if tensor.dim() != 3 or tensor.dtype != torch.int64 or tensor.shape[-1] < _CROW + 1 or 0 in tensor.shape:
             self._refuse(tensor)
         rows = tensor.detach().to("cpu", copy=True)
-        num_queries, num_keys = rows[0, 0, :_HEAD].tolist()
-        ends, keys = rows[..., _HEAD : _HEAD + 1 + num_queries], rows[..., _HEAD + 1 + num_queries :]
+        num_queries, num_keys = rows[0, 0, :_CROW].tolist()
+        crow, keys = rows[..., _CROW : _CROW + 1 + num_queries], rows[..., _CROW + 1 + num_queries :]
         if (
             num_queries < 0
-            or ends.shape[-1] != num_queries + 1
-            or bool((rows[..., :_HEAD] != rows[0, 0, :_HEAD]).any())
+            or crow.shape[-1] != num_queries + 1
+            or bool((rows[..., :_CROW] != rows[0, 0, :_CROW]).any())
         ):
             self._refuse(tensor)
-        if int(ends[..., 0].max()) or int(ends[..., -1].max()) > keys.shape[-1] or bool((ends.diff() < 0).any()):
+        if int(crow[..., 0].max()) or int(crow[..., -1].max()) > keys.shape[-1] or bool((crow.diff() < 0).any()):
             self._refuse(tensor)
         if (num_queries, num_keys) != tuple(extent):
             raise ValueError(
@@ -104,17 +104,17 @@ class Sparse(RunTime):
         )
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a packed matrix of this shape in which all rows have keys 0, 1, ..., as many as fit."""
+        """Return packed matrices, a tensor of this shape, in which every row has the keys 0, 1, ..., as many as fit."""
         queries, keys = extent
-        entries = shape[-1] - _HEAD - 1 - queries
+        entries = shape[-1] - _CROW - 1 - queries
         if len(shape) != 3 or entries < 0:
             self._refuse(torch.empty(shape, dtype=torch.int64, device="meta"))
-        each = min(keys, entries // max(1, queries))
-        found = torch.full(shape, -1)
-        found[..., :_HEAD] = torch.tensor([queries, keys])
-        found[..., _HEAD : _HEAD + 1 + queries] = torch.arange(queries + 1) * each
-        found[..., _HEAD + 1 + queries : _HEAD + 1 + queries + queries * each] = torch.arange(each).repeat(queries)
-        return found
+        each, first = min(keys, entries // max(1, queries)), _CROW + 1 + queries
+        matrices = torch.full(shape, -1)
+        matrices[..., :_CROW] = torch.tensor([queries, keys])
+        matrices[..., _CROW:first] = torch.arange(queries + 1) * each
+        matrices[..., first : first + queries * each] = torch.arange(each).repeat(queries)
+        return matrices
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class SparseTable(Table):
         require_tables(self.rows.shape[1], num_heads)
 
     def described(self) -> str:
-        entries = int(self.rows[..., _HEAD + self.num_queries].sum())
+        entries = int(self.rows[..., _CROW + self.num_queries].sum())
         return f"{entries:,} entries of {self.num_queries:,} x {self.num_keys:,}"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
@@ -156,27 +156,27 @@ class SparseTable(Table):
     def finder(self, *, num_heads: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return a function (b, h, q, k) -> (place of the pair in the flattened rows, True if the matrix has the pair).
 
-        Without such a pair it is the place of another number.
+        If the matrix lacks the pair, the place is that of another number.
         """
         held, step = self.on(device), self.batch_step(device)
         tables, size = self.rows.shape[1:]
-        longest = min(self.num_keys, size - _HEAD - 1 - self.num_queries)
+        longest = min(self.num_keys, size - _CROW - 1 - self.num_queries)
         if self.known:  # a placeholder stands for rows of any length
-            longest = int(self.rows[..., _HEAD : _HEAD + 1 + self.num_queries].diff().max()) if self.num_queries else 0
+            longest = int(self.rows[..., _CROW : _CROW + 1 + self.num_queries].diff().max()) if self.num_queries else 0
         halves = parameters(device, *(1 << bit for bit in reversed(range(longest.bit_length()))))
-        numbers = (num_heads // tables, tables, size, size - 1, _HEAD, _HEAD + 1 + self.num_queries)
-        per_table, tables, size, last, ends, keys = parameters(device, *numbers)
+        numbers = (num_heads // tables, tables, size, size - 1, _CROW, _CROW + 1 + self.num_queries)
+        per_table, tables, size, last, crow, keys = parameters(device, *numbers)
         last_query, one = parameters(device, self.num_queries - 1, 1)
 
         def find(b, h, q, k):
-            line = (b * step * tables + h // per_table) * size
+            matrix = (b * step * tables + h // per_table) * size  # place of its first number
             row = torch.minimum(q, last_query)
-            place, end = held.rows[line + ends + row], held.rows[line + ends + row + one]
+            place, end = held.rows[matrix + crow + row], held.rows[matrix + crow + row + one]
             for half in halves:  # all entries of the row before `place` are below k, after each step
                 probe = place + half - one
-                below = held.rows[line + torch.minimum(keys + probe, last)] < k
+                below = held.rows[matrix + torch.minimum(keys + probe, last)] < k
                 place = place + torch.where((probe < end) & below, half, 0)
-            at = line + torch.minimum(keys + place, last)
+            at = matrix + torch.minimum(keys + place, last)
             return at, (place < end) & (held.rows[at] == k) & (q <= last_query)
 
         return find
@@ -187,8 +187,8 @@ class SparseTable(Table):
         return numbers.to(device, index_dtype(device, -1, max(numbers.numel(), self.num_keys)), copy=True)
 
     def is_key(self) -> Bool[Tensor, "B S"]:
-        """True for the numbers of a single matrix that are keys."""
-        rows, first = self.rows[:, 0], _HEAD + 1 + self.num_queries
+        """Return a mask of the packed numbers, True for keys; there must be one matrix for each batch entry."""
+        rows, first = self.rows[:, 0], _CROW + 1 + self.num_queries
         place = torch.arange(rows.shape[1]) - first
         return (place >= 0) & (place < rows[:, first - 1, None])
 
@@ -197,18 +197,22 @@ class SparseTable(Table):
 
     @cached_property
     def _pairs(self) -> Int64[Tensor, " E"]:
-        """The pairs of all matrices as (t * N + query) * keys + key, ascending."""
-        return self._lists.line() * self.num_keys + self._lists.keys
+        """Each pair (query, key) of matrix t as the number (t * num_queries + query) * num_keys + key, ascending.
+
+        All batch entries must share one row.
+        """
+        rows = self._cached_key_rows
+        return rows.line() * self.num_keys + rows.keys
 
     @cached_property
-    def _lists(self) -> KeyRows:
+    def _cached_key_rows(self) -> KeyRows:
         return self.key_rows()
 
     @cached_property
     def _cells(self) -> CellSums:
-        line = self._lists.line()
-        tables, queries = self.rows.shape[1], max(1, self.num_queries)
-        return CellSums.of(tables, (queries, max(1, self.num_keys)), line // queries, line % queries, self._lists.keys)
+        rows, tables, queries = self._cached_key_rows, self.rows.shape[1], max(1, self.num_queries)
+        line = rows.line()
+        return CellSums.of(tables, (queries, max(1, self.num_keys)), line // queries, line % queries, rows.keys)
 
     def _table_index(self, head: Any, num_heads: int) -> Any:
         return head * self.rows.shape[1] // num_heads
@@ -220,11 +224,14 @@ class SparseTable(Table):
         found = self._cells.bounds(table, box, 1, 1)
         few = (height <= _EXACT_ROWS).nonzero().squeeze(1)
         if box.k.step == 1 and len(few):
-            found.low[few] = found.high[few] = self._count(box.select(few))
+            found.low[few] = found.high[few] = self._exact_counts(box.select(few))
         return found
 
-    def _count(self, box: Box) -> Int64[Tensor, " n"]:
-        """Return the number of pairs in boxes of few queries and consecutive keys; heads are indices of tables."""
+    def _exact_counts(self, box: Box) -> Int64[Tensor, " n"]:
+        """Return the number of pairs in each box, for boxes of few queries and consecutive keys.
+
+        box: its heads are indices of matrices.
+        """
         pairs = torch.zeros_like(box.area)
         for step in range(int(box.q.count.max())):
             line = (box.head * self.num_queries + box.q.first + step * box.q.step) * self.num_keys
@@ -234,9 +241,9 @@ class SparseTable(Table):
         return pairs
 
     def _keys_of_query(self, table: int, query: int) -> Int64[Tensor, " n"]:
-        line = table * self.num_queries + query
-        begin, end = (0 if line == 0 else int(self._lists.ends[line - 1])), int(self._lists.ends[line])
-        return self._lists.keys[begin:end]
+        rows, line = self._cached_key_rows, table * self.num_queries + query
+        begin, end = (0 if line == 0 else int(rows.ends[line - 1])), int(rows.ends[line])
+        return rows.keys[begin:end]
 
     def reason(self, pair: Pair) -> Reason:
         table = int(self._table_index(pair.head, pair.num_heads))
@@ -261,10 +268,10 @@ class SparseTable(Table):
         if self.rows.shape[1] > 1:
             return None
         seen = torch.zeros(max(len(queries), self.num_keys), dtype=torch.bool)
-        line = self._lists.line()
+        rows = self._cached_key_rows
         asked = torch.zeros(max(len(queries), self.num_queries), dtype=torch.bool)
         asked[: len(queries)] = queries
-        seen[self._lists.keys[asked[line]]] = True
+        seen[rows.keys[asked[rows.line()]]] = True
         return seen[: len(queries)]
 
 
@@ -276,14 +283,17 @@ def is_sparse(value: Any) -> bool:
 
 
 def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor, " E"] | None, int]:
-    """Return (nonzero entries of a sparse matrix in compressed rows; place of each among its values; number of values).
+    """Pack a sparse matrix: return (packed matrices, places, number of values).
 
-    There is a line of S numbers for each of its 2-D matrices. Places are None if the matrix repeats an index.
+    Each 2-D matrix becomes S numbers, as listed at the top of this module. places[e]: index of pair e, in the order of
+    matrices, rows and keys, among the values that `matrix` holds; None if it repeats an index. The number counts all
+    values that it holds, zeros and repetitions included.
 
     matrix: (queries, keys), (batch, queries, keys) or (batch, matrices, queries, keys).
     name: for errors.
 
-    Raises ValueError for other numbers of dims, for dense dims, for indices outside of the shape and for NaN.
+    Raises ValueError for other numbers of dims, for dims of length 0, for dense dims, for indices outside of the shape
+    and for NaN.
     """
     indices, values, size = _entries(name, matrix)
     batch, tables = size[0] if len(size) > 2 else 1, size[1] if len(size) > 3 else 1
@@ -299,15 +309,16 @@ def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor
     line, key = pair // keys, pair % keys
     ends = line.bincount(minlength=batch * tables * queries).view(-1, queries).cumsum(1)
     before = ends[:, -1].cumsum(0) - ends[:, -1]
-    found = torch.full((batch * tables, _HEAD + 1 + queries + int(ends[:, -1].max())), -1)
-    found[:, 0], found[:, 1], found[:, _HEAD], found[:, _HEAD + 1 : _HEAD + 1 + queries] = queries, keys, 0, ends
-    of = line // queries
-    found[of, _HEAD + 1 + queries + torch.arange(len(pair)) - before[of]] = key
+    first = _CROW + 1 + queries
+    found = torch.full((batch * tables, first + int(ends[:, -1].max())), -1)
+    found[:, 0], found[:, 1], found[:, _CROW], found[:, _CROW + 1 : first] = queries, keys, 0, ends
+    index = line // queries  # of the pair's matrix
+    found[index, first + torch.arange(len(pair)) - before[index]] = key
     return found.view(batch, tables, -1), place, len(values)
 
 
 def _entries(name: str, matrix: Any) -> tuple[Int64[Tensor, "dims E"], Tensor, tuple[int, ...]]:
-    """Return (indices, values, shape) of a sparse matrix, in the order in which it holds them."""
+    """Return (indices, values, shape) of a sparse matrix, with its entries in the order in which it holds them."""
     if not isinstance(matrix, Tensor):
         coo = matrix.tocoo()
         row, column, values = (torch.as_tensor(x.copy()) for x in (coo.row, coo.col, coo.data))
@@ -333,7 +344,7 @@ def _entries(name: str, matrix: Any) -> tuple[Int64[Tensor, "dims E"], Tensor, t
 
 def _key_rows(matrices: Int64[Tensor, "T S"]) -> KeyRows:
     queries = int(matrices[0, 0])
-    ends, keys = matrices[:, _HEAD + 1 : _HEAD + 1 + queries], matrices[:, _HEAD + 1 + queries :]
+    ends, keys = matrices[:, _CROW + 1 : _CROW + 1 + queries], matrices[:, _CROW + 1 + queries :]
     own = torch.arange(keys.shape[1]) < ends[:, -1:]
     before = (ends[:, -1].cumsum(0) - ends[:, -1])[:, None]
     return KeyRows(keys[own], (ends + before).flatten(), (len(matrices), queries))
@@ -344,9 +355,9 @@ def _key_rows(matrices: Int64[Tensor, "T S"]) -> KeyRows:
 def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
     """Pattern that allows the pairs at the nonzero entries of a sparse matrix: the edges of a graph, or a mesh.
 
-    `attend` gathers the keys of each query, so work and memory follow the number of entries, unless these are so many
-    that a dense mask, of some queries at a time, is faster. Rows may have very different lengths, and the matrix may be
-    new in each call.
+    On CPU, `attend` by default gathers the keys of each query, so work and memory follow the number of entries, unless
+    these are so many that a dense mask, of some queries at a time, is faster. On accelerators it computes the blocks of
+    pairs that have entries. Rows may have very different lengths, and the matrix may be new in each call.
 
     matrix: a sparse tensor of torch, COO, CSR or another layout, or a sparse matrix of SciPy, of shape (queries, keys),
         (batch, queries, keys) or (batch, matrices, queries, keys), where the number of matrices divides the number of
@@ -357,8 +368,8 @@ def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
 
     With offsets in the call, rows and columns are positions, from 0 to that of the last query and key.
 
-    Raises TypeError for a dense tensor, and ValueError for other numbers of dims or for NaN; `attend` and `bind` raise
-    ValueError for a matrix of another shape than the call's.
+    Raises TypeError for a matrix that is not sparse, and ValueError for other numbers of dims or for NaN; `attend` and
+    `bind` raise ValueError for a matrix of another shape than the call's.
 
     >>> edges = torch.tensor([[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]])  # (query, key) of each pair
     >>> graph = torch.sparse_coo_tensor(edges, torch.ones(5), (3, 3), check_invariants=True)

@@ -44,11 +44,11 @@ class TableSplit:
 def table_split(pattern: Expression) -> TableSplit | None:
     """Split a pattern whose only table of keys or blocks is combined by `|`, `&` and `+`; None for other patterns."""
     branches = pattern.branches()
-    chosen = [index for index, branch in enumerate(branches) if _num_selections(branch)]
+    chosen = [index for index, branch in enumerate(branches) if _num_tables(branch)]
     if len(chosen) != 1:
         return None
     (place,) = chosen
-    own = _table_split(branches[place])
+    own = _split_branch(branches[place])
     if own is None:
         return None
     beside = [(index, branch) for index, branch in enumerate(branches) if index != place]
@@ -59,35 +59,39 @@ def table_split(pattern: Expression) -> TableSplit | None:
     return TableSplit(own.leaf, own.rest, Mixture.of(*others) if others else None, place, places)
 
 
-def _num_selections(pattern: Pattern) -> int:
+def _num_tables(pattern: Pattern) -> int:
     return sum(isinstance(leaf, _TABLES) for leaf in pattern.leaves())
 
 
-def _table_split(pattern: Pattern) -> TableSplit | None:
+def _split_branch(pattern: Pattern) -> TableSplit | None:
     if isinstance(pattern, _TABLES):
         return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None
-    own = [part for part in pattern.direct_parts() if _num_selections(part)]
-    if len(own) != 1 or (inner := _table_split(own[0])) is None:
+    own = [part for part in pattern.direct_parts() if _num_tables(part)]
+    if len(own) != 1 or (inner := _split_branch(own[0])) is None:
         return None
     beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))
     rest, others = inner.rest, inner.others
     assert others is None or isinstance(others, Pattern)
     if isinstance(pattern, Or):
-        return TableSplit(inner.leaf, _both(rest, ~beside), beside if others is None else Or.of(others, beside))
-    return TableSplit(inner.leaf, _both(rest, beside), None if others is None else And.of(others, beside))
+        return TableSplit(inner.leaf, _intersection(rest, ~beside), beside if others is None else Or.of(others, beside))
+    return TableSplit(inner.leaf, _intersection(rest, beside), None if others is None else And.of(others, beside))
 
 
-def _both(first: Pattern, second: Pattern) -> Pattern:
+def _intersection(first: Pattern, second: Pattern) -> Pattern:
     return second if first == Every() else And.of(first, second)
 
 
 def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tuple[int, ...]]:
-    """Return (table of the pattern's pairs, index of the pair at each place of its flattened rows, shape of the pairs).
+    """Return (table of the pattern's pairs, index, shape), to read a value for each pair from a tensor of that shape.
 
-    pattern: `sparse` with a matrix, whose pairs are indexed as its values are, of shape (E,); or `selected_keys` with a
-        table for all queries, whose pairs are indexed as its entries are, in its shape without the dim of tables.
+    index[p]: if place p of the table's flattened rows has a key, index of its pair's value in the flattened tensor;
+    else 0.
+
+    pattern: `sparse` with a matrix: the shape is (E,), and pairs have the order of the matrix's E values. Or
+        `selected_keys` with a table for all queries: the shape is that of the table without the dim of tables, and each
+        pair has the place of its entry.
 
     Raises TypeError for other patterns, and ValueError for more than one matrix or table, or for repeated pairs.
     """

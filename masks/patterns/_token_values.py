@@ -51,12 +51,12 @@ class Runs:
     stops: Int64[Tensor, " S"]
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last), the indices of the runs that each progression may meet; first > last if none."""
+        """Return (first, last): index of the first and last run that a progression may meet; first > last if none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
     def within(self, progression: Progression, index: Counts) -> Progression:
-        """Cut progression i to the positions in run index[i]; empty for indices beyond the last run."""
+        """Return progression i cut to the positions in run index[i]; empty for indices beyond the last run."""
         if not len(self.starts):
             return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
         known = index.clamp(max=len(self.starts) - 1)
@@ -289,7 +289,7 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
 def check_sorted(ids: Tensor, begins: Tensor) -> None:
     """Raise ValueError unless ids grow from one document to the next in each row; padding may be between documents.
 
-    begins: True where an id differs from the previous one.
+    begins: True at the first position, and where an id differs from the previous one.
     """
     real = ids >= 0
     highest = torch.where(real, ids, -1).cummax(1).values
@@ -349,14 +349,14 @@ class KeySet(Table):
         return lambda b, h, q, k: held.rows[b * step, k] & (q == q)
 
     @cached_property
-    def _visible_before(self) -> Int64[Tensor, " L+1"]:
+    def _num_visible_before(self) -> Int64[Tensor, " L+1"]:
         """Number of visible keys before each position 0 to L; all batch entries must share one row."""
         return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         size = self.rows.shape[1]
         first, last = box.k.first.clamp(0, size), (box.k.last + 1).clamp(0, size)
-        seen = self._visible_before[last] - self._visible_before[first]
+        seen = self._num_visible_before[last] - self._num_visible_before[first]
         if box.k.step == 1:
             pairs = box.q.count * seen
             return Bounds(pairs, pairs)
@@ -366,7 +366,10 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if visible keys form over 32 runs in a batch entry, but leave under 25 % of blocks of 128 keys empty."""
+        """True if visible keys form over 32 runs in some batch entry, but under 25 % of blocks of 128 keys have none.
+
+        The share is that of the blocks of all batch entries together.
+        """
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY

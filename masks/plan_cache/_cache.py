@@ -58,14 +58,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Numbers of look-ups since the last `clear`, and the current contents of a cache.
+    """Counts since the last `clear`, and the current contents of a cache.
 
-    hits: look-ups that found the value, or found another thread building it.
-    misses: look-ups that built it.
-    evictions: entries dropped to stay within the budgets.
+    hits: number of look-ups that found the value, or found another thread building it.
+    misses: number of look-ups that built it.
+    evictions: number of entries dropped to stay within the budgets.
     build_seconds: time spent building; builds within builds count once.
     masters: plans, block lists and other values that are no copies.
-    copies: tensors made from these, one item for each device.
+    copies: values made from these for a device, one item for each device.
     limits: budgets in bytes and entries.
     """
 
@@ -304,7 +304,7 @@ class Cache:
     def _end_build(self, key: Hashable, mine: _PendingBuild) -> bool:
         """Remove a finished build from the builds in progress.
 
-        Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.
+        Returns False if `forget` or `clear` removed it in the meantime, so that its value must not be kept.
         """
         return self._building.get(key) is mine and self._building.pop(key) is mine
 

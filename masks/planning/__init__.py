@@ -24,7 +24,7 @@ from ._machine import (
     set_machine,
     sources_in_use,
 )
-from ._planner import Plan, plan, plan_at, plan_with_table, reads_table, recommended_layout
+from ._planner import BRANCH_BY_BRANCH, Plan, plan, plan_at, plan_with_table, reads_table, recommended_layout
 from .lowering import (
     GATHERED_BYTES,
     CountedPairs,

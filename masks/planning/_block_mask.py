@@ -54,8 +54,8 @@ def block_mask(
     once) gives the mask of its union; use `attend` for the counts.
 
     num_keys: num_queries by default.
-    num_heads, head_offset, num_heads_global: the mask is for heads head_offset to head_offset + num_heads - 1 of
-        num_heads_global, by default head_offset + num_heads.
+    num_heads, head_offset: the mask is for heads head_offset to head_offset + num_heads - 1.
+    num_heads_global: number of heads over all devices; by default head_offset + num_heads.
     q_offset, k_offset: positions of the first query and key.
     layout: order of the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`.
     device: device of the mask.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
@@ -33,8 +33,9 @@ class Allowed:
     """Kinds of terms that an engine can run.
 
     shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp.
-    windows: terms inside documents or similar windows, a separate one for each length.
-    any_windows: such terms even if there are so many lengths that one block list over all tokens would be cheaper.
+    windows: terms inside documents or similar windows, separate ones for each length.
+    any_windows: terms inside windows even if there are so many lengths that one block list over all tokens would be
+        cheaper.
     key_weights: terms with integer weights of (query, key) pairs.
     masks: terms that compute all pairs of few tokens, under a dense mask.
     residues: terms over all tokens in residue-major order.
@@ -93,12 +94,20 @@ def options_of(
     allowed: kinds of terms that the engine can run.
     operands: sizes of q, k and v, for the costs.
 
-    Options that a lower bound on cost rules out as the cheapest come last, in no order.
+    Options that cannot be the cheapest, by a lower bound on their cost, come last, unsorted.
     """
-    given = Layout(bound.num_queries)
 
     def option(layout: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
-        return Option(branch, times, layout, tuple(terms), machine, given, operands, shares_rows)
+        return Option(
+            branch=branch,
+            multiplicity=times,
+            layout=layout,
+            terms=tuple(terms),
+            machine=machine,
+            given=Layout(bound.num_queries),
+            operands=operands,
+            shares_rows=shares_rows,
+        )
 
     cut = cut_of(branch, bound) if allowed.windows else None
     if cut is not None:
@@ -113,7 +122,7 @@ def options_of(
 
         terms = window_terms(*cut, times, bound, cheapest_terms, any_number=allowed.any_windows)
         if terms is not None:
-            return _cheapest_first(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
+            return _cheapest_first(_with_masked_option([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # For all lengths: a choice by length would cause recompilation.
         return (option("padded", padded),)
@@ -129,10 +138,10 @@ def options_of(
             alone = replace(allowed, shared_rows=False, masks=False)
             best = (options_of(part, times, bound, machine, alone, operands)[0] for part in parts)
             options.append(option("disjoint", (term for each in best for term in each.terms), shares_rows=True))
-    return _in_best_blocks(_with_mask(options, bound, allowed))
+    return _in_best_blocks(_with_masked_option(options, bound, allowed))
 
 
-def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
+def _with_masked_option(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
     """Return the options, followed by one with a dense mask where that may be cheaper.
 
     It is added if `takes_mask` permits it and each option has block lists or several terms.
@@ -153,18 +162,25 @@ def _joint_options(
     "nested": branches with nested dilated segments share terms, so that common pairs are computed once; other branches
     are computed as in `apart`. "masked": all pairs under one dense mask.
     """
-    costs = machine, Layout(bound.num_queries), operands
+    option = partial(
+        Option,
+        branch=bound.pattern,
+        multiplicity=1,
+        machine=machine,
+        given=Layout(bound.num_queries),
+        operands=operands,
+    )
     if allowed.shared_rows and allowed.key_weights:
-        groups = chains({branch: option.multiplicity for branch, option in apart.items()}, bound)
+        groups = chains({branch: alone.multiplicity for branch, alone in apart.items()}, bound)
         if len(groups) < len(apart):
             terms = [
                 term
                 for group in groups
                 for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
             ]
-            yield Option(bound.pattern, 1, "nested", tuple(terms), *costs, shares_rows=True)
+            yield option(layout="nested", terms=tuple(terms), shares_rows=True)
     if len(apart) > 1 and takes_mask(len(bound.masked_heads), bound.num_queries, bound.num_keys, allowed):
-        yield Option(bound.pattern, 1, "masked", (masked_term(bound.pattern, 1, bound),), *costs)
+        yield option(layout="masked", terms=(masked_term(bound.pattern, 1, bound),))
 
 
 def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
@@ -185,10 +201,10 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """The options, cheapest first, with block lists in blocks of 128, or of a size that is over 5 % cheaper.
+    """Return the options, cheapest first; each has its block lists in blocks of 128, or of a size over 5 % cheaper.
 
-    Other sizes are tried only for options that cost at most twice the minimum. Options that cannot be the cheapest come
-    last; their cost is not computed.
+    Other sizes are tried only for options that cost at most about twice the minimum. "disjoint" keeps its sizes, which
+    are chosen part by part. Options that cannot be the cheapest come last; their cost is not computed.
     """
     ruled_out = _ruled_out_options(options)
     weighed = [option for option in options if option not in ruled_out]
@@ -200,7 +216,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
             and option.layout != "disjoint"
             and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least
         ):
-            others = (in_blocks_of(option, side) for side in _other_sides(option, least))
+            others = (in_blocks_of(option, side) for side in _block_sides_to_try(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
     return (*_cheapest_first(weighed), *ruled_out)
@@ -215,7 +231,7 @@ def _adjusted_seconds(option: Option) -> float:
     return option.cost.seconds / _CLEARLY if _has_block_lists(option) else option.cost.seconds
 
 
-def _other_sides(option: Option, least: float) -> list[int]:
+def _block_sides_to_try(option: Option, least: float) -> list[int]:
     """Block sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [

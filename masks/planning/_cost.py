@@ -72,7 +72,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
     given: order of the tokens in q, k and v.
 
-    The machine's rates were measured at one head dim and dtype, and are used for all.
+    The machine's rates are those at one head dim and dtype, and are used for all.
     """
     work = [_pairs_and_unit_seconds(term, machine) for term in terms]
     unit_s = sum((unit_s for _, unit_s in work), 0.0)
@@ -84,8 +84,8 @@ def least_seconds(
 ) -> float:
     """Lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of unmasked blocks
-    among all block sizes.
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate
+    of any block size.
 
     given: order of the tokens in q, k and v.
     """
@@ -97,8 +97,8 @@ def _cost_of_pairs(
     pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
     """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
-    moved = sum(_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
-    launches = sum(_launches(term, machine.calls_a_list) for term in terms)
+    moved = sum(_num_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
+    launches = sum(_num_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * unit_s + (moved / machine.bytes_per_s + launches * machine.launch_s)
     return Cost(pairs, moved, launches, seconds)
 
@@ -108,7 +108,7 @@ def least_seconds_in_larger_blocks(
 ) -> float:
     """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
 
-    It assumes the fastest rate without a mask.
+    It assumes the faster of the `runs` and `plain` rates of blocks of this size.
 
     side: larger than the present block size, so that all pairs computed at present are computed too.
     cost: predicted cost in the present block size.
@@ -138,11 +138,12 @@ def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
     return round(runs + plain + masked), unit_s
 
 
-def _launches(term: Term, calls_a_list: int) -> int:
+def _num_launches(term: Term, calls_a_list: int) -> int:
     """Number of kernel calls of a term.
 
     A term with block lists has `calls_a_list` calls for each list, and a `TableTerm` gives its own number. Any other
-    term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots.
+    term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots in
+    all its heads and folds.
     """
     if isinstance(term, TableTerm):
         return term.work.calls
@@ -153,7 +154,7 @@ def _launches(term: Term, calls_a_list: int) -> int:
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
 
 
-def _moved_vectors(term: Term, given: Layout, groups: int) -> int:
+def _num_moved_vectors(term: Term, given: Layout, groups: int) -> int:
     """Number of token vectors read and written to gather q, k, v and to merge outputs.
 
     given: order of the tokens in q, k and v; nothing is gathered if the term uses this order.

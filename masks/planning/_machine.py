@@ -47,7 +47,8 @@ class BlockRates:
 class Machine:
     """Constants of a device for the planner's cost model: rates of attention forward passes, copy rate, call overhead.
 
-    Rates are measured at head dim 64, in float32 on CPU and bfloat16 on accelerators, and are used for all calls.
+    Rates are those at head dim 64, in float32 on CPU and bfloat16 on accelerators, and are used for all calls. The
+    built-in ones are orders of magnitude.
 
     dense_flops_per_s: attention over all pairs.
     causal_flops_per_s: causal attention, counting the pairs in blocks of 128 on and below the diagonal.
@@ -56,7 +57,7 @@ class Machine:
     launch_s: seconds of overhead of a kernel call.
     backward_ratio: time of a backward pass divided by that of its forward pass.
     calls_a_list: number of kernel calls for a block list, as some kernels need separate calls for different kinds of
-        rows.
+        query blocks.
     source: origin of the constants, "builtin" or the path of a file; ignored in comparisons.
 
     Raises ValueError unless all numbers are positive and finite, and `blocks` has one or more sizes in ascending order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from .lowering._shared_lists import PaddedTerm, interval_terms
 from .lowering._table import TableProblems, TableTerm
 from .lowering._term import Term
 
+BRANCH_BY_BRANCH = "branch by branch"  # layout of an option with the cheapest terms of each branch
 _MOST_BRANCHES = 8  # logged one by one
 _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 
@@ -32,10 +34,11 @@ class Plan:
 
     layout: order of the tokens in which the terms expect q, k and v.
     options: tuples of options compared, the chosen one first: one tuple for each distinct branch, or a single one if
-        all branches are computed together. A table of keys or blocks, and what is outside it, have their own.
+        all branches are computed together. If a table of keys or blocks is read, the first tuple is for its pairs, and
+        the others are for all other pairs. A plan of `plan_at` may have only the options of some of its terms.
     together: the options that compute all branches together, cheapest first.
     places: for each term, the indices of the branches that equal the `branch` of its option, several if branches are
-        equal; () if none does, as for options of the whole mixture and for parts of a branch.
+        equal; () if there is none, as for options of the whole mixture and for parts of a branch.
     """
 
     bound: Bound
@@ -57,7 +60,7 @@ class Plan:
 
     @property
     def chosen(self) -> tuple[Option, ...]:
-        """The options that are computed: for each distinct branch one, or a single one for all branches together."""
+        """The first option in each tuple of `options`: those that are computed."""
         return tuple(first for first, *_ in self.options)
 
     @property
@@ -81,13 +84,13 @@ class Plan:
 
     @property
     def table(self) -> TableTerm | None:
-        """The term that is computed from a table of selected blocks, the first one; None if there is none."""
+        """The term that is computed from a table of keys or blocks, which is the first; None if there is none."""
         first = self.terms[0] if self.terms else None
         return first if isinstance(first, TableTerm) else None
 
     @property
     def beside_table(self) -> Plan:
-        """The plan of the pairs outside the table: without `table`; self if there is none."""
+        """The plan of the pairs outside the table; self if `table` is None."""
         if self.table is None:
             return self
         options = self.options[1:]
@@ -96,7 +99,7 @@ class Plan:
         return Plan.of(bound, self.layout, options)
 
     def __repr__(self) -> str:
-        return f"Plan({_bound_text(self.bound)}: {_ways_text(self)})"
+        return f"Plan({_bound_text(self.bound)}: {_plan_text(self)})"
 
 
 @outside_torch_modes
@@ -121,13 +124,13 @@ def plan(
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
     return cache().get(
         ("plan", bound.key(), kind, machine.text, layout, allowed, choice, operands),
-        lambda: _logged(_plan(bound, machine, layout, allowed, choice, operands), kind, choice),
+        lambda: _log_plan(_build_plan(bound, machine, layout, allowed, choice, operands), kind, choice),
         lambda made: made.nbytes,
         pattern=bound.pattern,
     )
 
 
-def _table_split(bound: Bound, engine: str) -> TableSplit | None:
+def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
     """Split a pattern whose table of keys or blocks the engine reads without block lists; None for others."""
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):
@@ -137,7 +140,7 @@ def _table_split(bound: Bound, engine: str) -> TableSplit | None:
 
 def reads_table(bound: Bound, engine: str) -> bool:
     """True if the engine reads a table of keys or blocks in this pattern, without block lists of its pairs."""
-    return _table_split(bound, engine) is not None
+    return _split_for_engine(bound, engine) is not None
 
 
 @outside_torch_modes
@@ -149,14 +152,16 @@ def plan_with_table(
     operands: OperandSizes | None = None,
     engine: str = "aten",
 ) -> Plan:
-    """Return the plan of `plan`, except for pairs in a table of keys or blocks: engines read the table itself.
+    """Return a plan in which the engine reads the pattern's table of keys or blocks, without block lists of its pairs.
 
-    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Without a table that the engine reads it is
-    `plan`. Raises ValueError for tables that differ by batch entry. Cached.
+    The pairs in the table are one `TableTerm`; all other pairs are planned as by `plan`. If the pattern has no table
+    that the engine reads, the result is that of `plan`. Cached.
+
+    Raises ValueError for tables that differ by batch entry.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
-    split = _table_split(bound, engine)
+    split = _split_for_engine(bound, engine)
     if split is None:
         return plan(bound, device=device, allowed=allowed, operands=operands)
 
@@ -176,7 +181,15 @@ def plan_with_table(
             work = problems.work(*vectors)
             name = "table, keys gathered" if problems.gathers else "table, queries grouped"
         term = TableTerm.of_problems(bound, rule, problems, work)
-        own = Option(rule, 1, name, (term,), machine, layout, operands)
+        own = Option(
+            branch=rule,
+            multiplicity=1,
+            layout=name,
+            terms=(term,),
+            machine=machine,
+            given=layout,
+            operands=operands,
+        )
         others = ()
         if split.others is not None:
             others = plan(
@@ -196,7 +209,7 @@ def recommended_layout(
 
     num_tokens: length of the sequences.
     num_heads: number of query heads, over all devices.
-    device: kind of device for whose constants costs are predicted.
+    device: costs are predicted by the constants of this kind of device.
 
     The result depends on the values of run-time tensors that the pattern carries; if they differ by batch entry, costs
     are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number of
@@ -211,7 +224,7 @@ def recommended_layout(
     kind = torch.device(device).type
     if not torch.compiler.is_compiling():
         rate = _recommended_rate(pattern, num_tokens, num_heads, kind)
-    elif not (rate := _rate_of_text(pattern.text, num_tokens, num_heads, kind)):
+    elif not (rate := _recommended_rate_of_text(pattern.text, num_tokens, num_heads, kind)):
         raise ValueError(
             "recommended_layout needs the values of run-time tensors, which are unknown inside torch.compile; got "
             f"{pattern!r}; call recommended_layout before compiling, and pass its result as an argument"
@@ -220,7 +233,7 @@ def recommended_layout(
 
 
 @graph_constant
-def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
+def _recommended_rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
     """Rate of the residue-major order to recommend for a pattern's text; 1: natural; 0: it has run-time tensors."""
     rule = read_text(pattern)
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
@@ -237,7 +250,7 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
             return 1
         gained_s = 0.0
         for each in {entry.key(): entry for entry in map(bound.entry, range(bound.pattern.num_entries()))}.values():
-            residue, given = _in_layout(each, machine, Layout(num_tokens, rate), operands), plan(each, device=kind)
+            residue, given = _plan_in_layout(each, machine, Layout(num_tokens, rate), operands), plan(each, device=kind)
             _log_order(each, residue, given)
             gained_s += given.cost.seconds - residue.cost.seconds
         return rate if gained_s > 0 else 1
@@ -245,7 +258,7 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
     return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
 
 
-def _plan(
+def _build_plan(
     bound: Bound,
     machine: Machine,
     layout: Layout | None,
@@ -253,17 +266,17 @@ def _plan(
     choice: Choice | None,
     operands: OperandSizes,
 ) -> Plan:
-    natural = _in_natural_order(bound, Candidates.of(bound, machine, allowed, operands), choice)
+    natural = _plan_in_natural_order(bound, Candidates.of(bound, machine, allowed, operands), choice)
     if layout is None or layout.rate == 1:
         return natural
-    in_layout = _in_layout(bound, machine, layout, operands)
+    in_layout = _plan_in_layout(bound, machine, layout, operands)
     # Bytes read and written to copy q, k, v into the natural order and out back.
     rows = bound.num_queries * bound.num_heads + bound.num_keys * bound.num_heads // operands.groups
     copied = 4 * rows * operands.row_bytes
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copied / machine.bytes_per_s else natural
 
 
-def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
+def _plan_in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
     """Plan in natural order by `choice`, if that is among the candidates, else by predicted cost.
 
     The cheapest plan computes either each distinct branch by its cheapest option, or all branches together.
@@ -273,18 +286,19 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
     if chosen is not None or not together:
         return found
-    apart = replace(together[0], layout="branch by branch", terms=found.terms, shares_rows=True)
+    apart = replace(together[0], layout=BRANCH_BY_BRANCH, terms=found.terms, shares_rows=True)
     if apart.cost.seconds <= together[0].cost.seconds:
         return found
     return Plan.of(bound, layout, ((*together, apart),), together)
 
 
-def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: OperandSizes) -> Plan:
+def _plan_in_layout(bound: Bound, machine: Machine, layout: Layout, operands: OperandSizes) -> Plan:
     """Plan that computes every branch over all tokens in the order `layout`, which q, k and v already have."""
-    name = f"residue {layout.rate}, as given"
-    costs = machine, layout, operands
+    option = partial(
+        Option, layout=f"residue {layout.rate}, as given", machine=machine, given=layout, operands=operands
+    )
     options = (
-        (Option(branch, times, name, tuple(shared_terms(branch, times, bound, layout.rate)), *costs),)
+        (option(branch=branch, multiplicity=times, terms=tuple(shared_terms(branch, times, bound, layout.rate))),)
         for branch, times in Counter(bound.pattern.branches()).items()
     )
     return Plan.of(bound, layout, tuple(options))
@@ -311,12 +325,15 @@ def plan_at(
 
     Terms number queries by their index in q, and keys by position. The plan's bound has the rank's sizes. The terms
     allow no pair with a key that the placement lacks.
+
+    The plan has the terms of all runs of queries. Unless block lists cover all runs at once, it has the options of only
+    one run, if possible of one whose terms share rows.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))
     heads, batch = (num_heads, head_offset, num_heads_global), rule.num_entries()
     whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch)
-    if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device, operands)) is not None:
+    if allowed.lists_only and (over_all := _plan_over_all_runs(whole, placement, device, operands)) is not None:
         return over_all
     allowed = replace(allowed, masks=False)  # placed terms are shifted, and keys are absent
     terms: list[Term] = []
@@ -335,18 +352,24 @@ def plan_at(
     return max(plans, key=lambda each: each.shares_rows, default=found)
 
 
-def _over_all_runs(
+def _plan_over_all_runs(
     bound: Bound, placement: Placement, device: torch.device | str, operands: OperandSizes | None
 ) -> Plan | None:
     """Plan whose block lists cover all runs of positions at once; None if `interval_terms` rejects a branch."""
     options, layout = [], Layout(placement.num_queries)
     kind = torch.device(device).type
-    costs = machine_of(kind), layout, operands or OperandSizes.usual_on(kind)
+    option = partial(
+        Option,
+        layout="intervals",
+        machine=machine_of(kind),
+        given=layout,
+        operands=operands or OperandSizes.usual_on(kind),
+    )
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = interval_terms(branch, times, bound, placement)
         if terms is None:
             return None
-        options.append((Option(branch, times, "intervals", tuple(terms), *costs),))
+        options.append((option(branch=branch, multiplicity=times, terms=tuple(terms)),))
     return Plan.of(bound, layout, tuple(options))
 
 
@@ -359,12 +382,12 @@ def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
     # An order of all tokens: drop absent keys. A tiling becomes the natural order.
     rate = term.q.rate if isinstance(term.q, Layout) else 1
     tokens = part.queries.start - part.q_token
-    queries = _by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
-    keys = _by_residue(placement.stretches(part.span, _GAP * rate), rate)
+    queries = _ranges_by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
+    keys = _ranges_by_residue(placement.stretches(part.span, _GAP * rate), rate)
     return replace(term, shape="blocks", q=ListedOrder(queries), k=ListedOrder(keys), q_offset=tokens, k_offset=0)
 
 
-def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
+def _ranges_by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
     """The integers of these intervals as ranges of step `rate`: first all of residue 0 modulo `rate`, then 1, ..."""
     runs = (
         within(range(residue, stretch.stop, rate), stretch.start, stretch.stop)
@@ -374,17 +397,20 @@ def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
     return tuple(run for run in runs if run)
 
 
-def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
+def _log_plan(plan: Plan, kind: str, choice: Choice | None) -> Plan:
     """Log the plan, its kind of device and the options compared, at debug level; returns the plan."""
     if not debug_wanted():
         return plan
     measured = choice is not None and choice.ways == tuple(map(way_of, plan.chosen))
     why = ", in ways that were chosen before" if measured else ""
-    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways_text(plan), why)
+    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _plan_text(plan), why)
     for best, *others in plan.options[:_MOST_BRANCHES]:
         if others:
             log.debug(
-                "chose %s for %s, over %s", _way_text(best), in_line(best.branch), ", ".join(map(_way_text, others))
+                "chose %s for %s, over %s",
+                _option_text(best),
+                in_line(best.branch),
+                ", ".join(map(_option_text, others)),
             )
     return plan
 
@@ -401,13 +427,13 @@ def _bound_text(bound: Bound) -> str:
     return f"{in_line(bound.pattern)}, {sizes}"
 
 
-def _ways_text(plan: Plan) -> str:
+def _plan_text(plan: Plan) -> str:
     layouts = Counter(option.layout for option in plan.chosen)
     named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
     terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
     return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
 
 
-def _way_text(option: Option) -> str:
+def _option_text(option: Option) -> str:
     """Name of an option, with its predicted time if that is already computed."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

@@ -26,7 +26,7 @@ _GATHERED_PAIR = 1.5  # a pair of a query and a gathered key
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """The keys of each query: list (b * T + t) * N + n has those that query n sees in the heads of table t.
+    """The keys of each query: list (e * T + t) * N + n is that of query n in batch entry e, for the heads of table t.
 
     keys: indices of keys in the call, list after list, ascending in each.
     ends: one past the last place of each list in `keys`.
@@ -39,10 +39,10 @@ class KeyLists:
 
     @classmethod
     def of(cls, entries: Sequence[tuple[Bound, KeyRows]]) -> KeyLists:
-        """Return the keys of each query that the tables of a call list and the rule of pairs in them allows.
+        """Return, for each query of a call, the keys that the tables list and the rule of their pairs allows.
 
-        entries: for each batch entry, or for all as a single item, (the pattern without the table, with the call's
-            sizes; the keys that the tables list).
+        entries: for each batch entry, or once for all, (the pattern without the table, bound to the call's sizes; the
+            keys that the tables list).
 
         Raises ValueError if the number of tables does not divide the heads or the lists do not include the call's first
         query.
@@ -50,7 +50,7 @@ class KeyLists:
         tables = [tables_of_heads(bound, rows.shape[0]) for bound, rows in entries]
         most = max(map(len, tables))
         found = [
-            _listed(bound, rows, [table for table in own for _ in range(most // len(own))])
+            _allowed_keys(bound, rows, [table for table in own for _ in range(most // len(own))])
             for (bound, rows), own in zip(entries, tables, strict=True)
         ]
         counts = torch.cat([count for count, _ in found])
@@ -74,11 +74,11 @@ class KeyLists:
         return replace(self, keys=self.keys.to(device), ends=self.ends.to(device))
 
     def pairs_of_tables(self) -> Int64[Tensor, " T"]:
-        """Number of pairs in each table, over all batch entries."""
+        """Number of pairs in each table, for one head and over all batch entries."""
         return self.counts.view(self.shape).sum((0, 2))
 
     def listed_blocks(self) -> tuple[int, int]:
-        """Return (fully allowed blocks, other blocks) of the tables: all pairs are blocks of one token, and allowed."""
+        """Return (fully allowed blocks, other blocks) of the tables: each pair is an allowed block of its own."""
         return len(self.keys), 0
 
     def favours_gather(self, num_heads: int, num_kv_heads: int, num_keys: int) -> bool:
@@ -101,8 +101,18 @@ class KeyLists:
         return TableWork(len(self.keys) * (bound.num_heads // tables), copied, vectors, calls, 4 * copied + 5 * vectors)
 
 
-def _listed(bound: Bound, rows: KeyRows, tables: Sequence[int]) -> tuple[Int64[Tensor, " TN"], Int64[Tensor, " E"]]:
-    """Return (number of keys of each query of each of the tables, these keys, one list after another)."""
+def _allowed_keys(
+    bound: Bound, rows: KeyRows, tables: Sequence[int]
+) -> tuple[Int64[Tensor, " TN"], Int64[Tensor, " E"]]:
+    """Return (number of keys of each query, the keys of all queries): first for tables[0], then for tables[1], ...
+
+    The keys are those that the rule of `bound` allows, as indices in the call.
+
+    rows: keys that the tables list.
+    tables: index of the table of the first, second, ... group of heads, of groups of equal size.
+
+    Raises ValueError as `KeyLists.of`.
+    """
     number, queries = rows.shape
     require_tables(number, bound.num_heads_global)
     if bound.q_offset < rows.first:
@@ -124,7 +134,7 @@ def _listed(bound: Bound, rows: KeyRows, tables: Sequence[int]) -> tuple[Int64[T
         query = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
         inside = (key >= 0) & (key < bound.num_keys)  # a block may extend past the last key
         query, key = query[inside], key[inside]
-        kept = _allowed(bound, bound.head_offset + place * each, query, key)
+        kept = _mask_of_allowed(bound, bound.head_offset + place * each, query, key)
         if kept is not None:
             query, key = query[kept], key[kept]
         counts.append(query.bincount(minlength=bound.num_queries))
@@ -132,10 +142,14 @@ def _listed(bound: Bound, rows: KeyRows, tables: Sequence[int]) -> tuple[Int64[T
     return torch.cat(counts), torch.cat(keys)
 
 
-def _allowed(
+def _mask_of_allowed(
     bound: Bound, head: int, query: Int64[Tensor, " E"], key: Int64[Tensor, " E"]
 ) -> Bool[Tensor, " E"] | None:
-    """True for each pair of a query and a key of the call that the rule allows; None for all. head: global index."""
+    """Return a mask, True for each pair (query[e], key[e]) that the rule allows; None for the rule `every`.
+
+    head: global index.
+    query, key: indices in the call.
+    """
     if isinstance(bound.pattern, Every):
         return None
     assert isinstance(bound.pattern, Pattern)

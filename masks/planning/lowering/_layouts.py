@@ -68,7 +68,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
     * An intersection with a dilated factor, whose segment is a multiple of the period of the other factors.
     * A rule of the distance of query and key alone, which allows only multiples of a spacing above 1. The spacing must
-      not exceed the number of queries or that of keys.
+      exceed neither the number of queries nor that of keys.
 
     Equal segments or residue classes are folds, computed as a batch.
     """
@@ -78,11 +78,11 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
         split = split_dilated(rule)
         if split is not None:
             base, rest = split
-            found = _segments(base, bound)
+            found = _folds_of_segments(base, bound)
         elif 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1:
             # Residue classes share no pairs and have equal rules: drop the factor that separates them.
             rest = And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
-            found = _residue_classes(rule.spacing(), bound)
+            found = _folds_of_residue_classes(rule.spacing(), bound)
         else:
             return None
         for folds, q_start, k_start in found:
@@ -91,7 +91,9 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 
 class _Folds(NamedTuple):
-    """Equally shaped folds (segments or residue classes) computed as a batch; heads with equal values share a term.
+    """Equally shaped folds (segments or residue classes), computed as a batch.
+
+    Heads with equal rules and equal values of these fields share a term.
 
     place: number that tells apart groups of folds at different tokens.
     step: tokens from one active token (a token that the fold computes) to the next.
@@ -140,8 +142,12 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
     return None
 
 
-def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for equal segments with active queries and keys."""
+def _folds_of_segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
+    """Yield (folds, first query index, first key index) for each group of equal segments with active queries and keys.
+
+    The indices are those of the first active tokens. The groups are all whole segments together, and each segment that
+    the first or last token cuts.
+    """
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
@@ -163,7 +169,7 @@ def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
             yield own, q.start - q_begin, k.start - k_begin
 
 
-def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
+def _folds_of_residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
     """Yield (folds, first query index, first key index) for each group of equally large residue classes."""
     lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
     edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
@@ -233,17 +239,17 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
     most = max(map(prod, tiles))
-    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached_pairs(rule, tile))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _num_computed_pairs(rule, tile))
     divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
     return best[:1] if divides else best[:2]
 
 
-def _reached_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+def _num_computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
     """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
-    return prod(_reached_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
+    return prod(_num_computed_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 
-def _reached_pairs_along(axis: Axis, side: int) -> int:
+def _num_computed_pairs_along(axis: Axis, side: int) -> int:
     first = torch.arange(0, axis.length, side)
     last = (first + side).clamp(max=axis.length) - 1
     before, window = axis.lead * axis.rate, axis.size * axis.rate

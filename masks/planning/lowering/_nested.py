@@ -26,7 +26,8 @@ _STRIP_ROWS = 256
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
     """Partition branches greedily into few groups whose dilated segments nest.
 
-    Branches and groups map each branch to its multiplicity. The segments of some branches nest if
+    Branches and groups map each branch to its multiplicity. The segments of some branches, sorted
+    by length and then by rate, nest if
 
     * each segment length is 1, 2, 3 or 4 times the one before, and so is each rate;
     * the last rate divides the shortest segment, and is at most 64 times the first rate;
@@ -62,7 +63,7 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     terms = list(_strip_terms(chain)) if causal else []
     for index in range(causal, len(chain.bases)):
         weights = [
-            [chain.weights(index, level, offsets) for offsets in chain.offsets]
+            [chain.key_weights(index, level, offsets) for offsets in chain.offsets]
             for level in range(index, len(chain.bases))
         ]
         for rectangle in _rectangles(chain, index):
@@ -81,7 +82,7 @@ class _Chain:
 
     bases: dilated factor of each branch.
     times: multiplicity of each.
-    rest: the other factor, common to all branches.
+    rest: the other factor of all branches, `causal` or `every`.
     """
 
     bases: tuple[Dilated, ...]
@@ -122,7 +123,7 @@ class _Chain:
             for (base, before), (_, after) in pairwise(zip(self.bases, offsets, strict=True))
         )
 
-    def table(self, offsets: tuple[int, ...]) -> PairWeights:
+    def pair_weights(self, offsets: tuple[int, ...]) -> PairWeights:
         """Weights of pairs within a shortest segment: sum of the multiplicities of branches with both tokens active.
 
         offsets: dilation offset of one head in each branch.
@@ -145,7 +146,7 @@ class _Chain:
         own, upper = self.bases[level].rate, self.bases[level + 1].rate
         return level + 1, range(own, upper, own)
 
-    def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
+    def key_weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
         """Weight of each key that is active in branch `first`, for one period of these keys.
 
         The weights are for queries whose last active branch is `level`, and for pairs whose tokens are in one segment
@@ -171,7 +172,7 @@ class _Rectangle(NamedTuple):
 
 
 def _dilated_and_rest(branch: Pattern) -> tuple[Dilated | None, Pattern]:
-    """(dilated factor, other factor) if the other factor is `every` or `causal`; else (None, branch)."""
+    """(dilated factor, `causal` or `every`) for dilated segments with or without causal order; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
@@ -191,10 +192,10 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 def _strip_terms(chain: _Chain) -> Iterator[Term]:
     """Yield terms for the causal pairs within each shortest segment.
 
-    A term is a strip: consecutive queries with all keys up to the last of them.
+    A term is a strip: consecutive active queries, and all active keys of their segment up to the last of them.
     """
     base, bound = chain.bases[0], chain.bound
-    tables = [chain.table(offsets) for offsets in chain.offsets]
+    tables = [chain.pair_weights(offsets) for offsets in chain.offsets]
     for start, folds, length in _segments(base.segment, bound.num_keys):
         groups: dict[tuple[PairWeights, int], list[int]] = {}
         for head, table in enumerate(tables):
@@ -239,7 +240,7 @@ def _terms_of_rectangle(
 
     The level of a query is the last branch in which it is active. Each combination of a level, a residue class of its
     queries (a phase of `_Chain.tokens_of_level`) and a group of heads with equal numbers of active tokens has one term.
-    weights[level - index][head]: as from `_Chain.weights`, the weight of each active key, for one period of keys.
+    weights[level - index][head]: as from `_Chain.key_weights`, the weight of each active key, for one period of keys.
     """
     queries, keys, folds, stride = rectangle
     for level, of_heads in enumerate(weights, index):

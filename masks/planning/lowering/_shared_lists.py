@@ -131,11 +131,11 @@ class PaddedTerm(SharedListTerm):
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
         lonely_k = torch.where(no_queries, k_first, q_past.maximum(k_first) if self.is_causal else k_past)
-        queries = self._interval_mask(q_first, lonely_q, self.q)
-        return queries, self._interval_mask(lonely_k, k_past, self.k)
+        queries = self._mask_of_slots(q_first, lonely_q, self.q)
+        return queries, self._mask_of_slots(lonely_k, k_past, self.k)
 
     @staticmethod
-    def _interval_mask(
+    def _mask_of_slots(
         first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], order: Padded
     ) -> Bool[Tensor, "1 H S"] | None:
         if bool((first >= past).all()):
@@ -173,8 +173,8 @@ def _segment_mask_mod(
     """Return a mask_mod that allows the key slots with tokens in the query's segment; if `is_causal`, only k <= q.
 
     width: slots of a segment.
-    begins, counts, ends: for each head the first slot with a token, the number of slots with tokens in a segment, and
-        one past the last slot with a token.
+    begins, counts, ends: for each head, the first key slot with a token, the number of key slots with tokens in a whole
+        segment, and one past the last key slot with a token.
     """
 
     def seen(b, h, q, k):
@@ -193,9 +193,10 @@ def _segment_mask_mod(
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
     """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
 
-    Groups without an active query or key have no term. A head's rule must be dilated segments of rate above 1, with all
-    pairs or causal order inside. Let w be the number of active tokens of a segment, rounded up to whole blocks of
-    `side` slots: 2 * w**2 must be at most segment**2.
+    A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. Let w be the number
+    of active tokens of a segment, rounded up to whole blocks of `side` slots: 2 * w**2 must be at most segment**2.
+
+    Groups without an active query or key have no term; heads whose offset is beyond the segment are in no group.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):

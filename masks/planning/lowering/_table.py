@@ -1,4 +1,4 @@
-"""Attention over a table of selected key blocks: the problems that compute it, and the pairs that these have.
+"""Attention over a table of selected key blocks: the problems that compute it, and their pairs.
 
 Each row of a table lists the key blocks of one query block. Keys are gathered for each row, or queries are grouped by
 key block. The table itself is read; no block list is built.
@@ -38,17 +38,18 @@ _CELLS = 1 << 18  # pairs evaluated at once
 
 
 class Batch(NamedTuple):
-    """n attention problems of equal shape, for one kernel call for each tensor in `sets`, which share the rest.
+    """n attention problems of equal shape. Each tensor in `sets` has its own kernel call; the other fields are shared.
 
     A head set has g query heads.
 
     sets: index of the head set of each problem.
     query: index of each query in the call.
     block: index of each key block.
-    place: index of each query's result among the results of its head set before their merge, which has one for each
-        query or one for each query and selected block; -1 for padding.
+    place: index of each query's result among the unmerged results of its head set; -1 for padding. If keys are
+        gathered, each query has one result; else entry w of query i has result i * W + w, where i counts from the first
+        query of the portion.
     seen: for each query and block, 2 if all pairs are visible, 1 if the rule decides, 0 if the query does not select
-        the block; None: all pairs of every block.
+        the block; None if all pairs of every block are visible.
     """
 
     sets: list[Int64[Tensor, " n"]]
@@ -77,7 +78,7 @@ class TableWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableProblems:
-    """The attention problems of a table that lists the key blocks of each query block, of one batch entry.
+    """The attention problems of one batch entry, for tables that list the key blocks of each query block.
 
     A pair is allowed if the table lists its key block and bound.pattern, the pattern without the table, allows it. Row
     0 of a table is the block of the call's first query, key block 0 begins with the call's first key. Heads share a
@@ -85,9 +86,10 @@ class TableProblems:
 
     bound: the call's sizes.
     block: tokens of (a query block, a key block).
-    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or where bounds exclude allowed pairs.
+    column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or if by bounds none of
+        its pairs is allowed.
     full: True where, by bounds, all pairs of the entry are allowed.
-    low, high: bounds on the allowed pairs of each entry.
+    low, high: bounds on the number of allowed pairs of each entry, for one head.
     only_kind: see `of_largest_batch`; None for all batches.
     """
 
@@ -174,7 +176,7 @@ class TableProblems:
         return sets * self.num_kv_heads // self.num_sets
 
     def first_head(self, sets: Tensor) -> Tensor:
-        """Return, for each of these head sets, the global index of the first head that has its table."""
+        """Return, for each of these head sets, the global index of this device's first head with the same table."""
         tables = sets * self.num_tables // self.num_sets
         return tables * (self.bound.num_heads // self.num_tables) + self.bound.head_offset
 
@@ -212,29 +214,33 @@ class TableProblems:
 
         width, element_bytes: channels of keys and values, and bytes of each.
         """
-        for index, kind in enumerate(self._kinds(sets, queries)):
+        for index, kind in enumerate(self._kinds_of_problems(sets, queries)):
             if self.only_kind not in (None, index):
                 continue
-            step = self._at_once(kind, width, element_bytes)
+            step = self._problems_at_once(kind, width, element_bytes)
             for begin in range(0, len(kind.query) if self.only_kind is None else step, step):
                 yield kind.part(slice(begin, begin + step))
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
-        """Return these problems with `batches` cut to one of each portion, of the kind that takes most memory."""
+        """Return a copy whose `batches` yields at most one batch of each portion: the first of the largest kind.
+
+        A kind is the problems of a portion with a mask, or those without. The largest is that which takes most memory
+        in the first portion.
+        """
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice
             (number, queries), keys = kind.query.shape, kind.block.shape[1] * self.block[1]
             mask = 0 if kind.seen is None else queries * (1 + self.groups * element_bytes)
-            number = min(number, self._at_once(kind, width, element_bytes))
+            number = min(number, self._problems_at_once(kind, width, element_bytes))
             return number * keys * (2 * width * element_bytes + mask) + 2 * kind.block.nbytes
 
-        sizes = [taken(kind) for kind in self._kinds(*next(self.portions(width)))]
+        sizes = [taken(kind) for kind in self._kinds_of_problems(*next(self.portions(width)))]
         return replace(self, only_kind=sizes.index(max(sizes)) if sizes else None)
 
-    def _kinds(self, sets: range, queries: range) -> Iterator[Batch]:
-        return self._gathered() if self.gathers else self._grouped(sets, queries)
+    def _kinds_of_problems(self, sets: range, queries: range) -> Iterator[Batch]:
+        return self._gathered_problems() if self.gathers else self._grouped_problems(sets, queries)
 
-    def _at_once(self, kind: Batch, width: int, element_bytes: int) -> int:
+    def _problems_at_once(self, kind: Batch, width: int, element_bytes: int) -> int:
         numbers = kind.block.shape[1] * self.block[1] * (2 * width + kind.query.shape[1] * self.groups)
         return max(1, GATHERED_BYTES // (numbers * element_bytes))
 
@@ -280,10 +286,10 @@ class TableProblems:
             pairs[table, row, entry] = seen.sum((1, 2))
         return pairs
 
-    def _gathered(self) -> Iterator[Batch]:
-        """Yield groups of problems whose keys are gathered: a query, or query block, over all its key blocks.
+    def _gathered_problems(self) -> Iterator[Batch]:
+        """Yield up to two batches; a problem is a query, or a query block, and all its key blocks, which are gathered.
 
-        First come problems of which every pair is allowed, then all others.
+        The first batch has the problems of which every pair is allowed; the second all others.
         """
         tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
         row = self.row_of_query[:: self.unit]
@@ -301,7 +307,7 @@ class TableProblems:
                 seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(-1, self.unit, -1)
             yield Batch([owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen)
 
-    def _grouped(self, sets: range, queries: range) -> Iterator[Batch]:
+    def _grouped_problems(self, sets: range, queries: range) -> Iterator[Batch]:
         """Yield up to two batches; a problem is one key block and up to _MOST_ROWS queries that select it.
 
         sets, queries: the head sets, which share a table, and the queries to compute.
@@ -336,8 +342,8 @@ class TableProblems:
 class TableTerm(Term):
     """Term of a plan that engines "aten" and "portable" compute from a table of keys or blocks, without block lists.
 
-    problems: how it is computed: engine portable by lists of single keys, engine aten by problems of blocks.
-    work: what that computes and copies.
+    problems: `KeyLists` for a table of single keys; `TableProblems`, only with "aten", for a table of blocks.
+    work: what is computed and copied.
     """
 
     problems: TableProblems | KeyLists
@@ -384,10 +390,13 @@ def _overlap(begin: Tensor, length: int, first: int, number: int) -> tuple[Tenso
 
 
 def tables_of_heads(bound: Bound, num_tables: int) -> list[int]:
-    """Return the indices of t tables, of the `num_tables` tables of all heads, for this device's heads.
+    """Return t table indices for this device's heads: item i is for the i-th of t equal groups of consecutive heads.
 
-    Each is for num_heads / t consecutive heads: one for each distinct table if all are used by equally many heads and
-    the pattern is equal for all heads; else t = num_heads, with repetitions.
+    If each table in use serves equally many heads, and all heads have one rule, t is the number of tables in use, each
+    once. Else t is the number of this device's heads, and tables may repeat.
+
+    bound: the rule of the pairs, with the heads of this device.
+    num_tables: number of tables over the heads of all devices.
     """
     heads, num_heads = range(bound.head_offset, bound.head_offset + bound.num_heads), bound.num_heads_global
     tables = [head * num_tables // num_heads for head in heads]

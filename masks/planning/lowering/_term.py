@@ -154,7 +154,7 @@ def _repeat_periods(periods: Tensor, slots: int) -> Tensor:
 
 
 def _strip_slots(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
-    """(query slots 0 to rows - 1, key slots -before to columns - 1)."""
+    """(query slots 0 to rows - 1, key slots -before to columns - 1); key slot 0 has the token of query slot 0."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
@@ -184,7 +184,7 @@ class Term:
     rule: allowed pairs among these tokens.
     shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
         at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
-        `block_side`; "table", a table of selected blocks.
+        `block_side`; "table", a table of keys or blocks.
     heads: query heads, numbered on this device; global numbers are head_offset larger.
 
     Query token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times,
@@ -226,13 +226,14 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """The term with segments padded to whole blocks of these sizes; self if its order has no padding."""
+        """The term with segments padded to whole blocks of these sizes; self if its orders have no padding."""
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
-        """Split the term into terms over fewer heads and folds, of at most `most_slots` slots in all heads and folds.
+        """Split the term into terms over fewer heads and folds.
 
-        A term of one head and fold may exceed this. Returns (self,) for orders other than `Compact`.
+        Each has at most `most_slots` query slots and at most `most_slots` key slots over its heads and folds, unless it
+        has a single head and fold. Returns (self,) for orders other than `Compact`.
         """
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
@@ -258,7 +259,7 @@ class Term:
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Number of allowed pairs over heads and folds, times multiplicity and weights; not for block lists."""
+        """Sum of multiplicity * weight over allowed pairs of all heads and folds; not for terms with block lists."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -304,14 +305,16 @@ class Term:
         return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
 
     def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
+        """Return the rule over slots of the heads at the indices `distinct` among the term's heads."""
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q = self.q.in_pieces(self.rule, self.q_offset)
-        _, k = self.k.in_pieces(self.rule, self.k_offset)
-        rule = Rule(pattern, self.num_heads_global, heads, _select_rows(q, distinct), _select_rows(k, distinct))
+        pattern_by_keys, k = self.k.in_pieces(self.rule, self.k_offset)
+        assert pattern == pattern_by_keys, "the orders of queries and keys rewrite the rule alike"
+        rule = Rule(pattern, self.num_heads_global, heads, _select_tables(q, distinct), _select_tables(k, distinct))
         if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
             return rule
         q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
-        return replace(rule, rows=replace(rule, q=_select_rows(q, distinct), k=_select_rows(k, distinct)))
+        return replace(rule, rows=replace(rule, q=_select_tables(q, distinct), k=_select_tables(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """Return one term whose folds are n copies of this term's folds, each copy over other tokens.
@@ -334,23 +337,23 @@ class Term:
     def at_origin(self) -> Term:
         """Return fold 0 of the term alone, shifted by whole periods of its rule to the lowest positions.
 
-        Its block lists equal those of the term, and its multiplicity is 1. Terms that differ only by such a shift, by
-        their folds (equal segments computed as a batch) and by multiplicity become equal, and so share cached kernel
-        calls. Terms whose orders are not both `Compact` or both `Folded` are returned unchanged.
+        Its block lists equal those of the term; its multiplicity is 1, and it has no weights. Terms that differ only by
+        such a shift, by their folds (equal segments computed as a batch) and by multiplicity become equal, and so share
+        cached kernel calls. Terms whose orders are not both `Compact` or both `Folded` are returned unchanged.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
-            shift = self._whole_periods(min(offsets))
+            shift = self._round_down_to_period(min(offsets))
             sides = {"q": self.q.order, "k": self.k.order}
             return replace(self, **sides, multiplicity=1, q_offset=offsets[0] - shift, k_offset=offsets[1] - shift)
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return self
         least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
-        shift = self._whole_periods(least)
+        shift = self._round_down_to_period(least)
         q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
-    def _whole_periods(self, position: int) -> int:
+    def _round_down_to_period(self, position: int) -> int:
         """Largest multiple of the rule's period that is at most `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period
@@ -402,10 +405,10 @@ class Term:
         return _mask_mod_on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
-def _select_rows(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
-    """Return the pieces with only the rows tables[0], tables[1], ... of `firsts`; a single row is repeated for all."""
+def _select_tables(pieces: Pieces, indices: tuple[int, ...]) -> Pieces:
+    """Return the pieces with rows indices[0], indices[1], ... of `firsts`; a single row, of all heads, is repeated."""
     shared = len(pieces.firsts) == 1
-    firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
+    firsts = pieces.firsts.expand(len(indices), -1) if shared else pieces.firsts[list(indices)]
     return replace(pieces, firsts=firsts)
 
 

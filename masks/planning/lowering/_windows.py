@@ -41,14 +41,14 @@ def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
 
 
 def rule_over_all_tokens(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
-    """Return the rule inside windows, `rest`, as a rule over all tokens, if there is a single window of all of them.
+    """Return `rest`, the rule inside windows, as a rule over all tokens, if one window contains all tokens.
 
     The result is simplified for the positions of `bound`. None unless there is exactly one window, which contains all
     queries and keys and counts positions from the origin of `bound`.
     """
     if len(windows) != 1:
         return None
-    rest, part = _first_window(rest, bound, windows)
+    rest, part = _rule_of_first_window(rest, bound, windows)
     return rest if part == replace(bound, pattern=rest) else None
 
 
@@ -76,7 +76,7 @@ def window_terms(
     lists = 0
     for index in kinds:
         alike = windows.select(index)
-        plainest, part = _first_window(rest, bound, alike)
+        plainest, part = _rule_of_first_window(rest, bound, alike)
         if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
             lowered = cheapest_terms(plainest, part)
         else:
@@ -131,10 +131,10 @@ def _cuts(rule: Pattern) -> Iterator[_Cut]:
         of_parts = [{cut.table: cut for cut in _cuts(part)} for part in rule.parts]
         for table in of_parts[0]:
             cuts = [of_part[table] for of_part in of_parts if table in of_part]
-            counted = {cut.from_start for cut in cuts} - {None}
-            if len(cuts) == len(of_parts) and len(counted) <= 1:
+            origins = {cut.from_start for cut in cuts if cut.from_start is not None}
+            if len(cuts) == len(of_parts) and len(origins) <= 1:
                 rests = tuple(cut.rest for cut in cuts)
-                yield _Cut(_with_parts(rule, rests), table, *(counted or {None}))
+                yield _Cut(_with_parts(rule, rests), table, from_start=next(iter(origins), None))
 
 
 def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
@@ -143,7 +143,7 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
     return Every() if Every() in parts else Or.of(*parts)
 
 
-def _first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
+def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
     """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
@@ -154,9 +154,11 @@ def _first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Patter
 
 
 def _simplify_local_windows(rest: Pattern, q: range, k: range) -> Pattern:
-    """Simplify the local windows of a rule for these positions, as windows would need block lists.
+    """Return the rule with its `LocalWindow` factors, which would need block lists, simplified for these positions.
 
-    Those that allow all pairs are dropped; those that forbid only keys after the query become causal order.
+    Factors that allow all pairs are dropped; those that forbid only keys after the query become causal order.
+
+    q, k: positions of the queries and keys.
     """
     kept = []
     for factor in rest.factors():
@@ -201,10 +203,13 @@ def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
 
 
 def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> Any:
-    """Return one rule for all batch entries as a single sequence, in which run-time documents separate the entries.
+    """Return one rule for all batch entries joined to a single sequence, in which run-time documents separate them.
 
-    None if a branch has no run-time documents, or has another factor that does not repeat from entry to entry.
+    None if a branch has no run-time documents, or has another factor that does not repeat from entry to entry; sets of
+    visible keys may differ.
+
     num_tokens: tokens of each entry.
+    batch: number of entries.
     """
     if not all(_can_be_joined(branch, num_tokens) for branch in pattern.branches()):
         return None
