@@ -169,12 +169,12 @@ def _remember(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, _):
-    *tensors, table = ctx.saved_tensors[:6]
-    bindings = list(ctx.saved_tensors[6:])
+    q, k, w, teacher_q, teacher_k, table, *bindings = ctx.saved_tensors
     without = None, None, None, *no_gradients(bindings, ctx.arguments)
     if grad is None:
         return None, None, None, *without
-    return *index_loss_backward(grad, *tensors, table, bindings, *ctx.arguments), *without
+    tensors = q, k, w, teacher_q, teacher_k, table, bindings
+    return *index_loss_backward(grad, *tensors, *ctx.arguments), *without
 
 
 index_loss.register_autograd(_backward, setup_context=_remember)
