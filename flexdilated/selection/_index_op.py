@@ -32,7 +32,7 @@ class _Compared(NamedTuple):
     queries: range of indices into the queries of the call.
     keys: range of indices into the keys of the call; None if each query has keys of its own, those of a table.
     candidates: True for the keys that count for a query.
-    at: for each query its L keys, of a table, with any valid index where they do not count; None with `keys`.
+    at: for each query its L keys, of a table; None with `keys`.
     """
 
     queries: slice
@@ -227,15 +227,23 @@ def _compared(
     table: Tensor | None,
     teacher: tuple[Tensor, Tensor],
 ) -> Iterator[_Compared]:
-    """Chunks of queries with the keys that the loss compares: those in the table, or without one all visible keys."""
+    """Chunks of queries with the keys that the loss compares: those in the table, or without one all visible keys.
+
+    Raises ValueError for a table on the host with other numbers than keys and -1; elsewhere they count as -1.
+    """
     heads = max(q.shape[1], teacher[0].shape[1])
     if table is None:
         yield from _visible_keys(call, bindings, q, k, width=heads)
         return
+    if device_kind(table.device).on_host and table.numel():
+        least, most = map(int, table.aminmax())
+        if least < -1 or most >= k.shape[1]:
+            raise ValueError(f"chosen must have keys from 0 to {k.shape[1] - 1}, or -1 for none; got {least} to {most}")
     dims = max(q.shape[3], teacher[0].shape[3])
     for some in _chunks(q, len(q) * table.shape[3] * max(heads, dims)):
-        at = table[:, 0, some]
-        yield _Compared(some, None, at >= 0, at.clamp(min=0))
+        at = table[:, 0, some].sort(-1).values
+        repeated = torch.nn.functional.pad(at[..., 1:] == at[..., :-1], (1, 0))
+        yield _Compared(some, None, (at >= 0) & (at < k.shape[1]) & ~repeated, at)
 
 
 def _visible_keys(

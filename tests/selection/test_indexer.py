@@ -124,7 +124,8 @@ def test_the_loss_and_its_gradients_are_those_of_dense_scores(call, chooses, hea
         kept = chosen[:, 0].masked_fill(chosen[:, 0] < 0, N)
         seen = torch.zeros(B, N, N + 1, dtype=torch.bool).scatter(-1, kept, value=True)[..., :N]
     with patch.object(_index_op, "_ON_HOST", numbers):
-        loss = indexer.loss(x, q, k, queries, chosen=chosen, scale=0.7, **options)
+        twice = None if chosen is None else torch.cat([chosen, chosen.flip(-1)], -1)  # repeated keys count once
+        loss = indexer.loss(x, q, k, queries, chosen=twice, scale=0.7, **options)
         got = torch.autograd.grad(loss, list(indexer.parameters()))
     expected = dense_loss(dense_scores(indexer, x, queries), seen, q, k, 0.7)
     assert_close(loss, expected)

@@ -82,7 +82,9 @@ class LightningIndexer(nn.Module):
         if require_finite("base", base) <= 1:
             raise ValueError(f"base must be above 1; got {base=}")
         self.base = float(base)
-        self.selector = BlockSelector(block=1, choose=TopK(top), within=within, share="all")
+        self.selector = BlockSelector(
+            block=1, choose=TopK(require_int("top", top, minimum=1)), within=within, share="all"
+        )
         self.wq_b = nn.Linear(query_dim, num_heads * head_dim, bias=False)
         self.wk = nn.Linear(embed_dim, head_dim, bias=False)
         self.k_norm = nn.LayerNorm(head_dim, eps=1e-6)
@@ -150,7 +152,7 @@ class LightningIndexer(nn.Module):
             left out of the mean.
         x, queries, rotary, bindings, within: as in `forward`.
         q, k: queries and keys of the attention; G divides H.
-        chosen: the result of `forward`, or another table of keys.
+        chosen: the result of `forward`, or another table of keys, in which a repeated key counts once.
         scale: the attention's factor on scores, a number; None: 1 / sqrt(D).
 
         Gradients reach only the indexer's parameters, and are exact; all other inputs count as constants.
@@ -196,13 +198,12 @@ class LightningIndexer(nn.Module):
         self, x: Tensor, queries: Tensor | None, rotary: Rotary | None, q_offset: int
     ) -> tuple[Float[Tensor, "B h N d"], Float[Tensor, "B N d"], Float[Tensor, "B N h"]]:
         """(index queries, index keys, weights of the index heads with the scale of the score) of these tokens."""
-        queries = x if queries is None else queries
-        for name, each, size in (("x", x, self.wk.in_features), ("queries", queries, self.wq_b.in_features)):
-            if each.dim() != 3 or each.shape[:2] != x.shape[:2] or each.shape[-1] != size:
-                raise ValueError(
-                    f"{name} must have shape (batch, tokens, {size}), with the batch and tokens of x, "
-                    f"{tuple(x.shape[:2])}; got {tuple(each.shape)}"
-                )
+        queries, size = x if queries is None else queries, self.wk.in_features
+        if x.dim() != 3 or x.shape[2] != size:
+            raise ValueError(f"x must have shape (batch, tokens, {size}); got {tuple(x.shape)}")
+        expected = (*x.shape[:2], self.wq_b.in_features)
+        if tuple(queries.shape) != expected:
+            raise ValueError(f"queries must have shape {expected}, one for each token of x; got {tuple(queries.shape)}")
         q = self.wq_b(queries).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.wk(x))
         w = self.weights_proj(x) * (self.num_heads * self.head_dim) ** -0.5
