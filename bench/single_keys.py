@@ -208,3 +208,42 @@ def uneven_rows(
         what = f"{of}: time of uneven rows of keys over equal ones"
         over = int(uneven.sum()) / int(equal.sum())  # the number of pairs may differ a little
         yield race(what, at_most(1.3, "×"), jobs, repeats=size.repeats, over=over)
+
+
+def by_scattered_mask(q: Tensor, k: Tensor, v: Tensor, *, chosen: Tensor, causal: Tensor) -> Tensor:
+    """As models of transformers do with SDPA: the chosen keys become a mask of all pairs."""
+    hidden = torch.ones(1, q.shape[2], k.shape[2], dtype=torch.bool).scatter(-1, chosen, False).unsqueeze(1)
+    return scaled_dot_product_attention(q, k, v, attn_mask=causal & ~hidden)
+
+
+def by_indices(q: Tensor, k: Tensor, v: Tensor, *, chosen: Tensor) -> Tensor:
+    """As `set_pattern` does for a model that hands over the keys of its indexer."""
+    pattern = masks.causal() & masks.selected_keys("chosen", most=chosen.shape[-1])
+    return fd.attend(q, k, v, pattern, bindings={"chosen": chosen.unsqueeze(1)})
+
+
+@measure("C26", size=Size(96, num_heads=2, head_dim=8, repeats=1), keys=4, dims=(12, 8))
+def indexed_model(
+    size: Size = Size(8192, num_heads=4, repeats=3), keys: int = 256, dims: tuple[int, int] = (192, 128)
+) -> Iterator[Row]:
+    """What does attention of DeepSeek-V3.2 cost in transformers by `set_pattern`, over its own path, SDPA with a mask?
+
+    The attention alone, with the keys that an indexer chose; forward and backward.
+    """
+    tokens, draw = size.num_tokens, torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, size.num_heads, tokens, dims[0], generator=draw)
+    v, grad = torch.randn(2, 1, size.num_heads, tokens, dims[1], generator=draw)
+    problem = Problem(q, k, v, grad)
+    # A query with fewer earlier keys than `keys` names later ones, too: models hide them by the causal mask.
+    scores = torch.rand(1, tokens, tokens, generator=draw).masked_fill_(torch.ones(tokens, tokens).triu(1).bool(), -1.0)
+    chosen = scores.topk(keys).indices
+    del scores
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    ways = {
+        "set_pattern": partial(by_indices, chosen=chosen.int()),
+        "SDPA": partial(by_scattered_mask, chosen=chosen, causal=causal),
+    }
+    assert_near("outputs", *(way(q, k, v) for way in ways.values()))
+    jobs = [attention_job(name, way, problem, "forward + backward") for name, way in ways.items()]
+    what = f"{size}, head dims {dims[0]} and {dims[1]}, {keys} keys a query, forward + backward"
+    yield race(f"{what}: time of set_pattern over SDPA with a mask", at_most(1 / 3, "×"), jobs, repeats=size.repeats)

@@ -18,7 +18,7 @@ from ... import biases
 from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
-from ...masks import Mixture, Pattern, documents, every, selected_keys, visible_keys
+from ...masks import Mixture, Pattern, documents, every, selected_blocks, selected_keys, visible_keys
 from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
@@ -330,6 +330,7 @@ def attention(
     s_aux: Float[Tensor, " H"] | None = None,
     position_bias: Tensor | None = None,
     indices: Int[Tensor, "B N k"] | None = None,
+    block_indices: Int[Tensor, "B T N k"] | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """Attention function for transformers: returns (output, None for weights, which are never formed).
@@ -345,17 +346,20 @@ def attention(
     position_bias: (B or 1, H, N, M), added to the scores; None for none.
     indices: the keys that the model's own indexer chose for each query, such as DeepSeek-V3.2's, to which the rule is
         restricted; None for all.
+    block_indices: the same for an indexer that chooses blocks of `module.indexer.block_size` keys, such as
+        MiniMax-M3's, in T tables of H / T consecutive heads each, padded with -1.
 
     Raises ValueError for a mask tensor that differs between queries or changes scores of visible keys, for
-    output_attentions=True, for dropout, position_bias or indices with a FlexdilatedCache, and for dropout,
-    position_bias, softcap or indices in a layer that selects blocks.
+    output_attentions=True, for dropout, position_bias, indices or block_indices with a FlexdilatedCache, and for these
+    or softcap in a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
             "flexdilated forms no attention weights: call without output_attentions=True. "
             "flexdilated.attention_received tells how much attention each key gets"
         )
-    features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias, "indices": indices}
+    features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias}
+    features |= {"indices": indices, "block_indices": block_indices}
     given, ready_made = origin_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
         attention_mask = _visibility_without_mask(module, query, key, given, is_causal)
@@ -397,6 +401,10 @@ def attention(
         return out.transpose(1, 2), None
     if indices is not None:
         rule, bindings[_CHOSEN] = rule & selected_keys(_CHOSEN, most=indices.shape[-1]), indices.unsqueeze(1)
+    if block_indices is not None:
+        sides = 1, module.indexer.block_size
+        rule = rule & selected_blocks(_CHOSEN, block=sides, most=block_indices.shape[-1])
+        bindings[_CHOSEN] = block_indices
     out = attend(
         query,
         key,

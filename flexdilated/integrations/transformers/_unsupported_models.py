@@ -16,6 +16,10 @@ _MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
 _OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
 # Masks over the images of a batch in one row; and a window that depends on the length of the prompt.
 _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
+# Keyword arguments that layers hand to attention functions: the first are computed, the others change no result.
+_KNOWN = {"attention_mask", "scaling", "dropout", "is_causal", "softcap", "s_aux", "position_bias", "indices"}
+_KNOWN |= {"block_indices", "query", "key", "value", "position_ids", "output_attentions", "sliding_window"}
+_KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
 KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
@@ -106,9 +110,9 @@ def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 @cache
 def _hands_over_indices(kind: type[nn.Module]) -> bool:
-    """True if a class of attention layers calls an indexer, and hands the keys that it chose to attention functions."""
+    """True if a class of attention layers calls an indexer, and hands attention functions the keys or blocks it chose."""
     given = {node.arg for node in _forward_nodes(kind) if isinstance(node, ast.keyword)}
-    return "indices" in given and any(map(_is_indexer_call, _forward_nodes(kind)))
+    return bool(given & {"indices", "block_indices"}) and any(map(_is_indexer_call, _forward_nodes(kind)))
 
 
 def _is_indexer_call(node: ast.AST) -> bool:
@@ -129,6 +133,9 @@ def _why_unserved(kind: type[nn.Module]) -> str | None:
             case ast.keyword(arg="sinks"):
                 return "gives each query a sink logit of its own"
             case ast.Call(func=ast.Name(id=name)) if "attention" in name:
+                unknown = sorted({each.arg for each in node.keywords if each.arg} - _KNOWN)
+                if name == "attention_interface" and unknown:
+                    return f"hands {unknown[0]} to attention functions, which flexdilated does not know"
                 masks = [each.value for each in node.keywords if each.arg == _MASK] + node.args[4:5]
             case ast.Assign(targets=[ast.Name(id="attention_mask")]):
                 masks = [node.value]
