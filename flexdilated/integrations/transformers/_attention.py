@@ -142,7 +142,7 @@ class Visibility:
         """Return self; there is no memory to copy."""
         return self
 
-    def __getitem__(self, index: tuple[Any, Any, Any, Any]) -> Visibility | Bool[Tensor, "B N M"]:
+    def __getitem__(self, index: tuple[Any, ...]) -> Visibility | Bool[Tensor, "B N M"]:
         """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on.
 
         With the index (:, 0, :, :) the result is a tensor instead, True for keys that the model's rule, documents and
@@ -150,6 +150,7 @@ class Visibility:
 
         Raises ValueError for other indices.
         """
+        index = (*index, *[slice(None)] * (4 - len(index)))
         if index == (slice(None), 0, slice(None), slice(None)):
             layer = nn.Identity()  # like all layers with an indexer it is causal
             if running_call(layer) is None and not self.are_documents_read:

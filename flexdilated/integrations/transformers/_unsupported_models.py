@@ -20,6 +20,7 @@ _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
 _KNOWN = {"attention_mask", "scaling", "dropout", "is_causal", "softcap", "s_aux", "position_bias", "indices"}
 _KNOWN |= {"block_indices", "query", "key", "value", "position_ids", "output_attentions", "sliding_window"}
 _KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
+_KNOWN |= {"sinks"}  # refused below, with its own reason
 KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
@@ -110,7 +111,7 @@ def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 @cache
 def _hands_over_indices(kind: type[nn.Module]) -> bool:
-    """True if a class of attention layers calls an indexer, and hands attention functions the keys or blocks it chose."""
+    """True if attention layers of this class call an indexer, and hand the keys or blocks that it chose to attention."""
     given = {node.arg for node in _forward_nodes(kind) if isinstance(node, ast.keyword)}
     return bool(given & {"indices", "block_indices"}) and any(map(_is_indexer_call, _forward_nodes(kind)))
 

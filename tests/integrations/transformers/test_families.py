@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import masking_utils as rules
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.transformers import attention_layers, set_pattern
+from flexdilated.integrations.transformers import _unsupported_models, attention_layers, set_pattern
 from flexdilated.integrations.transformers._attention import attention
 from flexdilated.integrations.transformers._mask_functions import pattern_from_mask_function
 from flexdilated.masks.patterns import names
@@ -115,6 +116,7 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
         "Qwen2MoeForCausalLM",  # a window of 0 that no layer uses
         "DeepseekV3ForCausalLM",  # values narrower than keys
         "DeepseekV32ForCausalLM",  # keys that an indexer chooses
+        "MiniMaxM3VLForCausalLM",  # blocks that an indexer chooses
         "Gemma2ForCausalLM",  # capped scores
         "T5ForConditionalGeneration",  # a learned bias for each head and distance
         "InklingForCausalLM",  # a bias for each query
@@ -157,6 +159,17 @@ def test_refused_at_once(class_name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         set_pattern(model, masks.local_window(left=3, right=0))
     assert model.config._attn_implementation == before
+
+
+def test_what_a_layer_hands_over_must_be_known() -> None:
+    """Else it would be ignored in silence, as the choice of an indexer would."""
+    model = tiny_model("deepseek_v32", "DeepseekV32ForCausalLM", "causal").eval()
+    _unsupported_models._why_unserved.cache_clear()
+    said = "DeepseekV32Attention, hands indices to attention functions, which flexdilated does not know"
+    with patch.object(_unsupported_models, "_KNOWN", _unsupported_models._KNOWN - {"indices"}):
+        with pytest.raises(ValueError, match=said):
+            set_pattern(model, {})
+        _unsupported_models._why_unserved.cache_clear()
 
 
 def test_an_indexer_chooses_within_documents() -> None:

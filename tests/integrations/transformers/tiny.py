@@ -53,12 +53,15 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("hidden_size_per_layer_input",), 8),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("index_topk", "index_block_size"), 6),  # fewer keys than a test has tokens
+    **dict.fromkeys(("index_n_heads", "index_topk_blocks", "index_kpool"), 2),
+    **dict.fromkeys(("index_head_dim",), 16),
 }
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _LAYERS = {name for name, size in _SIZES.items() if "layers" in name or name in ("n_layer", "depth")}
 
 # Made for the family's own number of layers or channels: the config makes them anew.
-_DROPPED = ("per_layer_config", "out_features", "out_indices", "num_attention_heads_per_layer")
+_DROPPED = ("per_layer_config", "out_features", "out_indices", "num_attention_heads_per_layer", "kv_source_layers")
 
 # Their positions have three axes, each with its share of a head.
 _AXES = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "glm_image", "paddleocr")
@@ -78,6 +81,9 @@ _MORE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "jamba": {"num_hidden_layers": 8},
     "deepseek_v2": {"topk_method": "greedy"},
+    "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16,
+                        "swa_kv_lora_rank": 16, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16,
+                        "swa_qk_rope_head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "xlnet": {"d_head": 8},
 }  # fmt: skip
