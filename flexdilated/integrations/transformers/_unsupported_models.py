@@ -111,7 +111,7 @@ def _forward_nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 @cache
 def _hands_over_indices(kind: type[nn.Module]) -> bool:
-    """True if attention layers of this class call an indexer, and hand the keys or blocks that it chose to attention."""
+    """True if attention layers of this class call an indexer, and hand over the keys or blocks that it chose."""
     given = {node.arg for node in _forward_nodes(kind) if isinstance(node, ast.keyword)}
     return bool(given & {"indices", "block_indices"}) and any(map(_is_indexer_call, _forward_nodes(kind)))
 
