@@ -20,7 +20,7 @@ from flexdilated import masks
 from flexdilated.engines import Call, Features
 from flexdilated.engines.flex._portable_op import portable_run
 from flexdilated.engines.kernels import _key_lists
-from flexdilated.memory import AttentionSize, attention_memory
+from flexdilated.memory import LiveBytes
 
 from ._checks import assert_near
 from ._jobs import Attention, Job, Problem, Size, attention_job, interleave, race, ratio
@@ -294,51 +294,39 @@ class IndexedCall:
     num_heads: int
     dims: tuple[int, int]
 
-    def count(self, chunks: int) -> _Operations:
-        """Operations of a forward in float32 with this many chunks of queries."""
+    def count(self, chunks: int) -> tuple[_Operations, int]:
+        """(operations of a forward of this many chunks of queries, bytes of memory beyond arguments and results)."""
         torch.manual_seed(0)
         number = chunks * self.num_queries
-        q = torch.randn(1, self.num_heads, number, self.dims[0])
-        k = torch.randn(1, 1, self.num_keys, self.dims[0])
+        q = torch.randn(1, self.num_heads, number, self.dims[0], dtype=torch.bfloat16)
+        k = torch.randn(1, 1, self.num_keys, self.dims[0], dtype=torch.bfloat16)
         v = k[..., : self.dims[1]].contiguous()
         chosen = torch.stack([torch.randperm(self.num_keys)[: self.keys] for _ in range(number)])[None, None]
         pattern = masks.selected_keys("chosen", most=self.keys)
-        at_once = self.num_queries * self.keys * sum(self.dims) * q.itemsize
-        call = Call.at(q, k, pattern.text, num_heads_global=self.num_heads)
-        with patch.object(_key_lists, "GATHERED_BYTES", at_once), torch.no_grad(), _Operations() as found:
-            portable_run(call, q, [chosen], Features(self.dims[0] ** -0.5)).forward(q, k, v)
-        return found
+        at_once = self.num_queries * self.keys * sum(self.dims) * torch.float32.itemsize
+        run = portable_run(
+            Call.at(q, k, pattern.text, num_heads_global=self.num_heads), q, [chosen], Features(self.dims[0] ** -0.5)
+        )
+        with patch.object(_key_lists, "GATHERED_BYTES", at_once), torch.no_grad(), LiveBytes(q, k, v) as live:
+            with _Operations() as found:
+                results = run.forward(q, k, v)
+            return found, live.peak - sum(each.nbytes for each in (q, k, v, *results))
 
 
-@measure("K11", call=IndexedCall(3, 40, 8, 4, (12, 8)), tokens=64)
-def indexed_bytes(
-    call: IndexedCall = IndexedCall(30, 131_072, 2048, 128, (576, 512)), tokens: int = 16_384
-) -> Iterator[Row]:
+@measure("K11", call=IndexedCall(3, 40, 8, 4, (12, 8)))
+def indexed_bytes(call: IndexedCall = IndexedCall(15, 131_072, 2048, 128, (576, 512))) -> Iterator[Row]:
     """What do 2,048 keys a query of a sequence of 128K tokens move on an accelerator, at DeepSeek-V3.2's sizes?
 
-    The operations of engine portable, counted on CPU in float32, in chunks of as many queries as an accelerator
-    computes at once in bfloat16. Bytes are beside one gathered read and write of each query's keys and values.
+    The operations of engine portable, run on CPU in bfloat16, in chunks of as many queries as an accelerator computes
+    at once. Bytes are beside one gathered read and write of each query's keys and values.
     """
-    one, two = call.count(1), call.count(2)
-    least = 2 * 4 * call.num_queries * call.keys * sum(call.dims)
-    queries = 4 * call.num_heads * call.num_queries * call.dims[0]
-    q_rows = (call.num_queries * 2, call.num_heads, call.dims[0])
-    what = (
-        f"{call.num_keys:,} tokens, {call.keys:,} keys a query, {call.num_heads} heads over one, head dims {call.dims}"
-    )
-    yield Row(
-        f"{what}: bytes moved over one gathered read and write", at_most(1.5, "×"), (two.moved - one.moved) / least
-    )
+    (one, _), (two, memory) = call.count(1), call.count(2)
+    least = 2 * call.num_queries * call.keys * sum(call.dims) * torch.bfloat16.itemsize
+    queries = 2 * call.num_heads * call.num_queries * call.dims[0] * torch.bfloat16.itemsize
+    q_shape = (1, call.num_heads, 2 * call.num_queries, call.dims[0])
+    what = f"{call.num_keys:,} tokens, {call.keys:,} keys a query, {call.num_heads} heads over one, dims {call.dims}"
+    moved = (two.moved - one.moved) / least
+    yield Row(f"{what}: bytes moved over one gathered read and write", at_most(1.5, "×"), moved)
     yield Row(f"{what}: launches a chunk", at_most(12), two.launches - one.launches)
-    yield Row(f"{what}: copies of queries", at_most(0), two.gathered.get(q_rows, 0) / (2 * queries))
-    width = min(call.keys, tokens // 2)
-    near = (torch.arange(tokens)[:, None] + torch.arange(width)) % tokens
-    size = AttentionSize(tokens, call.num_heads, call.dims[0], torch.bfloat16, num_kv_heads=1, value_dim=call.dims[1])
-    sizes = {"num_heads": call.num_heads, "num_queries": tokens, "num_keys": tokens}
-    table = masks.selected_keys(near[None]).bind(**sizes).pattern
-    memory = attention_memory(table, size, device="cuda", engine="portable")
-    yield Row(
-        f"{what}: memory beyond q, k, v, out and lse, {tokens:,} tokens",
-        at_most(256, "MB"),
-        (memory.inference_peak - memory.shown) / 1e6,
-    )
+    yield Row(f"{what}: copies of queries", at_most(0), two.gathered.get(q_shape, 0) / queries)
+    yield Row(f"{what}: memory beyond q, k, v, out and lse", at_most(256, "MB"), memory / 1e6)

@@ -88,7 +88,7 @@ def test_only_listed_pairs_are_computed(chunks: list[_key_lists.ListChunk]) -> N
     assert_close(found, fd.attend(q, k, v, pattern, enable_gqa=True, engine="reference"))
     pairs = 2 * int(HUBS.sum())  # two key/value heads, each with two query heads in a gather
     assert pairs <= sum(chunk.block.numel() for chunk in chunks) < 1.1 * pairs
-    assert all(chunk.head.shape[2] == 2 for chunk in chunks)
+    assert all(chunk.problem[1].shape[2] == 2 for chunk in chunks)
 
 
 def test_chunks_bound_the_gathered_bytes(chunks: list[_key_lists.ListChunk]) -> None:

@@ -40,7 +40,6 @@ class SingleKeys:
         """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         wide = sum_dtype(q)
         if self._gathers(q, k):
-            q, k, v = (x.to(wide) for x in (q, k, v))
             return attention(ListProblems.of(self.lists, self.offsets, q, k, v), Weighting(scale), q, k, v)
         masked = _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
         q, k, v = masked.clear_queries(q), masked.clear_keys(k), masked.clear_keys(v)
@@ -59,9 +58,8 @@ class SingleKeys:
         """
         wide, lse = sum_dtype(q), whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         if self._gathers(q, k):
-            q, k, v = (x.to(wide) for x in (q, k, v))
             problems = ListProblems.of(self.lists, self.offsets, q, k, v)
-            dq, dk, dv, _ = gradients(problems, Weighting(scale), q, k, v, lse, whole.grad_out.to(wide), whole.delta())
+            dq, dk, dv, _ = gradients(problems, Weighting(scale), q, k, v, lse, whole.grad_out, whole.delta())
             return dq, dk, dv
         width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
         (q, k, v), grad_out, out = whole.with_column(q, k, v)

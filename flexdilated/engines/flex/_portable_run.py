@@ -83,12 +83,14 @@ class Portable:
 
         recorded: True where autograd or a graph records the operations; if False, some of them work in place.
         """
-        wide, sinks = sum_dtype(q), self.features.sinks
-        x, parts = (q.to(wide), k.to(wide), v.to(wide)), []
+        sinks, parts = self.features.sinks, []
         if self.program.steps:
-            parts.append(self._attention_of_steps(*x, recorded=recorded))
+            wide = sum_dtype(q)
+            parts.append(self._attention_of_steps(q.to(wide), k.to(wide), v.to(wide), recorded=recorded))
         if self.of_table is not None:
-            parts.append(attention(self.of_table.problems(*x), self._weighting_of_table(), *x, recorded=recorded))
+            weighting, problems = self._weighting_of_table(), self.of_table.problems(q, k, v)
+            dtype = q.dtype if not parts and sinks is None else None  # the result, if nothing is added to it
+            parts.append(attention(problems, weighting, q, k, v, dtype=dtype, recorded=recorded))
         if not parts:
             out, lse = without_keys(q, k, v, sinks)
             return out.contiguous(), lse
@@ -125,15 +127,16 @@ class Portable:
         whole: results of the rows over all their keys, with the gradients of these results; k and v may have only some
             of the keys.
         """
-        wide = sum_dtype(q)
-        rows = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf), whole.grad_out.to(wide), whole.delta()
+        wide, grads = sum_dtype(q), None
+        lse, delta = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf), whole.delta()
         of_learned = [torch.zeros_like(x) for x in self.learned]
-        x, grads = [x.detach().to(wide) for x in (q, k, v)], None
         if self.of_table is not None:
-            problems = self.of_table.problems(x[0], x[1], x[2])
-            *grads, of_learned = gradients(problems, self._weighting_of_table(), x[0], x[1], x[2], *rows)
+            x = q.detach(), k.detach(), v.detach()
+            rows = lse, whole.grad_out, delta
+            *grads, of_learned = gradients(self.of_table.problems(*x), self._weighting_of_table(), *x, *rows)
         if grads is None or self.program.steps:
-            of_steps = self._gradients_of_steps(x, rows, of_learned)
+            rows = lse, whole.grad_out.to(wide), delta
+            of_steps = self._gradients_of_steps([x.detach().to(wide) for x in (q, k, v)], rows, of_learned)
             grads = of_steps if grads is None else [a.add_(b) for a, b in zip(grads, of_steps, strict=True)]
         return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_learned
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...masks.core import device_kind
 from ...masks.planning import GATHERED_BYTES, KeyLists
+from .._merge import sum_dtype
 from .._score_mod import ScoreMod, apply_score_mod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -38,33 +39,38 @@ class ListChunk:
 
     t lists, padded to L keys, are each used by x problems.
 
-    problem: index of the query in the flattened (batch, head sets, queries).
+    problem: (batch entry, query head, query) of each row, as indices of q; they broadcast to (x, t, g).
     block: indices of keys in the flattened (batch, key/value heads, keys).
     hidden: True for places after the end of a list; None if all lists of the call are equally long.
-    entry: batch entry of each problem.
-    head: global index of each query head of each problem.
-    query, key: positions.
+    key: index of each key of the lists.
+    first: (global index of the first head, position of the first query, position of the first key) of the call.
     """
 
-    problem: Int64[Tensor, "x t"]
+    problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
     block: Int64[Tensor, "x t L"]
     hidden: Bool[Tensor, "1 t 1 L"] | None
-    entry: Int64[Tensor, "x t"]
-    head: Int64[Tensor, "x t g"]
-    query: Int64[Tensor, " t"]
     key: Int64[Tensor, "t L"]
+    first: tuple[int, int, int]
+
+    @property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch entries (x, t, 1), global heads (x, t, g), and positions of the queries (t, 1) and the keys (t, L)."""
+        entry, head, query = torch.broadcast_tensors(*self.problem)
+        return entry[..., :1], head + self.first[0], query[0, :, :1] + self.first[1], self.key + self.first[2]
 
     def with_score_mod(self, score_mod: ScoreMod, scores: Float[Tensor, "x t g L"]) -> Float[Tensor, "x t g L"]:
-        x, _, g = self.head.shape
-        heads = self.head.transpose(1, 2).flatten(0, 1)
+        entry, head, query, key = self._places
+        x, _, g = head.shape
+        heads = head.transpose(1, 2).flatten(0, 1)
         of_heads = scores.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-        entry = self.entry.repeat_interleave(g, 0)
-        found = apply_score_mod(score_mod, of_heads, entry, heads, self.query[:, None], self.key, self.hidden)
+        entries = entry.squeeze(2).repeat_interleave(g, 0)
+        found = apply_score_mod(score_mod, of_heads, entries, heads, query, key, self.hidden)
         return found.squeeze(2).unflatten(0, (x, g)).transpose(1, 2)
 
     def shares_of_pairs(self, shares: ScoreMod) -> Shaped[Tensor, "x t g L"]:
-        query = self.query[:, None, None]
-        return shares(query, self.entry[..., None, None], self.head[..., None], query, self.key[:, None])
+        entry, head, query, key = self._places
+        query = query[..., None]
+        return shares(query, entry[..., None], head[..., None], query, key[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +79,7 @@ class ListProblems:
 
     sizes: (B, H, G, N, M).
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    row_bytes: bytes of a key and its value, of one head.
+    row_bytes: bytes of a key and its value, of one head, in float32 or wider.
     is_meta: True for meta tensors, which are run only to find the peak memory: the first few chunks of each kind are
         then enough, and the rest are skipped.
     """
@@ -94,7 +100,7 @@ class ListProblems:
         v: Float[Tensor, "B G M E"],
     ) -> ListProblems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        row_bytes = (k.shape[3] + v.shape[3]) * k.element_size()
+        row_bytes = (k.shape[3] + v.shape[3]) * sum_dtype(k).itemsize
         return cls(lists, sizes, first, row_bytes, is_meta=q.is_meta)
 
     @cached_property
@@ -137,14 +143,14 @@ class ListProblems:
         on_host = device_kind(self.lists.keys.device).on_host
         return max(1, (GATHERED_BYTES if on_host else _BYTES_ON_DEVICE) // self.row_bytes)
 
-    def by_query_block(self, x: Float[Tensor, "B H N ..."], value: float = 0.0) -> Float[Tensor, "BXN g ..."]:
-        return x.unflatten(1, (self._num_head_sets, -1)).transpose(2, 3).flatten(0, 2)
+    def by_query_block(self, x: Float[Tensor, "B H N ..."], value: float = 0.0) -> Float[Tensor, "B H N ..."]:
+        return x
 
     def by_key_block(self, x: Float[Tensor, "B G M ..."]) -> Float[Tensor, "BGM 1 ..."]:
         return x.flatten(0, 2).unsqueeze(1)
 
-    def queries(self, x: Float[Tensor, "BXN g ..."]) -> Float[Tensor, "B H N ..."]:
-        return x.unflatten(0, (self.sizes[0], self._num_head_sets, -1)).transpose(2, 3).flatten(1, 2)
+    def queries(self, x: Float[Tensor, "B H N ..."]) -> Float[Tensor, "B H N ..."]:
+        return x
 
     def keys(self, x: Float[Tensor, "BGM 1 ..."]) -> Float[Tensor, "B G M ..."]:
         return x.unflatten(0, (self.sizes[0], self.sizes[2], -1)).squeeze(3)
@@ -156,27 +162,40 @@ class ListProblems:
         """
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
-        device, sets, (head, q_first, k_first) = self.lists.keys.device, self._num_head_sets, self.first
+        device, sets = self.lists.keys.device, self._num_head_sets
         # The list of table t and entry e serves batch // entries batch entries times sets // tables head sets.
         set_of_user = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
         entry_of_user = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
         head_in_set = torch.arange(heads // sets, device=device)
         for begin, end, length in self._list_ranges:
             at = torch.arange(begin, end, device=device) if self._order is None else self._order[begin:end]
-            count, place = self.lists.counts[at, None], torch.arange(length, device=device)
-            query, table, entry = at % queries, at // queries % tables, at // (queries * tables)
-            # A shorter list reads its last key again: other keys may hold NaN that no query sees.
-            key = self.lists.keys[self.lists.ends[at, None] - count + torch.minimum(place, count - 1)]
-            hidden = None if self._order is None else (place >= count)[None, :, None]
+            query, batch_entry, head_set = at, entry_of_user, set_of_user
+            if entries * tables > 1:
+                query, table, entry = at % queries, at // queries % tables, at // (queries * tables)
+                batch_entry = entry_of_user + entry * (batch // entries)  # (users, t)
+                head_set = set_of_user + table * (sets // tables)
+            key, hidden = self._keys_of(at, begin, end, length)
+            first_key = (batch_entry * groups + head_set * groups // sets) * keys
+            head = (head_set * (heads // sets))[..., None] + head_in_set
             together = max(1, self._keys_at_once // (length * (end - begin)))
             for some in range(0, self._problems_per_list, together)[: ENOUGH if self.is_meta else None]:
                 users = slice(some, some + together)
-                batch_entry = entry_of_user[users] + entry * (batch // entries)  # (x, t)
-                head_set = set_of_user[users] + table * (sets // tables)  # (x, t)
-                problem = (batch_entry * sets + head_set) * queries + query
-                block = ((batch_entry * groups + head_set * groups // sets) * keys)[..., None] + key
-                heads_of = (head_set * (heads // sets))[..., None] + head_in_set + head
-                yield ListChunk(problem, block, hidden, batch_entry, heads_of, query + q_first, key + k_first)
+                problem = batch_entry[users, :, None], head[users], query[None, :, None]
+                yield ListChunk(problem, first_key[users, :, None] + key, hidden, key, self.first)
+
+    def _keys_of(
+        self, at: Int64[Tensor, " t"], begin: int, end: int, length: int
+    ) -> tuple[Int64[Tensor, "t L"], Bool[Tensor, "1 t 1 L"] | None]:
+        """Return (keys of the lists `at`, as indices in the call, True for places after the end of a list).
+
+        The lists are those from `begin` to `end` in the order of `_list_ranges`; the longest has `length` keys.
+        """
+        if self._order is None:
+            return self.lists.keys[begin * length : end * length].view(-1, length), None
+        count, place = self.lists.counts[at, None], torch.arange(length, device=at.device)
+        # A shorter list reads its last key again: other keys may hold NaN that no query sees.
+        key = self.lists.keys[self.lists.ends[at, None] - count + torch.minimum(place, count - 1)]
+        return key, (place >= count)[None, :, None]
 
 
 def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from .._merge import sum_dtype
 from .._score_mod import ScoreMod, apply_score_mod
 from ._key_lists import ENOUGH, ListChunk, ListProblems, few_of_each_kind
 
@@ -126,14 +127,14 @@ class _BlockChunk:
 
     t block lists, padded to L blocks, are each used by x problems: pairs of a batch entry and a head with the list.
 
-    problem: index of the query block in the flattened (batch, heads, query blocks).
+    problem: index of the query block in the flattened (batch, heads, query blocks), as a tuple of one.
     block: indices of key blocks in the flattened (batch, key/value heads, blocks).
     hidden: True for pairs that are not allowed, of each problem (y = x) or equal for all that share a list (y = 1);
         None if all are allowed.
     places: (batch entry, head, queries, keys) of the problems.
     """
 
-    problem: Int64[Tensor, "x t"]
+    problem: tuple[Int64[Tensor, "x t"]]
     block: Int64[Tensor, "x t L"]
     hidden: Bool[Tensor, "y t _ LK"] | None
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
@@ -229,7 +230,7 @@ class BlockProblems:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
                 yield _BlockChunk(
-                    problem[part], block[part], self._hidden_pairs(span, self.partial[at], beyond, *own), own
+                    (problem[part],), block[part], self._hidden_pairs(span, self.partial[at], beyond, *own), own
                 )
 
     def _hidden_pairs(
@@ -277,18 +278,21 @@ def attention(
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
     *,
+    dtype: torch.dtype | None = None,
     recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of attention over these problems; q, k and v are in float32 or wider.
+    """Return (out, natural lse) of attention over these problems, computed in float32 or wider, which lse has.
 
     G divides H. A query without keys has output 0 and lse -inf.
 
+    dtype: of out; None: that of lse.
     recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
         backward.
     """
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
-    out = q.new_zeros(*queries.shape[:2], v.shape[3])
-    lse = q.new_full(queries.shape[:2], -torch.inf)
+    rows_of = queries.shape[:-1]
+    out = q.new_zeros(*rows_of, v.shape[3], dtype=sum_dtype(q) if dtype is None else dtype)
+    lse = q.new_full(rows_of, -torch.inf, dtype=sum_dtype(q))
     found = []
     for chunk in problems.chunks():
         given = chunk, weighting, queries, keys, values
@@ -296,25 +300,28 @@ def attention(
             rows, some = checkpoint(_chunk_attention, *given, use_reentrant=False, preserve_rng_state=False)
         else:
             rows, some = _chunk_attention(*given)
+        rows = rows.to(out.dtype)
         if recorded:
-            found.append([x.flatten(0, 1) for x in (chunk.problem, rows, some)])
+            problem = [each.expand(some.shape[: each.dim()]) for each in chunk.problem]
+            found.append([x.flatten(0, 1) for x in (*problem, rows, some)])
         else:
             out[chunk.problem], lse[chunk.problem] = rows, some
     if found:  # at once: autograd copies a tensor for each of several writes
-        problem, rows, some = (torch.cat(each) for each in zip(*found, strict=True))
-        out, lse = out.index_put((problem,), rows), lse.index_put((problem,), some)
+        *problem, rows, some = (torch.cat(each) for each in zip(*found, strict=True))
+        out, lse = out.index_put(problem, rows), lse.index_put(problem, some)
     return problems.queries(out), problems.queries(lse)
 
 
 def _chunk_attention(
     chunk: _BlockChunk | ListChunk,
     weighting: Weighting,
-    queries: Float[Tensor, "BHR Q D"],
+    queries: Float[Tensor, "*places D"],
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
-    """Return (out, natural lse) of a chunk's problems; queries, keys and values are the blocks of all problems."""
-    scores = (queries[chunk.problem] @ _gather_blocks(keys, chunk.block).mT).mul_(weighting.scale)
+    """Return (out, natural lse) of a chunk's problems; queries, keys and values are those of all problems."""
+    wide = sum_dtype(queries)
+    scores = (queries[chunk.problem].to(wide) @ _gather_blocks(keys, chunk.block).mT).mul_(weighting.scale)
     if weighting.score_mod is not None:  # its result is not written to: autograd may keep it
         scores = chunk.with_score_mod(weighting.score_mod, scores)
         scores = scores.clone() if chunk.hidden is None else scores.masked_fill(chunk.hidden, -torch.inf)
@@ -343,18 +350,20 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return (dq, dk, dv, [gradient of each learned tensor]) of attention over these problems.
 
-    The problems may have only some keys of a query; lse, grad_out and delta (see `WholeRows`) are over all its keys.
+    dk and dv are in float32 or wider, dq is in the dtype of q. The problems may have only some keys of a query; lse,
+    grad_out and delta (see `WholeRows`) are over all its keys.
     lse is inf for queries without keys.
     """
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
     lses = problems.by_query_block(lse, torch.inf)
     keys, values = problems.by_key_block(k), problems.by_key_block(v)
-    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    wide = sum_dtype(q)
+    dq, (dk, dv) = torch.zeros_like(queries), (torch.zeros_like(x, dtype=wide) for x in (keys, values))
     of_learned = [torch.zeros_like(x) for x in weighting.learned]
     for chunk in problems.chunks():
-        own, own_lse, own_grad, own_delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
+        own, own_lse, own_grad, own_delta = (x[chunk.problem].to(wide) for x in (queries, lses, grad_outs, deltas))
         parts, found = _chunk_gradients(chunk, weighting, own, own_lse, own_grad, own_delta, keys, values)
-        dq[chunk.problem] = parts[0]
+        dq[chunk.problem] = parts[0].to(dq.dtype)
         for total, part in zip((dk, dv), parts[1:], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
         for total, part in zip(of_learned, found, strict=True):
@@ -406,7 +415,8 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def _gather_blocks(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
-    return x.index_select(0, block.flatten()).view(*block.shape[:2], -1, x.shape[2])
+    """Return the blocks in float32 or wider."""
+    return x.index_select(0, block.flatten()).view(*block.shape[:2], -1, x.shape[2]).to(sum_dtype(x))
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
