@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexdilated import attend, masks
 from flexdilated import plan as plan_attention
 from flexdilated.engines._call import Call
-from flexdilated.engines.aten._aten_op import _term_programs
+from flexdilated.engines.aten._aten_op import _planned_programs
 from flexdilated.masks.planning._planner import plan
 
 from ._jobs import Job, Problem, Size, interleave, peak_bytes, race, ratio, say, tokens_text
@@ -119,7 +119,7 @@ def _prepared_build(spec: LongNet, size: Size) -> Callable[[], object]:
 def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tokens: int) -> object:
     """The program that every call of the aten engine looks up, planned where it is not cached."""
     sizes = (num_heads, num_heads, num_tokens, num_tokens, 0, 0, 0, num_heads, 1)
-    return _term_programs(Call(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
+    return _planned_programs(Call(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
 
 
 @measure("C6", spec=LONGNET_5.shrunk(32).as_causal(), size=Size(2048, num_heads=16, repeats=3), lookups=100)

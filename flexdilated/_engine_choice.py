@@ -210,10 +210,11 @@ def _flash_cannot(q: Tensor, k: Tensor, v: Tensor, features: Features, sides: tu
         return reason
     if _score_mod_needs_gradient(features, q):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
-    recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    if any(recorded) and not recorded[0]:  # torch removes the backward kernel if the gradient of q is unused
+    differentiated = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    # torch removes the backward kernel if the gradient of q is unused.
+    if any(differentiated) and not differentiated[0]:
         return "flash has gradients of k and v only if q requires one: call q.requires_grad_(), or write engine='flex'"
-    if any(recorded) and _is_deterministic():
+    if any(differentiated) and _is_deterministic():
         return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"
     return None
 

@@ -54,21 +54,21 @@ class Schedule:
         """
         time = (require_int("step", step, minimum=0) - self.begin) / self.steps
         done = _CURVES[self.curve](min(max(time, 0.0), 1.0))
-        return self._value(floor(done * self._num_levels + 0.5))
+        return self._value(floor(done * self._last_level + 0.5))
 
     @property
     def values(self) -> tuple[int, ...]:
         """At most `widths` values from `start` to `end`, to which the curve is rounded; few steps may skip some."""
-        return tuple(dict.fromkeys(map(self._value, range(self._num_levels + 1))))
+        return tuple(dict.fromkeys(map(self._value, range(self._last_level + 1))))
 
     @property
-    def _num_levels(self) -> int:
-        """Number of `values` after `start`: at most `widths` - 1, and 0 if `start` equals `end`."""
+    def _last_level(self) -> int:
+        """The level of `end`, if that of `start` is 0: at most `widths` - 1, and 0 if `start` equals `end`."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:
-        """Return the value of a level: evenly spaced from `start` (level 0) to `end` (`_num_levels`), then rounded."""
-        last = max(1, self._num_levels)
+        """Return the value of a level: evenly spaced from `start` (level 0) to `end` (`_last_level`), then rounded."""
+        last = max(1, self._last_level)
         return self.start + (2 * (self.end - self.start) * level + last) // (2 * last)
 
 

@@ -324,6 +324,7 @@ def exchange(
 
     call: the pattern, the engine and other plain arguments.
     bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    features: without return_lse the lse may be None; dropout is that of `call`, and that of `features` is not read.
 
     One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward
     another returns the gradients, which the owners add up in float32 or wider. With engines "aten" and "portable" the

@@ -216,7 +216,7 @@ def _(wholes, heads, num_heads, sharding, group):
     return [x.new_empty(x.shape[0], X, length, x.shape[3]) for x, X in zip(wholes, heads, strict=True)]
 
 
-def _remember_shards(ctx, inputs, output) -> None:
+def _remember_tokens_to_heads(ctx, inputs, output) -> None:
     shards, *ctx.options, _, _, _ = inputs
     ctx.heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
 
@@ -230,7 +230,7 @@ def _tokens_to_heads_backward(ctx, grads):
     return [returned[place] for place in range(len(grads))], None, None, None, None, None, None
 
 
-def _remember_wholes(ctx, inputs, output) -> None:
+def _remember_heads_to_tokens(ctx, inputs, output) -> None:
     _, _, *ctx.options = inputs
 
 
@@ -238,8 +238,8 @@ def _heads_to_tokens_backward(ctx, grads):
     return tokens_to_heads(list(grads), *ctx.options, "", 0.0, False), None, None, None, None
 
 
-tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_remember_shards)
-heads_to_tokens.register_autograd(_heads_to_tokens_backward, setup_context=_remember_wholes)
+tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_remember_tokens_to_heads)
+heads_to_tokens.register_autograd(_heads_to_tokens_backward, setup_context=_remember_heads_to_tokens)
 
 
 def _rank_sharding_and_takers(

@@ -73,6 +73,14 @@ class Call(NamedTuple):
         values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
         return write_constants((self.pattern, self.placement), values), self.q_offset, self.k_offset
 
+    @property
+    def sizes_and_offsets(self) -> tuple[int, int, int, int, int, int]:
+        """Return the numbers of heads and tokens on this device and the two offsets, which the text lacks.
+
+        The text is the first of `arguments`.
+        """
+        return self.num_heads, self.num_kv_heads, self.num_queries, self.num_keys, self.q_offset, self.k_offset
+
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
         """Restore the Call from q, k and the values of `Call.arguments`.

@@ -196,7 +196,8 @@ def autograd_on() -> Iterator[None]:
 def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
     """Return detached copies of run-time tensors, to be saved for the backward.
 
-    Writes to the originals may not increment their version, by which autograd would notice them.
+    A later write to an original does not always raise its version counter, so autograd might not notice that a saved
+    original had changed.
     """
     return [x.detach().clone() for x in bindings]
 

@@ -371,7 +371,7 @@ def row_program_of_call(call: Call, rule: Expression | None, device: torch.devic
     if rule is None:
         heads = (call.num_heads, call.num_kv_heads, call.head_offset, call.num_heads_global)
         name = ("rows", call.pattern, *heads, device)
-        read, branches = cache().get(name, build, _rules_bytes, pattern=call.pattern)
+        read, branches = cache().get(name, build, _head_groups_bytes, pattern=call.pattern)
     else:
         read, branches = build()
     bound = call.bound(read)
@@ -380,7 +380,7 @@ def row_program_of_call(call: Call, rule: Expression | None, device: torch.devic
     return row_program(branches, queries, keys, _ConsecutiveKeys(keys.start))
 
 
-def _rules_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) -> int:
+def _head_groups_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) -> int:
     return _GROUP_BYTES * sum(map(len, rules[1]))
 
 

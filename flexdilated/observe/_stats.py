@@ -69,7 +69,10 @@ class Stats:
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """Text with three sections: plan cache, buffer pools, and sources of machine constants and options."""
+        """Text with three sections: plan cache, buffer pools, and plans.
+
+        The last has the sources of the machine constants, and the number of calls whose options `autotune` measured.
+        """
         parts = {
             "Plan cache": str(self.cache),
             "Buffer pools": _pool_table(self.pools),

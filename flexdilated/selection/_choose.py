@@ -156,8 +156,9 @@ def choose(
     if kind != "top_k":
         total = masked_lse(scores, candidates)
         outside, log_whole = torch.zeros_like(total), total
-        if kind == "top_p_of_row":  # scores are logs of shares of the row already
-            outside, log_whole = (1 - total.exp()).clamp(min=0.0), outside
+        if kind == "top_p_of_row":
+            log_whole = outside  # zeros: scores are logs of shares of the row already, and the whole row is 1
+            outside = (1 - total.exp()).clamp(min=0.0)
         # A row without candidates has log_whole -inf, and keeps nothing.
         log_whole = log_whole.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
         shares = (scores.gather(-1, places) - log_whole).exp().nan_to_num(0.0)
@@ -165,8 +166,8 @@ def choose(
         number = candidates.sum(-1)
         if kind == "threshold":
             keep = keep & (shares >= amount)
-            whole = ((scores - total.unsqueeze(-1)).exp() >= amount) & candidates
-            cut = (whole.sum(-1) > most).sum()
+            reaching = ((scores - total.unsqueeze(-1)).exp() >= amount) & candidates
+            cut = (reaching.sum(-1) > most).sum()
         elif amount < 1:
             reached = outside.unsqueeze(-1) + shares.cumsum(-1)
             keep = keep & (reached - shares < amount)

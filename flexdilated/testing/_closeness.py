@@ -53,8 +53,9 @@ def assert_attention_close(
     dtype of q, and the largest error of torch's `scaled_dot_product_attention` in the number's row in this dtype. The
     second does not count for lse, for gradients if `lse` is given, or with score_mod or sinks. In bfloat16 and float16
     sums must be in float32, while scores, weights and results may be rounded. A row without keys must have output
-    exactly 0 and, without sinks, lse -inf.  gradients: also compare the gradients of q, k and v that follow by autograd
-    from fixed pseudo-random gradients of
+    exactly 0 and, without sinks, lse -inf.
+
+    gradients: also compare the gradients of q, k and v that follow by autograd from fixed pseudo-random gradients of
         `out`, and of `lse` if given; the graph is retained.
     margin: factor on the error budgets.
 

@@ -21,9 +21,9 @@ _ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
 
 @st.composite
 def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
-    """Draw from one of the strategies; one that is given twice is twice as likely (`one_of` drops repetitions).
+    """Strategy that draws from one of these strategies; one that is given twice is twice as likely.
 
-    Give the simplest strategy first: hypothesis shrinks towards it.
+    `one_of` would drop repetitions. Give the simplest strategy first: hypothesis shrinks towards it.
     """
     return draw(draw(st.sampled_from(strategies)))
 

@@ -37,7 +37,7 @@ class Calls:
     layout: "BHND" (batch, heads, tokens, head dim), "BNHD", or "BNE", in which heads are concatenated, E = H D, as in
         `nn.MultiheadAttention(batch_first=True)`; projections must then be the identity (`identity_projections`). In
         "BHND" and "BNHD" the first further tensor of shape (B, H, N) in the tuple is checked as the natural-log
-        log-sum-exp, except if N = H, where it may be weights.
+        log-sum-exp. If N = H none is checked, as weights averaged over heads, (B, N, N), have that shape too.
     plain: (module, q, k, v) -> attention over all tokens.
     padded: (module, q, k, v, hidden); hidden (B, N): True for keys to exclude.
     packed: (module, q, k, v, ids); ids (B, N): ascending number of the document of each position.

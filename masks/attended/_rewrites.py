@@ -382,7 +382,9 @@ def _ranges_seen_on_grid(pattern: Neighborhood, queries: range) -> Iterator[rang
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
-        yield from _tokens_of_axes([_windows(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides)
+        yield from _tokens_of_axes(
+            [_ranges_seen_on_axis(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides
+        )
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
@@ -406,7 +408,7 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
         yield (range(first, last), *(range(outer // each) for outer, each in zip(strides, inner, strict=False)))
 
 
-def _windows(places: range, axis: Axis) -> Ranges:
+def _ranges_seen_on_axis(places: range, axis: Axis) -> Ranges:
     """Return the union of the windows of the queries at these places (consecutive indices along one axis of a grid)."""
     classes = ((first, places[-1] - (places[-1] - first) % axis.rate) for first in places[: axis.rate])
     return union_of(part for first, last in classes for part in axis.seen(first, last))

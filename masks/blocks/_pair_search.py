@@ -246,7 +246,7 @@ def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads
     a period that divides the step. All pairs of a diagonal are then allowed, or none is.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
-    if not len(doubtful) or box.q.step != box.k.step or not _has_period_dividing(pattern, box.k.step):
+    if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):
         return bounds
     doubtful = doubtful[_constant_on_diagonals(pattern, box.select(doubtful), num_heads)]
     if not len(doubtful):
@@ -279,7 +279,7 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
     return (length * mask_mod(torch.zeros_like(head), head, query, key)).sum(1)
 
 
-def _has_period_dividing(pattern: Pattern, step: int) -> bool:
+def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
     """True if some part of the pattern has a period that divides `step`; else counting by diagonals does not help."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)

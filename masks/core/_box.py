@@ -80,8 +80,8 @@ class Bounds:
 
     low, high: int64 tensors of shape (n,), from 0 to the boxes' areas.
 
-    A box with high 0 is empty and is left out of block lists; a box whose low is its area is full, and kernels skip the
-    mask there.
+    A box with high 0 has no allowed pair and is left out of block lists. A box whose low is its area is full: all its
+    pairs are allowed, and kernels skip the mask there.
 
     >>> bounds = masks.extend.Bounds(low=torch.tensor([0]), high=torch.tensor([16]))  # valid for any box of area 16
     """

@@ -103,21 +103,24 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
     """Return distinct ascending positions as ranges, cut where the distance to the next position changes.
 
-    Consecutive integers always become one range of step 1.
+    Consecutive integers always become one range of step 1. Positions 0, 4, 8, 9, 10 and 20 are range(0, 5, 4),
+    range(8, 11) and range(20, 21).
     """
     if not len(positions):
         return ()
     distances = positions.diff().unique_consecutive(return_counts=True)
     steps, times = (each.tolist() for each in distances)
     ranges: list[range] = []
+    # at: the position reached, where a run of equal distances begins; taken: True if a range has it already.
     at, taken = int(positions[0]), False
     for step, number, following in zip(steps, times, [*steps, 0][1:], strict=True):
         end = at + step * number
         # A distance that occurs once, or before a run, leaves its last position to the next range.
         left = step > 1 and (number == 1 or following == 1)
-        first, last = at + step * taken, end - step * left
-        if first <= last:
-            ranges.append(range(first, last + 1, step if first < last else 1))
+        start = at + step if taken else at
+        last = end - step if left else end
+        if start <= last:
+            ranges.append(range(start, last + 1, step if start < last else 1))
         at, taken = end, not left
     return tuple(ranges) if taken else (*ranges, range(at, at + 1))
 

@@ -43,7 +43,9 @@ class BranchDescription(PlannedCounts):
         the other counts are those of one.
     options: ways to compute it, the chosen one first.
 
-    If the planner computes all branches together, a single BranchDescription covers them all.
+    If the planner computes all branches together, a single BranchDescription covers them all. If the engine reads a
+    table of keys or blocks, as in `describe` for CPU, the first BranchDescription is of the table's pairs, and the
+    others are of all other pairs.
     """
 
     pattern: Expression

@@ -223,6 +223,10 @@ class Grid:
     def shape(self) -> tuple[int, int]:
         return self.rows, self.columns
 
+    @property
+    def rows_per_line(self) -> int:
+        return 2 if self.halves else 1
+
 
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     """Return a grid of cells over a window of query and key slots, for a picture of at most `lines` lines of cells.
@@ -236,12 +240,12 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     most = canvas.columns - margin - _FRAME
     if queries <= lines and keys <= most:
         return Grid(queries, keys, width=2 if 2 * keys <= most else 1)
-    halves = canvas.color and canvas.shapes
-    high = 1 if halves else 2
-    rows, columns = min((3 - high) * lines, queries), min(most, keys)
-    columns = min(columns, max(_LEAST_SIDE, round(high * rows * keys / queries)))
-    rows = min(rows, max(_LEAST_SIDE, round(columns * queries / keys / high)))
-    return Grid(_num_cells_along(queries, rows), _num_cells_along(keys, columns), halves=halves)
+    grid = Grid(queries, keys, halves=canvas.color and canvas.shapes)
+    height = 2 // grid.rows_per_line  # of a cell, in widths of a character
+    rows, columns = min(grid.rows_per_line * lines, queries), min(most, keys)
+    columns = min(columns, max(_LEAST_SIDE, round(height * rows * keys / queries)))
+    rows = min(rows, max(_LEAST_SIDE, round(columns * queries / keys / height)))
+    return replace(grid, rows=_num_cells_along(queries, rows), columns=_num_cells_along(keys, columns))
 
 
 def _num_cells_along(slots: int, most: int) -> int:
@@ -292,9 +296,9 @@ def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     """Lines of text: the cells in a frame, with labels at the left and above."""
     levels, number = levels_of(cells, color=canvas.color)
     body = _lines_of_row_pairs(levels, number) if grid.halves else _lines_of_rows(levels, number, grid.width, canvas)
-    inner, high = grid.columns * grid.width, 2 if grid.halves else 1
+    inner = grid.columns * grid.width
     rows, columns = _labels(cells.window, (len(body), inner))
-    by_line = {cell // high: label for cell, label in reversed(_labels_by_cell(rows, cells.row_edges))}
+    by_line = {cell // grid.rows_per_line: label for cell, label in reversed(_labels_by_cell(rows, cells.row_edges))}
     margin = max(map(len, by_line.values()), default=0)
     above, marked = _labels_above(_labels_by_cell(columns, cells.column_edges), grid.width, canvas.columns - margin - 2)
     dash, bar, tick, notch, corners = ("─", "│", "┤", "┴", "┌┐└┘") if canvas.shapes else ("-", "|", "+", "+", "++++")

@@ -97,7 +97,7 @@ def of_block_mask(
     Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
     `b` although all batch entries share the lists.
     """
-    partial, full = _tables(block_mask)
+    partial, full = _partial_and_full_blocks(block_mask)
     rules = _rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
     made: list[Pattern] = []
     for entry, rule in enumerate(rules):
@@ -192,7 +192,7 @@ def _lists_match_rule(
     return True
 
 
-def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
+def _partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
     """Return (partial, full): the BlockMask's lists of partial and of full blocks as booleans on the CPU.
 
     An element is True where a row names the key block of that column.
@@ -201,10 +201,10 @@ def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor
     each other, or that are on the meta device.
     """
     rows, columns = (-(-size // side) for size, side in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
-    partial = _table("", block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
+    partial = _listed_blocks("", block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        full = _table("full_", block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
+        full = _listed_blocks("full_", block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
     if partial.shape != full.shape:
         raise ValueError(
             "a BlockMask must have lists of partial and of full blocks for the same batch entries and heads; got "
@@ -214,8 +214,10 @@ def _tables(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor
     return partial, full
 
 
-def _table(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int) -> Bool[Tensor, "B H R C"]:
-    """Return lists of blocks as booleans, True where a row names the key block of that column; errors as in `_tables`.
+def _listed_blocks(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int) -> Bool[Tensor, "B H R C"]:
+    """Return lists of blocks as booleans, True where a row names the key block of that column.
+
+    Errors are those of `_partial_and_full_blocks`.
 
     kind: prefix of the lists' names in errors.
     numbers, indices: num_blocks and indices of the BlockMask.

@@ -261,7 +261,7 @@ class Axis:
         minus the keys before the beginning of its window; both are summed over all queries, by groups.
         """
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
-        groups = list(self._groups(q))
+        groups = list(self._group_counts(q))
         unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)
         if unlike or not groups:
             return self._count_by_ends(q, k, held)
@@ -282,7 +282,7 @@ class Axis:
         pairs = torch.where(q.count > 0, pairs, 0)
         return Bounds(pairs, pairs)
 
-    def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
+    def _group_counts(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
         """Yield items (first places of some groups, a number for each of these groups).
 
         Groups consist of queries that share a window, see `Axis`. The numbers of a group, summed over all items that

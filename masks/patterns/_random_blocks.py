@@ -69,14 +69,14 @@ class RandomBlocks(TableRule):
         return self.head is None
 
     def table(self, num_heads: int) -> BlockTable:
-        return self._table_of_rows(num_heads, self._num_rows())
+        return self._table_of_first_rows(num_heads, self._num_rows())
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         rows = self._num_rows()
         if self.positions is None and len(box.head):  # unknown number of queries: further rows stay undecided
             needed = int(box.q.first.max()) // self.block + 1
             rows = min(rows, max(_next_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
-        bounds = self._table_of_rows(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
+        bounds = self._table_of_first_rows(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
         if rows == self._num_rows():
             return bounds
         return Bounds(bounds.low, torch.where(box.q.last // self.block < rows, bounds.high, box.area))
@@ -95,7 +95,7 @@ class RandomBlocks(TableRule):
         """Return the number of query blocks that draw key blocks: those below `num_tokens` and below `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
-    def _table_of_rows(self, num_heads: int, rows: int) -> BlockTable:
+    def _table_of_first_rows(self, num_heads: int, rows: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
         self._require_few_draws(len(heads), rows)
         return _draw_table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)

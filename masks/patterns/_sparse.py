@@ -199,7 +199,7 @@ class SparseTable(Table):
     def _pairs(self) -> Int64[Tensor, " E"]:
         """Each pair (query, key) of matrix t as the number (t * num_queries + query) * num_keys + key, ascending.
 
-        All batch entries must share one row.
+        All batch entries must have equal matrices.
         """
         rows = self._cached_key_rows
         return rows.line() * self.num_keys + rows.keys

@@ -381,10 +381,10 @@ def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
         return term.moved(part.q_token, part.span.start)
     # An order of all tokens: drop absent keys. A tiling becomes the natural order.
     rate = term.q.rate if isinstance(term.q, Layout) else 1
-    tokens = part.queries.start - part.q_token
+    q_offset = part.queries.start - part.q_token
     queries = _ranges_by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
     keys = _ranges_by_residue(placement.stretches(part.span, _GAP * rate), rate)
-    return replace(term, shape="blocks", q=ListedOrder(queries), k=ListedOrder(keys), q_offset=tokens, k_offset=0)
+    return replace(term, shape="blocks", q=ListedOrder(queries), k=ListedOrder(keys), q_offset=q_offset, k_offset=0)
 
 
 def _ranges_by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:

@@ -14,7 +14,7 @@ from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import Dropout, Features, Portable, WholeRows
 from flexdilated.engines._call import Call
-from flexdilated.engines.aten._aten_op import _term_programs, attention, gradients
+from flexdilated.engines.aten._aten_op import _planned_programs, attention, gradients
 from flexdilated.engines.aten._program import in_format_of
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.core import Expression
@@ -73,7 +73,7 @@ def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
     k, v = (x[:, : size.kv_heads].clone() for x in (k, v))
     heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
     key = Call(masks.parse(text).text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
-    ((_, program),) = _term_programs(key, [], size.batch)
+    ((_, program),) = _planned_programs(key, [], size.batch)
     with LiveBytes(q, k, v) as forward:
         out, lse = program.forward(q, k, v, 1.0)
         out = in_format_of(out, q)

@@ -262,7 +262,7 @@ def _programs_for(
         return [(EntryRange(some), each) for some, each in zip(entries, rows, strict=True)], others
     choice = measured_choice(call, q)
     if not needs_no_plan(call) or not device_kind(q.device).on_host or choice is not None:
-        return _term_programs(call, bindings, q.shape[0], q.device.type, choice, call.operands(q)), None
+        return _planned_programs(call, bindings, q.shape[0], q.device.type, choice, call.operands(q)), None
     if not bindings:
         return [(EntryRange(slice(None)), row_program_of_call(call, None, q.device))], None
     found = []
@@ -274,7 +274,7 @@ def _programs_for(
     return found, None
 
 
-def _term_programs(
+def _planned_programs(
     call: Call,
     bindings: list[Tensor],
     batch: int,

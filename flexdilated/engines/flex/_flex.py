@@ -103,9 +103,9 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequenc
         sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], *whole)
     scale, score_mod, sinks, dropout_p, _, needs_lse, kernel_options = features
     operations = score_mod.build if isinstance(score_mod, Recorded) else score_mod
-    recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    differentiated = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
-    return (sizes, q.dtype, scale, dropout_p, kernel_options, *recorded, *modes, operations)
+    return (sizes, q.dtype, scale, dropout_p, kernel_options, *differentiated, *modes, operations)
 
 
 @lru_cache(maxsize=256)

@@ -102,10 +102,12 @@ class SelectedBlockSizes(torch.nn.Module):
 
 
 class CallOffsets(NamedTuple):
-    """Offsets of a call as tensors: global index of the first head, positions of the first query and the first key.
+    """Offsets of a call, and the tables of its heads.
 
-    row: index of the first query in its query block.
+    head, query, key: tensors with the global index of the first head and the positions of the first query and key.
+    row: index of the first query in its query block, a number.
     tables: index of each head's table of selected blocks; empty if head i has table i and there are no other tables.
+        `attend_selected` does not read it: its `rows` are already those of these tables.
     """
 
     head: Int64[Tensor, ""]

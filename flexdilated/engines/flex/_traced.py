@@ -37,7 +37,7 @@ def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) ->
     what: the kind of object, a key of `MAKERS`.
     """
     shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
-    sizes = " ".join([f"{int(each)}" for each in (*call[1:7], *call.operands(q), *shapes)])
+    sizes = " ".join([f"{int(each)}" for each in (*call.sizes_and_offsets, *call.operands(q), *shapes)])
     return f"{what} {q.device.type} {q.device.index} {sizes} {call.arguments[0]}"
 
 

@@ -68,9 +68,11 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
 
 
 def _kernels_by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...]:
-    """The three kernels in order of preference, as in torch's sdp_utils.cpp.
+    """Return the three kernels in order of preference.
 
-    cuDNN comes first on Hopper and later, if its version is above 9.15.0; else flash does.
+    From compute capability 9.0 (Hopper) on, if cuDNN is above 9.15.0: cuDNN, flash, memory-efficient. Otherwise: flash,
+    cuDNN, memory-efficient. torch differs: it prefers cuDNN only on some capabilities 9.x and 10.x, and elsewhere tries
+    it after the memory-efficient kernel.
     """
     flash, cudnn, efficient = KERNELS
     # As in torch: kernels of cuDNN up to 9.15.0 fail on lengths that are not multiples of 128, see pytorch#169849.

@@ -29,7 +29,10 @@ _Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KeyWeights:
-    """Integer weights of pairs, by head and key slot: the weight is periods[head][k slot % len(periods[head])]."""
+    """Integer weights of pairs, by head and key slot.
+
+    The weight is periods[head][k slot % n], where n is the length of every head's period.
+    """
 
     periods: tuple[tuple[int, ...], ...]
 
@@ -60,7 +63,7 @@ class PairWeights:
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """Sum of the weights over all causal pairs of one head."""
-        table, (q, k) = torch.tensor(self.table), _strip_slots(num_queries, num_keys - num_queries, num_queries)
+        table, (q, k) = torch.tensor(self.table), _slots_of_strip(num_queries, num_keys - num_queries, num_queries)
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
@@ -153,13 +156,13 @@ def _repeat_periods(periods: Tensor, slots: int) -> Tensor:
     return periods.repeat(1, -(-slots // periods.shape[1]))[:, :slots]
 
 
-def _strip_slots(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
+def _slots_of_strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
     """(query slots 0 to rows - 1, key slots -before to columns - 1); key slot 0 has the token of query slot 0."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
 def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: torch.dtype) -> Tensor:
-    q, k = _strip_slots(rows, before, columns)
+    q, k = _slots_of_strip(rows, before, columns)
     logs = table.to(dtype).log()[q % len(table)][:, k % len(table)]
     return logs.masked_fill_(k > q[:, None], -torch.inf)
 
@@ -226,7 +229,10 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """The term with segments padded to whole blocks of these sizes; self if its orders have no padding."""
+        """Return the term with its orders padded to whole blocks of these sizes.
+
+        Here that is self; terms with padded orders override this method.
+        """
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
