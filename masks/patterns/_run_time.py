@@ -270,7 +270,17 @@ class Table(Pattern):
     def of_entry(self, batch: int) -> Self:
         if len(self.rows) == 1:
             return self
-        return replace(type(self).of(self.rows[batch, None], self.reach), source=self.source)
+        return self.part(type(self).of(self.rows[batch, None], self.reach), "an entry")
+
+    def part(self, made: Self, which: str) -> Self:
+        """Return `made`, a table of some of this table's values, with this table's source.
+
+        which: says which values. A part of a placeholder is a placeholder, too; two parts are equal if they have the
+            same `which`.
+        """
+        if self.known:
+            return replace(made, source=self.source)
+        return replace(made, source=self.source, known=False, digest=f"{self.digest}, {which}")
 
     @property
     def only_row(self) -> Shaped[Tensor, "..."]:

@@ -81,7 +81,7 @@ class SpanPairs(Table):
     def of_entry(self, batch: int) -> Self:
         if len(self.rows) == 1:
             return self
-        return replace(type(self).of(self.rows[batch, None], self.queries), source=self.source)
+        return self.part(type(self).of(self.rows[batch, None], self.queries), "an entry")
 
     def described(self) -> str:
         if len(self.rows) != 1:

@@ -155,14 +155,15 @@ class SelectedTable(Table):
         return replace(made, digest=f"{first} {block} {made.digest}", block=block, first=first)
 
     def of_entry(self, batch: int) -> Self:
-        return self if len(self.rows) == 1 else self._with_rows(self.rows[batch, None])
+        return self if len(self.rows) == 1 else self._with_rows(self.rows[batch, None], "an entry")
 
     def for_head(self, head: int, num_heads: int) -> Self:
         tables = self.rows.shape[1]
-        return self if tables == 1 else self._with_rows(self.rows[:, head * tables // num_heads, None])
+        table = head * tables // num_heads
+        return self if tables == 1 else self._with_rows(self.rows[:, table, None], f"table {table}")
 
-    def _with_rows(self, rows: Tensor) -> Self:
-        return replace(type(self).of(rows, self.block, self.first), source=self.source)
+    def _with_rows(self, rows: Tensor, which: str) -> Self:
+        return self.part(type(self).of(rows, self.block, self.first), which)
 
     def check_heads(self, num_heads: int) -> None:
         require_tables(self.rows.shape[1], num_heads)

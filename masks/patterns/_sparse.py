@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
@@ -140,7 +140,8 @@ class SparseTable(Table):
         tables = self.rows.shape[1]
         if tables == 1:
             return self
-        return replace(type(self).of(self.rows[:, head * tables // num_heads, None]), source=self.source)
+        table = head * tables // num_heads
+        return self.part(type(self).of(self.rows[:, table, None]), f"table {table}")
 
     def check_heads(self, num_heads: int) -> None:
         require_tables(self.rows.shape[1], num_heads)

@@ -144,9 +144,10 @@ def run_time_tables(
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
-    return [  # contiguous, as the fake implementation declares
-        x.clone(memory_format=torch.contiguous_format) if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
-        for x, width in _varying_tensors(program)
+    declared = _varying_tensors(blank_program(key, q.device, bindings, len(q), key.operands(q)))
+    return [  # contiguous and of the declared shapes; heads whose values are equal share a table of the program
+        pad(x, (0, width - x.shape[-1])).expand(*like.shape[:-1], width).clone(memory_format=torch.contiguous_format)
+        for (x, width), (like, _) in zip(_varying_tensors(program), declared, strict=True)
     ]
 
 
