@@ -27,11 +27,13 @@ from ..core import (
     shortened,
 )
 from ..planning import OperandSizes, Option, Plan, plan, plan_with_table
+from ._order_gain import order_gain
 from ._pair_counts import COUNTED, BranchShare, HeadShare, PlannedCounts, alike_heads, count_term, head_shares, summed
 from ._receptive_field import ReceptiveField, receptive_field_of
 
 MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
 _MOST_LINES, _LONGEST_PATTERN = 24, 200
+_WORTH_SORTING = 1.25  # times fewer blocks, from which an order is worth a line
 _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond which cells of tables wrap
 
 
@@ -133,6 +135,18 @@ class Description(PlannedCounts):
         sizes = {"num_heads": bound.num_heads_global, "num_tokens": bound.num_positions}
         return sum(int(self.pattern.zero_keys(head, queries, **sizes).sum()) for head in heads)
 
+    @cached_property
+    @outside_torch_modes
+    def order_gain(self) -> float | None:
+        """Times fewer blocks of 128 x 128 tokens that have a pair of the pattern's matrix, if tokens were sorted.
+
+        By reverse Cuthill-McKee order, which SciPy finds. None where the order does not matter or was not tried: if
+        keys are gathered or no blocks are listed, without SciPy, and unless the pattern is for self-attention from
+        position 0 on and has one matrix, `sparse` or `mask`, of up to 2**24 pairs, for all heads.
+        """
+        listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
+        return order_gain(self.bound) if listed else None
+
     def receptive_field(self) -> ReceptiveField:
         """Return the number of tokens that influence a token through 1, 2, ... layers, for all tokens or a sample.
 
@@ -158,6 +172,7 @@ class Description(PlannedCounts):
             "pattern": repr(self.pattern),
             **{name: getattr(self, name) for name in (*sizes, *COUNTED, *derived)},
             "waste": self.waste if self.useful_pairs else None,
+            "order_gain": self.order_gain,
             "computed": [_branch_data(branch) for branch in self.branches],
             "branches": [
                 {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
@@ -263,6 +278,8 @@ def _facts(counts: Description) -> list[tuple[str, str]]:
         ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
         ("block lists", f"{counts.table_bytes:,} bytes"),
     ]
+    if counts.order_gain is not None and counts.order_gain >= _WORTH_SORTING:
+        facts.append(("order", f"{counts.order_gain:.1f} times fewer blocks if sorted by reverse Cuthill-McKee order"))
     if counts.pattern.pads:
         facts.append(("zero keys", f"{counts.zero_keys:,} of padding, in the softmax besides the pairs"))
     if counts.is_self_attention:

@@ -7,7 +7,7 @@ from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
 from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._key_rows import KeyRows, require_tables
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
-from ._mask import mask
+from ._mask import MaskTable, mask
 from ._neighborhood import Neighborhood, neighborhood
 from ._per_sample import per_sample, rules_of_entries, without_start
 from ._random_blocks import random_blocks

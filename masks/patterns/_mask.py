@@ -69,6 +69,11 @@ class MaskTable(Table):
 
     rows: Bool[Tensor, "B T Q K"]
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Return (queries, keys) of all pairs of the first mask."""
+        queries, keys = self.rows[0, 0].nonzero().unbind(1)
+        return queries, keys
+
     def for_head(self, head: int, num_heads: int) -> Self:
         if self.rows.shape[1] == 1:
             return self

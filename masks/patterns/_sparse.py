@@ -136,6 +136,13 @@ class SparseTable(Table):
     def num_keys(self) -> int:
         return int(self.rows[0, 0, 1])
 
+    def pairs(self) -> tuple[Int64[Tensor, " E"], Int64[Tensor, " E"]]:
+        """Return (queries, keys) of all pairs of the first matrix."""
+        crow = self.rows[0, 0, _CROW : _CROW + 1 + self.num_queries]
+        first = _CROW + 1 + self.num_queries
+        queries = torch.arange(self.num_queries).repeat_interleave(crow.diff())
+        return queries, self.rows[0, 0, first : first + len(queries)]
+
     def for_head(self, head: int, num_heads: int) -> Self:
         tables = self.rows.shape[1]
         if tables == 1:

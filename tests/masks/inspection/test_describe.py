@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
 
 from flexdilated import masks
@@ -249,3 +251,23 @@ def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: 
     assert abs(float(means.mean()) - wanted) <= 4 * float(means.std()) / math.sqrt(len(means))
     # One token of each of equal parts varies less than as many of all tokens, for which the standard error is.
     assert float(means.std()) <= 1.2 * float(errors.square().mean().sqrt())
+
+
+def test_the_gain_of_an_order_is_that_of_the_sorted_matrix() -> None:
+    """Of a ring in random order, with two diagonals of its own; and only where blocks of one matrix are listed."""
+    tokens = 1024
+    ring = (torch.arange(tokens)[:, None] - torch.arange(tokens)).abs() % (tokens - 2) <= 2
+    mixed = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
+    given = ring[mixed][:, mixed]
+    order = torch.from_numpy(reverse_cuthill_mckee(csr_array(given.numpy())).copy())
+    counts = masks.describe(masks.mask(given), tokens, device="cuda")
+    after = masks.describe(masks.mask(given[order][:, order]), tokens, device="cuda")
+    assert counts.order_gain == counts.computed_pairs / after.computed_pairs > 2
+    assert f"{counts.order_gain:.1f} times fewer blocks if sorted by reverse Cuthill-McKee order" in str(counts)
+    assert after.order_gain == pytest.approx(1, rel=0.1)
+    assert "Cuthill" not in str(after)
+    sparse = masks.sparse(given.to_sparse())
+    assert masks.describe(sparse | masks.local_window(left=1, right=1), tokens).order_gain == counts.order_gain
+    assert masks.describe(sparse, tokens).order_gain is None  # keys are gathered
+    assert masks.describe(masks.local_window(left=1, right=1), tokens).order_gain is None
+    assert masks.describe(masks.mask(given[:512]), 512, tokens, device="cuda").order_gain is None
