@@ -147,7 +147,7 @@ def index_loss_backward(
         for some in _compared(call, bindings, q, k, table, teacher):
             shares = _mean_weights(some, *teacher, call.scale)
             with autograd_on():
-                lacks = _divergence(some, *leaves, shares)
+                lacks = _divergence(some, leaves[0], leaves[1], leaves[2], shares)
                 found = torch.autograd.grad(lacks, leaves, grad.to(lacks))
             for total, x in zip(totals, found, strict=True):
                 total += x

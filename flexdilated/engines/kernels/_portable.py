@@ -308,7 +308,7 @@ def attention(
             out[chunk.problem], lse[chunk.problem] = rows, some
     if found:  # at once: autograd copies a tensor for each of several writes
         *problem, rows, some = (torch.cat(each) for each in zip(*found, strict=True))
-        out, lse = out.index_put(problem, rows), lse.index_put(problem, some)
+        out, lse = out.index_put(tuple(problem), rows), lse.index_put(tuple(problem), some)
     return problems.queries(out), problems.queries(lse)
 
 

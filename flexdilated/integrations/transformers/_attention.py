@@ -403,8 +403,8 @@ def attention(
     if indices is not None:
         rule, bindings[_CHOSEN] = rule & selected_keys(_CHOSEN, most=indices.shape[-1]), indices.unsqueeze(1)
     if block_indices is not None:
-        sides = 1, module.indexer.block_size
-        rule = rule & selected_blocks(_CHOSEN, block=sides, most=block_indices.shape[-1])
+        block = int(module.get_submodule("indexer").block_size)  # type: ignore[arg-type]
+        rule = rule & selected_blocks(_CHOSEN, block=(1, block), most=block_indices.shape[-1])
         bindings[_CHOSEN] = block_indices
     out = attend(
         query,
