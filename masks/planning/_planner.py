@@ -172,7 +172,7 @@ def plan_with_table(
         vectors = operands.head_dim, operands.element_bytes
         if lists_keys(table):
             problems = KeyLists.of([(inside, table.key_rows())])
-            gathers = engine != "aten" or problems.favours_gather(bound.num_heads, num_kv_heads, bound.num_keys)
+            gathers = engine != "aten" or problems.favours_gather(bound.num_heads, num_kv_heads)
             work = problems.work(bound, num_kv_heads, *vectors, gathers=gathers)
             name = "table, keys gathered" if gathers else "table, dense mask"
         else:

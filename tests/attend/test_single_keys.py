@@ -293,15 +293,19 @@ def test_a_graph_of_the_compiler_reads_each_matrix(score_mod: Any) -> None:
             assert_close(attend(q, k, v, pattern, score_mod=score_mod), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_many_keys_are_computed_under_a_dense_mask() -> None:
-    """A plan says so; queries without keys and keys that none sees, which hold NaN, do not reach the others."""
+@pytest.mark.parametrize("within", [masks.every(), masks.causal()])
+def test_many_keys_are_computed_under_a_dense_mask(within: masks.Pattern) -> None:
+    """A plan says so; queries without keys and keys that none sees, which hold NaN, do not reach the others.
+
+    Of the keys, those from the first to the last that some queries list are computed.
+    """
     tokens = 96
     table = ragged(torch.randint(30, 60, (tokens,), generator=torch.Generator().manual_seed(0)), tokens - 9)
     table[0, 5] = -1
-    pattern = masks.selected_keys(table)
+    pattern = masks.selected_keys(table) & within
     report = fd.plan(pattern, tokens, num_heads=2)
     assert "table, dense mask" in str(report)
-    assert report.computed_pairs == 2 * tokens * tokens
+    assert report.computed_pairs == 2 * tokens * (tokens - 9)
     q, k, v = (torch.randn(1, 2, tokens, 8, dtype=torch.float64) for _ in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     wanted = fd.attend(*leaves, pattern, engine="reference")

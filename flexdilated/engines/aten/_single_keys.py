@@ -44,8 +44,9 @@ class SingleKeys:
         masked = _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
         q, k, v = masked.clear_queries(q), masked.clear_keys(k), masked.clear_keys(v)
         out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
-        for some, mask in masked.chunks(q):
-            out[:, :, some], lse[:, :, some] = flash_forward(q[:, :, some], k, v, scale=scale, mask=mask)
+        for some, keys, mask in masked.chunks(q):
+            few_k, few_v = k[:, :, keys], v[:, :, keys]
+            out[:, :, some], lse[:, :, some] = flash_forward(q[:, :, some], few_k, few_v, scale=scale, mask=mask)
         return masked.clear_queries(out), masked.clear_queries(lse, -torch.inf)
 
     def backward(
@@ -66,18 +67,19 @@ class SingleKeys:
         q, grad_out, out = (masked.clear_queries(x) for x in (q, grad_out, out))
         lse, k, v = masked.clear_queries(lse, torch.inf), masked.clear_keys(k), masked.clear_keys(v)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-        for some, mask in masked.chunks(q):
+        for some, keys, mask in masked.chunks(q):
             few_grads, few_q, few_out, few_lse = (x[:, :, some] for x in (grad_out, q, out, lse))
-            found = flash_backward(few_grads, few_q, k, v, few_out, few_lse, scale=scale, mask=mask)
+            few_k, few_v = k[:, :, keys], v[:, :, keys]
+            found = flash_backward(few_grads, few_q, few_k, few_v, few_out, few_lse, scale=scale, mask=mask)
             dq[:, :, some] = found[0]
-            dk += found[1]
-            dv += found[2]
+            dk[:, :, keys] += found[1]
+            dv[:, :, keys] += found[2]
         dk, dv = masked.key_gradients(dk), masked.key_gradients(dv)
         return dq[..., :width], dk[..., :width], dv[..., :width]
 
     def _gathers(self, q: Tensor, k: Tensor) -> bool:
         masks = device_kind(q.device).on_host or q.is_meta
-        return not masks or self.lists.favours_gather(q.shape[1], k.shape[1], k.shape[2])
+        return not masks or self.lists.favours_gather(q.shape[1], k.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,22 +137,33 @@ class _DenseMask:
     def key_gradients(self, x: Float[Tensor, "B S M D"]) -> Float[Tensor, "B G M D"]:
         return x if x.shape[1] == self.num_kv_heads else x.unflatten(1, (self.num_kv_heads, -1)).sum(2)
 
-    def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, Float[Tensor, "#B #H n M"]]]:
-        """Yield (slice of the queries, additive mask of their pairs), together for all queries.
+    def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, slice, Float[Tensor, "#B #H n m"]]]:
+        """Yield (slice of the queries, slice of the keys from the first to the last listed one, mask of their pairs).
 
-        For meta tensors, only the first `ENOUGH` are yielded, and the masks hide all pairs.
+        The masks are additive. The slices of queries are all queries together. For meta tensors, only the first
+        `ENOUGH` are yielded, with all keys, and the masks hide all pairs.
         """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads
         at_once = max(16, _MASK_BYTES // (entries * heads * self.num_keys * q.element_size()))
         for begin in range(0, queries, at_once)[: ENOUGH if q.is_meta else None]:
             end = min(queries, begin + at_once)
-            mask = q.new_full((entries, tables, end - begin, self.num_keys), -torch.inf)
-            if not q.is_meta:
-                for matrix in range(entries * tables):
-                    first_list = matrix * queries + begin
-                    first_key = int(self.lists.ends[first_list - 1]) if first_list else 0
-                    own = slice(first_key, int(self.lists.ends[first_list + end - begin - 1]))
-                    rows = self._list_of_key[own] - first_list
-                    mask[matrix // tables, matrix % tables][rows, self.lists.keys[own]] = 0.0
-            yield slice(begin, end), mask.repeat_interleave(heads // tables, 1)
+            parts = [] if q.is_meta else [self._listed(matrix, begin, end) for matrix in range(entries * tables)]
+            keys = slice(0, self.num_keys)
+            if parts:
+                listed = torch.cat([key for _, key in parts])
+                keys = slice(int(listed.min()), int(listed.max()) + 1) if len(listed) else slice(0, 1)
+            mask = q.new_full((entries, tables, end - begin, keys.stop - keys.start), -torch.inf)
+            for matrix, (row, key) in enumerate(parts):
+                mask[matrix // tables, matrix % tables][row, key - keys.start] = 0.0
+            yield slice(begin, end), keys, mask.repeat_interleave(heads // tables, 1)
+
+    def _listed(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return (query, counted from `begin`, key) of the pairs that a table lists for queries from `begin` to `end`.
+
+        matrix: index of the table: that of its batch entry times the number of tables, plus its own.
+        """
+        first_list = matrix * self.lists.shape[2] + begin
+        first_key = int(self.lists.ends[first_list - 1]) if first_list else 0
+        own = slice(first_key, int(self.lists.ends[first_list + end - begin - 1]))
+        return self._list_of_key[own] - first_list, self.lists.keys[own]

@@ -10,6 +10,7 @@ from math import lcm
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...blocks import allowed_pairs
 from ...core import Bound, Every, Pattern
@@ -22,6 +23,7 @@ _CELLS = 1 << 18  # pairs evaluated at once
 # Seconds over those of a pair that ATen's kernel computes under a dense mask, measured on CPU with head dim 64:
 _COPIED_KEY = 24  # a key and its value that are gathered
 _GATHERED_PAIR = 1.5  # a pair of a query and a gathered key
+_TOGETHER = 256  # queries that are taken to be computed together under a dense mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,21 +83,43 @@ class KeyLists:
         """Return (fully allowed blocks, other blocks) of the tables: each pair is an allowed block of its own."""
         return len(self.keys), 0
 
-    def favours_gather(self, num_heads: int, num_kv_heads: int, num_keys: int) -> bool:
-        """True if ATen is predicted to take less time for gathered keys than for all pairs under a dense mask."""
-        (entries, tables, queries), sets = self.shape, lcm(self.shape[1], num_kv_heads)
+    @cached_property
+    def pairs_in_ranges(self) -> int:
+        """Number of pairs, of one head and all batch entries, that are computed under a dense mask.
+
+        They are those of 256 queries with all keys from the first to the last that one of them lists.
+        """
+        entries, _, queries = self.shape
+        seen, missing = self.counts > 0, -queries % _TOGETHER
+        if not len(self.keys):
+            return 0
+        at = self.ends.clamp(max=len(self.keys)) - 1
+        first = self.keys[(self.ends - self.counts).clamp(max=len(self.keys) - 1)].where(
+            seen, torch.iinfo(torch.int64).max
+        )
+        last = self.keys[at.clamp(min=0)].where(seen, -1)
+        first, last = first.view(-1, queries).amin(0), last.view(-1, queries).amax(0)
+        first = pad(first, (0, missing), value=torch.iinfo(torch.int64).max).view(-1, _TOGETHER).amin(1)
+        last = pad(last, (0, missing), value=-1).view(-1, _TOGETHER).amax(1)
+        wide = (last - first + 1).where(last >= 0, 0) * _TOGETHER
+        wide[-1] -= int(wide[-1]) // _TOGETHER * missing
+        return entries * int(wide.sum())
+
+    def favours_gather(self, num_heads: int, num_kv_heads: int) -> bool:
+        """True if ATen is predicted to take less time for gathered keys than for ranges of keys under a dense mask."""
+        tables, sets = self.shape[1], lcm(self.shape[1], num_kv_heads)
         gathered = len(self.keys) * (_COPIED_KEY * sets + _GATHERED_PAIR * num_heads) / tables
-        return gathered <= entries * queries * num_keys * num_heads
+        return gathered <= self.pairs_in_ranges * num_heads
 
     def work(self, bound: Bound, num_kv_heads: int, width: int, element_bytes: int, *, gathers: bool) -> TableWork:
         """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes.
 
-        gathers: True if keys are gathered, False for all pairs under a dense mask.
+        gathers: True if keys are gathered, False for ranges of keys under a dense mask.
         """
         entries, tables, queries = self.shape
         vectors = entries * queries * bound.num_heads
         if not gathers:
-            return TableWork(vectors * bound.num_keys, 0, 0, 1, 0)
+            return TableWork(self.pairs_in_ranges * bound.num_heads, 0, 0, 1, 0)
         copied = len(self.keys) * (lcm(tables, num_kv_heads) // tables)
         calls = -(-2 * copied * width * element_bytes // GATHERED_BYTES)
         return TableWork(len(self.keys) * (bound.num_heads // tables), copied, vectors, calls, 4 * copied + 5 * vectors)
