@@ -76,11 +76,7 @@ def packed(draw: st.DrawFn, beside: str, largest: int = 60, batch: int = 3, *, w
     return Packed(of_pattern(twin.pattern), counts, *shape, sizes.q_offset, sizes.k_offset)
 
 
-WAYS = {
-    "one by one": {},
-    "in groups": {"_FEW_QUERIES": 0},
-    "from where keys lie": {"_READS_OF_A_COPY": 0},
-}
+WAYS = {"one by one": {}, "in groups": {"_FEW_QUERIES": 0}, "from where keys lie": {"_READS_OF_A_COPY": 0}}
 
 
 @pytest.mark.parametrize("beside", BESIDE)

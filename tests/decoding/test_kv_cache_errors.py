@@ -15,17 +15,7 @@ from flexdilated import masks
 from flexdilated.decoding import _reader
 from tests.support.agreement import TIGHT
 
-from .cases import (
-    FRAMES,
-    LONGNET,
-    WINDOW,
-    alone,
-    assert_goes_on,
-    draw_tensors,
-    next_tokens,
-    ragged,
-    tree,
-)
+from .cases import FRAMES, LONGNET, WINDOW, alone, assert_goes_on, draw_tensors, next_tokens, ragged, tree
 
 Q, K, _ = draw_tensors(N=30, B=3)
 WIDE = torch.zeros(3, 2, 30, 9, dtype=torch.float64)

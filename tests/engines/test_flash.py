@@ -129,10 +129,7 @@ def test_gradients(served):
         return score + slopes[h] * (q_idx - k_idx)
 
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with (
-            context(),
-            pytest.raises(ValueError, match="flash takes no score_mod of tensors that require a"),
-        ):
+        with context(), pytest.raises(ValueError, match="flash takes no score_mod of tensors that require a"):
             fd.attend(q, q, q, masks.causal(), engine="flash", score_mod=sloped)
     wants = q.clone().requires_grad_()
     for k, v in ((wants, q), (q, wants)):

@@ -40,6 +40,7 @@ LATE = {
     "flexdilated.observe._received": {"matplotlib"},
     "flexdilated.masks.inspection._plot": {"matplotlib"},
     "flexdilated.masks.inspection._plot_figure": {"matplotlib"},
+    "flexdilated.masks.inspection._order_gain": {"scipy"},
 }
 
 

@@ -117,12 +117,7 @@ def withins(
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn,
-    scorers: tuple[str, ...] = SCORERS,
-    batch: int | None = None,
-    tensors: bool = True,
-) -> Case:
+def cases(draw: st.DrawFn, scorers: tuple[str, ...] = SCORERS, batch: int | None = None, tensors: bool = True) -> Case:
     """Self-attention and others, ragged ends, rows that are cut, every scorer, choice and share.
 
     batch: instead of 1 or 2. tensors: rules with run-time tensors, too.

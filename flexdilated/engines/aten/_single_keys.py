@@ -138,7 +138,7 @@ class _DenseMask:
         return x if x.shape[1] == self.num_kv_heads else x.unflatten(1, (self.num_kv_heads, -1)).sum(2)
 
     def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, slice, Float[Tensor, "#B #H n m"]]]:
-        """Yield (slice of the queries, slice of the keys from the first to the last listed one, mask of their pairs).
+        """Yield (slice of the queries, slice of the first keys, see `KeyLists.stop`, mask of their pairs).
 
         The masks are additive. The slices of queries are all queries together. For meta tensors, only the first
         `ENOUGH` are yielded, with all keys, and the masks hide all pairs.
@@ -149,13 +149,10 @@ class _DenseMask:
         for begin in range(0, queries, at_once)[: ENOUGH if q.is_meta else None]:
             end = min(queries, begin + at_once)
             parts = [] if q.is_meta else [self._listed(matrix, begin, end) for matrix in range(entries * tables)]
-            keys = slice(0, self.num_keys)
-            if parts:
-                listed = torch.cat([key for _, key in parts])
-                keys = slice(int(listed.min()), int(listed.max()) + 1) if len(listed) else slice(0, 1)
-            mask = q.new_full((entries, tables, end - begin, keys.stop - keys.start), -torch.inf)
+            keys = slice(0, self.lists.stop(end) if parts else self.num_keys)
+            mask = q.new_full((entries, tables, end - begin, keys.stop), -torch.inf)
             for matrix, (row, key) in enumerate(parts):
-                mask[matrix // tables, matrix % tables][row, key - keys.start] = 0.0
+                mask[matrix // tables, matrix % tables][row, key] = 0.0
             yield slice(begin, end), keys, mask.repeat_interleave(heads // tables, 1)
 
     def _listed(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import lcm
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...blocks import allowed_pairs
 from ...core import Bound, Every, Pattern
@@ -33,11 +33,15 @@ class KeyLists:
     keys: indices of keys in the call, list after list, ascending in each.
     ends: one past the last place of each list in `keys`.
     shape: (b, T, N); b is 1 or the number of batch entries, and heads share tables in consecutive groups of equal size.
+    num_keys: M.
+    lag: position of the first query minus that of the first key.
     """
 
     keys: Int64[Tensor, " E"]
     ends: Int64[Tensor, " bTN"]
     shape: tuple[int, int, int]
+    num_keys: int
+    lag: int
 
     @classmethod
     def of(cls, entries: Sequence[tuple[Bound, KeyRows]]) -> KeyLists:
@@ -56,8 +60,9 @@ class KeyLists:
             for (bound, rows), own in zip(entries, tables, strict=True)
         ]
         counts = torch.cat([count for count, _ in found])
-        shape = len(entries), most, entries[0][0].num_queries
-        return cls(torch.cat([keys for _, keys in found]), counts.cumsum(0), shape)
+        bound = entries[0][0]
+        shape, lag = (len(entries), most, bound.num_queries), bound.q_offset - bound.k_offset
+        return cls(torch.cat([keys for _, keys in found]), counts.cumsum(0), shape, bound.num_keys, lag)
 
     @cached_property
     def counts(self) -> Int64[Tensor, " bTN"]:
@@ -84,42 +89,41 @@ class KeyLists:
         return len(self.keys), 0
 
     @cached_property
-    def pairs_in_ranges(self) -> int:
-        """Number of pairs, of one head and all batch entries, that are computed under a dense mask.
+    def is_causal(self) -> bool:
+        """True if no query lists a key at a later position than its own."""
+        query = torch.arange(len(self.ends), device=self.ends.device).repeat_interleave(self.counts) % self.shape[2]
+        return not len(self.keys) or bool((self.keys - query).max() <= self.lag)
 
-        They are those of 256 queries with all keys from the first to the last that one of them lists.
+    def stop(self, end: int) -> int:
+        """Return the number of first keys that are computed under a dense mask for queries before query `end`.
+
+        They are all keys, or with causal lists those up to the position of the last of these queries. They do not
+        depend on the listed keys themselves, by which later tokens could change the rounding of earlier results.
         """
+        return min(max(1, end + self.lag), self.num_keys) if self.is_causal else self.num_keys
+
+    @cached_property
+    def masked_pairs(self) -> int:
+        """Number of pairs, of one head and all batch entries, that are computed under dense masks of 256 queries."""
         entries, _, queries = self.shape
-        seen, missing = self.counts > 0, -queries % _TOGETHER
-        if not len(self.keys):
-            return 0
-        at = self.ends.clamp(max=len(self.keys)) - 1
-        first = self.keys[(self.ends - self.counts).clamp(max=len(self.keys) - 1)].where(
-            seen, torch.iinfo(torch.int64).max
-        )
-        last = self.keys[at.clamp(min=0)].where(seen, -1)
-        first, last = first.view(-1, queries).amin(0), last.view(-1, queries).amax(0)
-        first = pad(first, (0, missing), value=torch.iinfo(torch.int64).max).view(-1, _TOGETHER).amin(1)
-        last = pad(last, (0, missing), value=-1).view(-1, _TOGETHER).amax(1)
-        wide = (last - first + 1).where(last >= 0, 0) * _TOGETHER
-        wide[-1] -= int(wide[-1]) // _TOGETHER * missing
-        return entries * int(wide.sum())
+        ends = [min(queries, begin + _TOGETHER) for begin in range(0, queries, _TOGETHER)]
+        return entries * sum((end - begin) * self.stop(end) for begin, end in pairwise([0, *ends]))
 
     def favours_gather(self, num_heads: int, num_kv_heads: int) -> bool:
-        """True if ATen is predicted to take less time for gathered keys than for ranges of keys under a dense mask."""
+        """True if ATen is predicted to take less time for gathered keys than for first keys under a dense mask."""
         tables, sets = self.shape[1], lcm(self.shape[1], num_kv_heads)
         gathered = len(self.keys) * (_COPIED_KEY * sets + _GATHERED_PAIR * num_heads) / tables
-        return gathered <= self.pairs_in_ranges * num_heads
+        return gathered <= self.masked_pairs * num_heads
 
     def work(self, bound: Bound, num_kv_heads: int, width: int, element_bytes: int, *, gathers: bool) -> TableWork:
         """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes.
 
-        gathers: True if keys are gathered, False for ranges of keys under a dense mask.
+        gathers: True if keys are gathered, False for first keys under a dense mask, see `stop`.
         """
         entries, tables, queries = self.shape
         vectors = entries * queries * bound.num_heads
         if not gathers:
-            return TableWork(self.pairs_in_ranges * bound.num_heads, 0, 0, 1, 0)
+            return TableWork(self.masked_pairs * bound.num_heads, 0, 0, 1, 0)
         copied = len(self.keys) * (lcm(tables, num_kv_heads) // tables)
         calls = -(-2 * copied * width * element_bytes // GATHERED_BYTES)
         return TableWork(len(self.keys) * (bound.num_heads // tables), copied, vectors, calls, 4 * copied + 5 * vectors)
