@@ -136,7 +136,7 @@ def test_weights_that_a_wrapper_named(prefix, tmp_path: Path) -> None:
 
 
 TIED: dict[str, Any] = {
-    **{"embed_dim": 16, "depth": 2, "num_heads": 4, "segment_lengths": (8, 16), "dilation_rates": (1, 2)},
+    **{"embed_dim": 16, "depth": 2, "num_heads": 4, "segment_lengths": (8, 16), "dilation_rates": (1, 2)}
 }
 
 
