@@ -265,9 +265,7 @@ def test_the_gain_of_an_order_is_that_of_the_sorted_matrix() -> None:
     assert counts.order_gain == counts.computed_pairs / after.computed_pairs > 2
     assert f"{counts.order_gain:.1f} times fewer blocks if sorted by reverse Cuthill-McKee order" in str(counts)
     assert after.order_gain == pytest.approx(1, rel=0.1)
-    assert "Cuthill" not in str(after)
     sparse = masks.sparse(given.to_sparse())
     assert masks.describe(sparse | masks.local_window(left=1, right=1), tokens).order_gain == counts.order_gain
     assert masks.describe(sparse, tokens).order_gain is None  # keys are gathered
-    assert masks.describe(masks.local_window(left=1, right=1), tokens).order_gain is None
     assert masks.describe(masks.mask(given[:512]), 512, tokens, device="cuda").order_gain is None
