@@ -159,11 +159,10 @@ PACKAGES = (flexdilated, masks, masks.extend, biases, schedules)
 PACKAGES += (distributed, integrations.torchscale, selection.recipes, testing, viewer)
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory) -> Iterator[DeviceMesh]:
+@pytest.fixture  # for each test: a page's example makes a group of its own
+def mesh() -> Iterator[DeviceMesh]:
     """One rank, as the examples of attention over ranks need."""
-    group = tmp_path_factory.mktemp("group") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{group}", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
