@@ -30,9 +30,9 @@ class _Compared(NamedTuple):
     """Queries of a chunk, and the keys with which they are compared.
 
     queries: range of indices into the queries of the call.
-    keys: range of indices into the keys of the call; None if each query has keys of its own, those of a table.
+    keys: range of indices into the keys of the call, with which all these queries are compared; None for a table.
     candidates: True for the keys that count for a query.
-    at: for each query its L keys, of a table; None with `keys`.
+    at: with a table, the L keys of each query; where none counts, one that counts for the query, or 0. Else None.
     """
 
     queries: slice
@@ -41,14 +41,25 @@ class _Compared(NamedTuple):
     at: Int64[Tensor, "B n L"] | None
 
     def keys_of(self, k: Float[Tensor, "B M d"]) -> Float[Tensor, "B _ L d"]:
-        """Keys of each query, with zeros for keys that count for none: their NaN would reach gradients."""
+        """Return the keys of each query; dim 1 has size 1 if all queries have the same.
+
+        Keys of a range that count for no query are 0, as their NaN would reach gradients.
+        """
         if self.at is None:
             return k[:, None, self.keys].masked_fill(~self.candidates.any(1)[:, None, :, None], 0.0)
-        batch, tokens = k.shape[:2]
-        rows = torch.cat([k, k.new_zeros(batch, 1, k.shape[2])], 1).flatten(0, 1)
-        first = torch.arange(batch, device=k.device)[:, None, None] * (tokens + 1)
-        at = torch.where(self.candidates, self.at, tokens) + first
-        return rows.index_select(0, at.flatten()).unflatten(0, at.shape)
+        return k.flatten(0, 1).index_select(0, self._rows(k)).unflatten(0, self.at.shape)
+
+    def add_keys(self, total: Float[Tensor, "B M d"], part: Float[Tensor, "B _ L d"]) -> None:
+        """Add to `total`, in place, what belongs to the keys that `keys_of` returns."""
+        if self.at is None:
+            total[:, self.keys] += part.squeeze(1)
+        else:
+            total.flatten(0, 1).index_add_(0, self._rows(total), part.flatten(0, 2))
+
+    def _rows(self, k: Float[Tensor, "B M d"]) -> Int64[Tensor, " BnL"]:
+        assert self.at is not None
+        first = torch.arange(len(k), device=k.device)[:, None, None] * k.shape[1]
+        return (self.at + first).flatten()
 
 
 def index_scores(
@@ -109,11 +120,12 @@ def index_loss(
 
     Other arguments are as in `index_keys`; the call's `scale` is that of the attention.
     """
-    call, teacher = SelectionCall.of(constants, q_offset), (teacher_q, teacher_k)
+    call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
     total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for some in _compared(call, bindings, q, k, table, teacher):
-            total += _divergence(some, q, k, w, _mean_weights(some, *teacher, call.scale))
+            own = q[:, :, some.queries], some.keys_of(k), w[:, some.queries]
+            total += _divergence(some, *own, _mean_weights(some, *teacher, call.scale))
             number += some.candidates.any(-1).expand(len(q), -1).sum()
     return total, number
 
@@ -140,19 +152,17 @@ def index_loss_backward(
 
     grad: gradient of the sum; other arguments are those of `index_loss`.
     """
-    call, teacher = SelectionCall.of(constants, q_offset), (teacher_q, teacher_k)
-    leaves = [x.detach().requires_grad_() for x in (q, k, w)]
-    totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
+    call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
+    dq, dk, dw = (torch.zeros_like(x, dtype=sum_dtype(x), memory_format=torch.contiguous_format) for x in (q, k, w))
     with torch.autocast(q.device.type, enabled=False):
         for some in _compared(call, bindings, q, k, table, teacher):
-            shares = _mean_weights(some, *teacher, call.scale)
+            shares, here = _mean_weights(some, *teacher, call.scale), some.queries
+            own_q, keys, own_w = (x.detach().requires_grad_() for x in (q[:, :, here], some.keys_of(k), w[:, here]))
             with autograd_on():
-                lacks = _divergence(some, leaves[0], leaves[1], leaves[2], shares)
-                found = torch.autograd.grad(lacks, leaves, grad.to(lacks))
-            for total, x in zip(totals, found, strict=True):
-                total += x
-    first, second, third = (total.to(x.dtype) for total, x in zip(totals, leaves, strict=True))
-    return first, second, third
+                lacks = _divergence(some, own_q, keys, own_w, shares)
+            dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(lacks, (own_q, keys, own_w), grad.to(lacks))
+            some.add_keys(dk, of_keys.to(dk.dtype))
+    return dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
 
 @index_loss_backward.register_fake
@@ -181,18 +191,21 @@ index_loss.register_autograd(_backward, setup_context=_remember)
 index_loss_backward.register_autograd(refusing_backward("the loss of an indexer has no second derivative"))
 
 
-def _divergence(some: _Compared, q: Tensor, k: Tensor, w: Tensor, shares: Float[Tensor, "B n L"]) -> Float[Tensor, ""]:
+def _divergence(
+    some: _Compared,
+    q: Float[Tensor, "B h n d"],
+    keys: Float[Tensor, "B _ L d"],
+    w: Float[Tensor, "B n h"],
+    shares: Float[Tensor, "B n L"],
+) -> Float[Tensor, ""]:
     """Sum over a chunk of queries of KL(shares ‖ softmax of the index scores over the candidates), in nats.
 
-    q, k, w: as in `index_keys`, those of the whole call.
+    q, keys, w: those of the chunk.
     """
-    seen, here = some.candidates, some.queries
+    seen = some.candidates
     blind = ~seen.any(-1)  # queries without keys, whose NaN would reach gradients
-    own_q, own_w = (
-        q[:, :, here].masked_fill(blind[:, None, :, None], 0.0),
-        w[:, here].masked_fill(blind[..., None], 0.0),
-    )
-    scores = index_scores(own_q, some.keys_of(k), own_w)
+    q, w = q.masked_fill(blind[:, None, :, None], 0.0), w.masked_fill(blind[..., None], 0.0)
+    scores = index_scores(q, keys, w)
     logs = scores - masked_lse(scores, seen).masked_fill(blind, 0.0).unsqueeze(-1)
     # 0 * log 0 counts as 0.
     return torch.where((shares > 0) & seen, shares * (shares.clamp(min=_LEAST).log() - logs), 0.0).sum()
@@ -201,21 +214,22 @@ def _divergence(some: _Compared, q: Tensor, k: Tensor, w: Tensor, shares: Float[
 _LEAST = torch.finfo(torch.float32).tiny
 
 
+def _by_group(q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
+    """Return (q, keys of each key/value head): contiguous, so that no chunk copies all of them."""
+    return q, k.transpose(0, 1).contiguous()
+
+
 def _mean_weights(
-    some: _Compared, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], scale: float
+    some: _Compared, q: Float[Tensor, "B H N D"], k: Float[Tensor, "G B M D"], scale: float
 ) -> Float[Tensor, "B n L"]:
     """Attention weights of a chunk of queries over the candidates, as a mean over heads; 0 for queries without any."""
-    wide, groups = sum_dtype(q), k.shape[1]
-    total = None
-    for group in range(groups):  # one at a time: the keys of a table are a copy for each query
-        heads = slice(group * q.shape[1] // groups, (group + 1) * q.shape[1] // groups)
-        own_q = q[:, heads, some.queries].to(wide) * scale
-        own_k = some.keys_of(k[:, group]).to(wide)
+    wide, heads = sum_dtype(q), q.shape[1] // len(k)
+    total = torch.zeros((), dtype=wide, device=q.device)
+    for group, of_group in enumerate(k):  # one at a time: the keys of a table are a copy for each query
+        own_q = q[:, group * heads : (group + 1) * heads, some.queries].to(wide) * scale
+        own_k = some.keys_of(of_group).to(wide)
         scores = own_q @ own_k.mT if own_k.shape[1] == 1 else (own_q.transpose(1, 2) @ own_k.mT).transpose(1, 2)
-        scores = scores.masked_fill(~some.candidates.unsqueeze(1), -torch.inf)
-        shares = scores.softmax(-1).sum(1)
-        total = shares if total is None else total + shares
-    assert total is not None
+        total = total + scores.masked_fill(~some.candidates.unsqueeze(1), -torch.inf).softmax(-1).sum(1)
     return (total / q.shape[1]).masked_fill(~some.candidates.any(-1, keepdim=True), 0.0)
 
 
@@ -243,7 +257,9 @@ def _compared(
     for some in _chunks(q, len(q) * table.shape[3] * max(heads, dims)):
         at = table[:, 0, some].sort(-1).values
         repeated = torch.nn.functional.pad(at[..., 1:] == at[..., :-1], (1, 0))
-        yield _Compared(some, None, (at >= 0) & (at < k.shape[1]) & ~repeated, at)
+        counts = (at >= 0) & (at < k.shape[1]) & ~repeated
+        # A place that does not count reads a key that does: other keys may hold NaN that no query sees.
+        yield _Compared(some, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
 
 
 def _visible_keys(
