@@ -144,10 +144,10 @@ def run_time_tables(
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
-    declared = _varying_tensors(blank_program(key, q.device, bindings, len(q), key.operands(q)))
-    return [  # contiguous and of the declared shapes; heads whose values are equal share a table of the program
-        pad(x, (0, width - x.shape[-1])).expand(*like.shape[:-1], width).clone(memory_format=torch.contiguous_format)
-        for (x, width), (like, _) in zip(_varying_tensors(program), declared, strict=True)
+    declared = _declared_shapes(key, q.device, bindings, len(q), key.operands(q))
+    return [  # copies, contiguous and of the declared shapes; heads whose values are equal share a table of the program
+        pad(x, (0, width - x.shape[-1])).expand(shape).contiguous()
+        for (x, width), (shape, _) in zip(_varying_tensors(program), declared, strict=True)
     ]
 
 
@@ -155,9 +155,24 @@ def run_time_tables(
 def _(q, k, bindings, *arguments):
     found = Call.of(q, k, *arguments)
     with suspended_torch_modes():
-        program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
-        shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _varying_tensors(program)]
+        shapes = _declared_shapes(found, q.device, bindings, int(q.shape[0]), found.operands(q))
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+def _declared_shapes(
+    call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return (shape, dtype) of each result of `run_time_tables`; cached, as each call needs them.
+
+    Arguments are as in `blank_program`.
+    """
+
+    def build() -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        program = blank_program(call, device, bindings, batch, operands)
+        return tuple(((*x.shape[:-1], width), x.dtype) for x, width in _varying_tensors(program))
+
+    name = ("shapes", call, device, tuple(tuple(map(int, x.shape)) for x in bindings), batch, operands)
+    return cache().get(name, build, lambda _: 0, pattern=call.pattern, device=device)
 
 
 def _varying_tensors(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
