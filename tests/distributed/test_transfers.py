@@ -28,16 +28,7 @@ from tests.support import oracle
 from tests.support.agreement import TIGHT
 from tests.support.rank_worker import set_group_timeout
 from tests.support.ranks import on_ranks, outcomes_on_ranks
-from tests.support.sharded_cases import (
-    WAYS,
-    ShardedCase,
-    Shares,
-    Way,
-    by_way,
-    shares_of,
-    tensors_for,
-    together,
-)
+from tests.support.sharded_cases import WAYS, ShardedCase, Shares, Way, by_way, shares_of, tensors_for, together
 
 # W ranks, N tokens of all of them
 

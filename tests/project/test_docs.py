@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import flexdilated
 from flexdilated import biases, distributed, integrations, masks, schedules, selection, testing, viewer
 from flexdilated.engines.flex._flex import compiled_flex
 from tests.support.commands import make_memory_up
+from tests.support.ranks import one_rank
 from tests.support.vision import vision
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,9 +163,8 @@ PACKAGES += (distributed, integrations.torchscale, selection.recipes, testing, v
 @pytest.fixture  # for each test: a page's example makes a group of its own
 def mesh() -> Iterator[DeviceMesh]:
     """One rank, as the examples of attention over ranks need."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with one_rank() as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -22,11 +22,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench._processes import PRELOADED
 from tests.support.rank_worker import Order, serve
@@ -51,6 +56,16 @@ class Outcome:
     rank: int
     result: Any = None
     error: str | None = None
+
+
+@contextmanager
+def one_rank(axis: str | None = None) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone; its gloo group ends with the block."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=(axis,) if axis else None)
+    finally:
+        dist.destroy_process_group()
 
 
 class _Worker:

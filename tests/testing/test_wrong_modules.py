@@ -7,18 +7,9 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.testing import (
-    Calls,
-    check_attention_module,
-    examine_attention_module,
-)
+from flexdilated.testing import Calls, check_attention_module, examine_attention_module
 from tests.support import oracle, ranks, wrong_attention
-from tests.support.wrong_attention import (
-    WithoutGradients,
-    over_ranks,
-    raises_on_a_rank,
-    without_ranks,
-)
+from tests.support.wrong_attention import WithoutGradients, over_ranks, raises_on_a_rank, without_ranks
 
 WINDOW = masks.local_window(left=2, right=0), [oracle.local_window(2, 0)]
 SPARSE = masks.longnet([4, 8], [1, 3]), [oracle.dilated(4, 1, "interleaved"), oracle.dilated(8, 3, "interleaved")]

@@ -17,6 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.convert._rule import GivenPattern, call_rule
 from tests.integrations.passes import assert_dropout_trains
+from tests.support.ranks import one_rank
 from tests.support.vision import vision
 
 from .families import (
@@ -167,22 +168,15 @@ def test_attention_of_timm_that_is_not_fused() -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own attention returns a view, too
 def test_fully_shard_stacks() -> None:
     """FSDP exchanges classes too."""
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    with one_rank() as mesh:
         model, (x,) = model_of("encoder"), features()
         fd.convert(model, WINDOW)
         want = model(x)
         for layer in model.layers:
             fully_shard(layer.self_attn, mesh=mesh)
         torch.testing.assert_close(model(x), want, rtol=0, atol=1e-6)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_checkpointing_changes_nothing() -> None:

@@ -19,18 +19,7 @@ import flexdilated as fd
 from flexdilated import masks
 from tests.integrations.passes import assert_same_step, counts
 
-from .families import (
-    FAMILIES,
-    HEADS,
-    WIDTH,
-    dense_attention,
-    features,
-    language_model,
-    model_of,
-    outputs,
-    step,
-    words,
-)
+from .families import FAMILIES, HEADS, WIDTH, dense_attention, features, language_model, model_of, outputs, step, words
 
 WINDOW = masks.local_window(left=3, right=2)
 # Each holds a token itself: SDPA has no use for a row without keys.

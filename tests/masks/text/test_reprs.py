@@ -4,9 +4,6 @@ import re
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
@@ -14,6 +11,7 @@ from flexdilated._over_ranks import LONGEST
 from flexdilated.distributed import BufferPool
 from flexdilated.masks.core._check import bytes_text
 from flexdilated.masks.planning._planner import plan
+from tests.support.ranks import one_rank
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
 CONFIG = fd.LongNetConfig(
@@ -24,9 +22,8 @@ DEFAULT = "engine=None (aten on CPU, flex on CUDA)"
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("sequence",))
-    dist.destroy_process_group()
+    with one_rank("sequence") as mesh:
+        yield mesh
 
 
 OWN = f"{PATTERN!r}, scale=None, enable_gqa=False"
