@@ -7,12 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..masks import Bound, Layout
-from ..masks.core import Expression, outside_torch_modes
+from ..masks.core import Expression, device_kind, outside_torch_modes
 from ._call import Call
 from ._features import Features
-from ._merge import sum_dtype, without_keys
+from ._merge import merge, sum_dtype, without_keys
 from ._operands import one_width
 from ._reference import exports_to_onnx, reference_attention
+from ._tables import ListedParts, listed_parts
 from .aten import aten
 from .flex import flash_sides, flex, on_flash, portable
 
@@ -52,7 +53,40 @@ def run(
     if engine == "flash":
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
         features = features._replace(kernel_options=on_flash(features.kernel_options))
-    return flex(q, k, v, bindings, call, features)
+    listed = _listed(call, features) if device_kind(q.device).flex_trains else None
+    if listed is None:
+        return flex(q, k, v, bindings, call, features)
+    return _run_with_listed_keys(listed, q, k, v, bindings, call, features)
+
+
+def _listed(call: Call, features: Features) -> ListedParts | None:
+    """Return the split of a call's pattern by its table of single keys; None if engine flex computes all pairs."""
+    if call.placement or call.rate > 1 or (features.score_mod is not None and torch.compiler.is_compiling()):
+        return None
+    listed = listed_parts(call.pattern)
+    return None if listed is None or (features.drops and not listed.keeps_places) else listed
+
+
+def _run_with_listed_keys(
+    listed: ListedParts,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    call: Call,
+    features: Features,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the pairs of a table of single keys by engine portable, all others by engine flex, and merge them."""
+    if not listed.others:
+        return portable(q, k, v, bindings, call, features)
+    plain = features._replace(sinks=None, return_lse=True)
+    own, others = ([bindings[at] for at in some] for some in (listed.own_bindings, listed.other_bindings))
+    out, lse = portable(q, k, v, own, call._replace(pattern=listed.own), plain)
+    beside, beside_lse = flex(q, k, v, others, call._replace(pattern=listed.others), plain)
+    assert beside_lse is not None
+    sinks = [] if features.sinks is None else [features.sinks[:, None]]
+    out, lse = merge([(out, lse), (beside, beside_lse)], sinks)
+    return out.to(q.dtype), lse
 
 
 def _run_reference(

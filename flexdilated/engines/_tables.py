@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ..masks.core import Bound, Expression, outside_torch_modes
+from .._torch_private import graph_constant
+from ..masks.core import Bound, Every, Expression, outside_torch_modes
 from ..masks.patterns import TableSplit, lists_keys, names, table_split
 from ..masks.planning import KeyLists, TableProblems
 from ..masks.text import read_text
@@ -38,6 +39,41 @@ def table_split_in_text(text: str) -> TableSplit | None:
     """
     has_table = any(f'"kind":"{kind}"' in text for kind in ("selected_blocks", "sparse"))
     return table_split(read_text(text)) if has_table else None
+
+
+class ListedParts(NamedTuple):
+    """Split of a pattern into the pairs of a table of single keys and other pairs, as constants of a graph.
+
+    own, others: the two patterns in JSON; others is "" if there are no other pairs.
+    own_bindings, other_bindings: indices of their run-time tensors among those of the whole pattern, sorted by name.
+    keeps_places: True if their branches have the indices that they have in the whole pattern, by which dropout differs.
+    """
+
+    own: str
+    own_bindings: tuple[int, ...]
+    others: str
+    other_bindings: tuple[int, ...]
+    keeps_places: bool
+
+
+@graph_constant
+def listed_parts(text: str) -> ListedParts | None:
+    """Split a pattern, given as JSON, by its table of single keys; None if it has none that can be separated."""
+    return _listed_parts(text)
+
+
+@lru_cache(maxsize=256)
+def _listed_parts(text: str) -> ListedParts | None:
+    split = table_split_in_text(text)
+    if split is None or not lists_keys(split.leaf):
+        return None
+    every = names(read_text(text))
+    if split.others is None:
+        return ListedParts(text, tuple(range(len(every))), "", (), True)
+    own = split.leaf if split.rest == Every() else split.leaf & split.rest
+    of_own, of_others = ([every.index(name) for name in names(part)] for part in (own, split.others))
+    keeps_places = split.place == 0 and split.places == tuple(range(len(split.places)))
+    return ListedParts(own.text, tuple(of_own), split.others.text, tuple(of_others), keeps_places)
 
 
 def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:

@@ -349,13 +349,18 @@ def _planned_memory(settings: _CallSettings, pattern: Expression, size: Attentio
     best, cpu = settings.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     rest, table = best.beside_table, best.table
     program = make_flex_program(rest, call.layout, num_kv_heads=size.kv_heads, block_size=call.sides, device=cpu)
-    if settings.engine == "portable":
+    if settings.engine == "portable" or not rest.terms:
         found = _portable_memory(program, table, size, settings)
     else:
         found = _flex_memory(program, size)
+        if table is not None:  # merged with the other pairs: both results are kept
+            found = _one_after_the_other(
+                found, _portable_memory(replace(program, steps=()), table, size, settings), size
+            )
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
+_Found = tuple[int, int, int, int, int]
 _Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
 
@@ -453,12 +458,19 @@ def _portable_memory(
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
     run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
 
+    on_triton = (
+        device_kind(settings.device).engine == "flex"
+        and not (settings.drops or settings.score_mod)
+        and size.dtype != torch.float64
+    )
+
     def with_table() -> Portable:  # one for each run: a call without a score_mod keeps no lists for the backward
         if table is None:
             return run
         assert isinstance(table.problems, KeyLists)
         lists = replace(table.problems)
-        return replace(run, of_table=ListedKeys(lists, (0, 0, 0), 0, tuple(range(len(program.steps)))))
+        own = ListedKeys(lists, (0, 0, 0), 0, tuple(range(len(program.steps))), on_triton=on_triton)
+        return replace(run, of_table=own)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return with_table().forward(q, k, v)
@@ -467,6 +479,18 @@ def _portable_memory(
         return with_table().backward(q, k, v, whole)
 
     return _dry_run(size, forward, backward, pads=False)
+
+
+def _one_after_the_other(first: _Found, second: _Found, size: AttentionSize) -> _Found:
+    """Return the memory of two parts of a call that are computed one after the other and merged.
+
+    Parts and result: (lse, kept, inference peak, forward peak, backward peak), in bytes.
+    """
+    given, lse = sum(size.nbytes[:3]), first[0]
+    kept = first[1] + second[1] - given + size.nbytes[3] + lse
+    peaks = (max(a, b + first[1] - given) + size.nbytes[3] + lse for a, b in zip(first[2:4], second[2:4], strict=True))
+    backward = kept + max(first[4] - first[1], second[4] - second[1])
+    return lse, kept, *peaks, backward
 
 
 def _step_on_meta(step: FlexStep) -> FlexStep:

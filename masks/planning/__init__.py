@@ -38,5 +38,6 @@ from .lowering import (
     compact_terms,
     rule_of_joined_entries,
     shared_terms,
+    tables_of_heads,
     without_scattered_keys,
 )

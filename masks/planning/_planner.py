@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ..._torch_private import graph_constant
-from ..core import And, Bound, Every, Expression, Mixture, advises, outside_torch_modes, within
+from ..core import And, Bound, Every, Expression, Mixture, advises, device_kind, outside_torch_modes, within
 from ..orders import Compact, Folded, Layout, ListedOrder, Part, Placement, residue_rate
 from ..patterns import TableSplit, lists_keys, table_split
 from ..plan_cache import cache, debug_wanted, in_line, log
@@ -134,7 +134,7 @@ def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
     """Split a pattern whose table of keys or blocks the engine reads without block lists; None for others."""
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):
-        return split if engine in ("aten", "portable") else None
+        return split
     return None if engine != "aten" or bound.k_offset % split.leaf.block[1] else split
 
 
@@ -173,8 +173,9 @@ def plan_with_table(
         if lists_keys(table):
             problems = KeyLists.of([(inside, table.key_rows())])
             gathers = engine != "aten" or problems.favours_gather(bound.num_heads, num_kv_heads)
-            work = problems.work(bound, num_kv_heads, *vectors, gathers=gathers)
-            name = "table, keys gathered" if gathers else "table, dense mask"
+            copies = engine == "aten" or device_kind(kind).engine != "flex"
+            work = problems.work(bound, num_kv_heads, *vectors, gathers=gathers, copies=copies)
+            name = ("table, keys gathered" if copies else "table, keys in place") if gathers else "table, dense mask"
         else:
             most = None if table.source is None else table.source.most  # rows are padded
             problems = TableProblems.of(inside, num_kv_heads, table.only_row[..., :most], table.block, table.first)

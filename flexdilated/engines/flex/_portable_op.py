@@ -21,11 +21,12 @@ from .._dropout import with_seed, without_seed
 from .._features import Features
 from .._merge import WholeRows, sum_dtype
 from .._ops import copies, functions_in, no_gradients, own_op, set_gradient
-from .._tables import key_lists, table_split_of, without_table
+from .._tables import table_split_of, without_table
 from ..kernels._portable import ListLengths, Span, spans_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
+from ._listed_keys import ListedKeys
 from ._portable_gradients import run_with_score_mod, second_gradients
-from ._portable_run import ListedKeys, Portable
+from ._portable_run import Portable
 from ._program import NO_STEPS, FlexProgram, FlexStep, longest_lists
 from ._traced import MAKERS, traced
 
@@ -87,11 +88,8 @@ def portable_run(call: Call, q: Tensor, bindings: list[Tensor], features: Featur
     selection = table_split_of(call)
     if selection is None or not lists_keys(selection.leaf):
         return Portable(_program(call, bindings, q), features)
-    lists = key_lists(call, selection, bindings, len(q))
     program = NO_STEPS if selection.others is None else _program(*without_table(call, selection, bindings), q)
-    return Portable(
-        program, features, of_table=ListedKeys(lists.on(q.device), call.offsets, selection.place, selection.places)
-    )
+    return Portable(program, features, of_table=ListedKeys.of(call, selection, bindings, q))
 
 
 def _program(call: Call, bindings: list[Tensor], q: Tensor) -> FlexProgram:

@@ -5,42 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ...masks.core import Recorded
-from ...masks.planning import KeyLists
 from .._features import Features
 from .._gather import merge_
 from .._merge import OutAndLse, WholeRows, add_sinks, merge, sum_dtype, with_sinks, without_keys
 from .._ops import autograd_on
 from .._score_mod import ScoreMod
-from ..kernels._key_lists import ListProblems
 from ..kernels._portable import BlockProblems, Span, Weighting, attention, gradients, spans_of
 from ._flex import in_plan_order, operands_of
+from ._listed_keys import ListedKeys
 from ._program import FlexProgram, FlexStep, tables_of
 
 # B batch, H query heads, N queries, D head dim
-
-
-class ListedKeys(NamedTuple):
-    """The pairs of a table of single keys, which are computed without a step of the program.
-
-    first: (global index of the first head, position of the first query, position of the first key) of the call.
-    place: index, in the call's pattern, of the branch with the table.
-    places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
-    """
-
-    lists: KeyLists
-    first: tuple[int, int, int]
-    place: int
-    places: tuple[int, ...]
-
-    def problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems:
-        return ListProblems.of(self.lists, self.first, q, k, v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +69,9 @@ class Portable:
             wide = sum_dtype(q)
             parts.append(self._attention_of_steps(q.to(wide), k.to(wide), v.to(wide), recorded=recorded))
         if self.of_table is not None:
-            weighting, problems = self._weighting_of_table(), self.of_table.problems(q, k, v)
             dtype = q.dtype if not parts and sinks is None else None  # the result, if nothing is added to it
-            parts.append(attention(problems, weighting, q, k, v, dtype=dtype, recorded=recorded))
+            weighting = self._weighting_of_table()
+            parts.append(self.of_table.attention(weighting, q, k, v, dtype=dtype, recorded=recorded))
         if not parts:
             out, lse = without_keys(q, k, v, sinks)
             return out.contiguous(), lse
@@ -132,8 +113,7 @@ class Portable:
         of_learned = [torch.zeros_like(x) for x in self.learned]
         if self.of_table is not None:
             x = q.detach(), k.detach(), v.detach()
-            rows = lse, whole.grad_out, delta
-            *grads, of_learned = gradients(self.of_table.problems(*x), self._weighting_of_table(), *x, *rows)
+            *grads, of_learned = self.of_table.gradients(self._weighting_of_table(), *x, lse, whole.grad_out, delta)
         if grads is None or self.program.steps:
             rows = lse, whole.grad_out.to(wide), delta
             of_steps = self._gradients_of_steps([x.detach().to(wide) for x in (q, k, v)], rows, of_learned)

@@ -1,4 +1,4 @@
-"""Problems of lists of single keys for the portable kernel: the keys of each query are gathered.
+"""Lists of single keys as the kernels read them: problems of the portable kernel, which gathers the keys, and parts.
 
 Query heads that share lists and a key/value head share a gather. Lists are computed in descending order of length, so
 that lists of a chunk have nearly equal lengths.
@@ -14,7 +14,7 @@ from math import lcm
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from ...masks.core import device_kind
@@ -24,7 +24,7 @@ from .._score_mod import ScoreMod, apply_score_mod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 # X head sets of g query heads that share lists and a key/value head; x pairs of a batch entry and a head set
-# t lists with L keys in a chunk
+# t lists with L keys in a chunk; in a part, b batch entries with lists of their own, T tables and n queries
 
 _BYTES_ON_DEVICE = 128 << 20  # of the keys and values that are gathered at once on an accelerator
 _MOST_PADDING = 2  # longest over shortest list of a chunk
@@ -196,6 +196,25 @@ class ListProblems:
         # A shorter list reads its last key again: other keys may hold NaN that no query sees.
         key = self.lists.keys[self.lists.ends[at, None] - count + torch.minimum(place, count - 1)]
         return key, (place >= count)[None, :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class ListedPart:
+    """Lists of the keys of n consecutive queries, as Triton's kernels read them.
+
+    keys: indices of keys in the call, ascending in each list. A repeated one counts once, one that does
+        not exist not at all.
+    begins, counts: first place and number of places in `keys` of the list of query `first` + i, in batch entry e and
+        table t, at (e * T + t) * n + i.
+    shape: (b, T, n).
+    first: index of the first query.
+    """
+
+    keys: Int32[Tensor, " L"] | Int64[Tensor, " L"]
+    begins: Int64[Tensor, " bTn"]
+    counts: Int64[Tensor, " bTn"]
+    shape: tuple[int, int, int]
+    first: int = 0
 
 
 def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:

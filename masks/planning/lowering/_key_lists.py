@@ -115,18 +115,26 @@ class KeyLists:
         gathered = len(self.keys) * (_COPIED_KEY * sets + _GATHERED_PAIR * num_heads) / tables
         return gathered <= self.masked_pairs * num_heads
 
-    def work(self, bound: Bound, num_kv_heads: int, width: int, element_bytes: int, *, gathers: bool) -> TableWork:
+    def work(
+        self, bound: Bound, num_kv_heads: int, width: int, element_bytes: int, *, gathers: bool, copies: bool = True
+    ) -> TableWork:
         """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes.
 
-        gathers: True if keys are gathered, False for first keys under a dense mask, see `stop`.
+        gathers: True if only listed keys are computed, False for first keys under a dense mask, see `stop`.
+        copies: True if they are copied into blocks, False for one kernel that reads each where it is.
         """
         entries, tables, queries = self.shape
         vectors = entries * queries * bound.num_heads
         if not gathers:
             return TableWork(self.masked_pairs * bound.num_heads, 0, 0, 1, 0)
-        copied = len(self.keys) * (lcm(tables, num_kv_heads) // tables)
+        pairs, copied = (
+            len(self.keys) * (bound.num_heads // tables),
+            len(self.keys) * (lcm(tables, num_kv_heads) // tables),
+        )
+        if not copies:
+            return TableWork(pairs, 0, 0, 1, 2 * copied)
         calls = -(-2 * copied * width * element_bytes // GATHERED_BYTES)
-        return TableWork(len(self.keys) * (bound.num_heads // tables), copied, vectors, calls, 4 * copied + 5 * vectors)
+        return TableWork(pairs, copied, vectors, calls, 4 * copied + 5 * vectors)
 
 
 def _allowed_keys(

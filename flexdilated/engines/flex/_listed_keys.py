@@ -1,0 +1,205 @@
+"""The pairs of a table of single keys in a call, computed without block lists: by Triton, or by plain operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ..._torch_private import has_triton
+from ...masks.core import LARGEST, Every, Pattern, device_kind, outside_torch_modes
+from ...masks.patterns import SelectedBlocks, TableSplit, names, require_row, require_tables
+from ...masks.planning import KeyLists, tables_of_heads
+from .._call import Call
+from .._merge import sum_dtype
+from .._tables import key_lists, tensors_of
+from ..kernels._key_lists import ListedPart, ListProblems
+from ..kernels._portable import Weighting, attention, gradients
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
+# b batch entries with lists of their own, T tables, R rows of a table, W entries of a row
+
+_ENTRIES_AT_ONCE = 1 << 21  # of a table that is put in order on an accelerator
+
+
+@dataclass(frozen=True, eq=False)
+class ListedKeys:
+    """The pairs of a table of single keys, which are computed without a step of the program.
+
+    source: the keys of each query, or the table that has them.
+    first: (global index of the first head, position of the first query, position of the first key) of the call.
+    place: index, in the call's pattern, of the branch with the table.
+    places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
+    on_triton: whether Triton's kernels compute the pairs; None: if they can. A score_mod or dropout they cannot.
+    """
+
+    source: KeyLists | KeyTable
+    first: tuple[int, int, int]
+    place: int
+    places: tuple[int, ...]
+    on_triton: bool | None = None
+
+    @classmethod
+    def of(cls, call: Call, selection: TableSplit, bindings: Sequence[Tensor], q: Tensor) -> ListedKeys:
+        """Return the pairs of a call's table.
+
+        selection: split of the call's pattern, whose `leaf` lists single keys.
+        bindings: the pattern's run-time tensors, sorted by name.
+        """
+        source = KeyTable.of(call, selection, bindings, q)
+        if source is None:
+            source = key_lists(call, selection, bindings, len(q)).on(q.device)
+        return cls(source, call.offsets, selection.place, selection.places)
+
+    def attention(
+        self,
+        weighting: Weighting,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M E"],
+        *,
+        dtype: torch.dtype | None = None,
+        recorded: bool = False,
+    ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+        """Return (out, natural lse) over the listed pairs, as `kernels._portable.attention`."""
+        if recorded or not self._takes_triton(weighting, q, k, v):
+            return attention(self._problems(q, k, v), weighting, q, k, v, dtype=dtype, recorded=recorded)
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=sum_dtype(q) if dtype is None else dtype)
+        lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
+        q, k, v = (_with_channels_together(x) for x in (q, k, v))
+        for part in self._parts(q):
+            from ..kernels._gathered_keys import attend_part
+
+            attend_part(part, weighting.scale, q, k, v, out, lse)
+        return out, lse
+
+    def gradients(
+        self,
+        weighting: Weighting,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M E"],
+        lse: Float[Tensor, "B H N"],
+        grad_out: Float[Tensor, "B H N E"],
+        delta: Float[Tensor, "B H N"],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Return (dq, dk, dv, [gradient of each learned tensor]), as `kernels._portable.gradients`."""
+        if torch.are_deterministic_algorithms_enabled() or not self._takes_triton(weighting, q, k, v):
+            return gradients(self._problems(q, k, v), weighting, q, k, v, lse, grad_out, delta)
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+        q, k, v, grad_out = (_with_channels_together(x) for x in (q, k, v, grad_out.to(q.dtype)))
+        for part in self._parts(q):
+            from ..kernels._gathered_keys import add_gradients_of_part
+
+            add_gradients_of_part(part, weighting.scale, q, k, v, grad_out, lse, delta, dq, dk, dv)
+        return dq, dk, dv, []
+
+    def _takes_triton(self, weighting: Weighting, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        if weighting.score_mod is not None or weighting.shares is not None:
+            return False
+        if self.on_triton is not None:
+            return self.on_triton
+        if device_kind(q.device).engine != "flex" or q.is_meta or not has_triton():
+            return False
+        from ..kernels._gathered_keys import serves
+
+        return serves(q, k, v)
+
+    def _problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems:
+        return ListProblems.of(self._lists, self.first, q, k, v)
+
+    @cached_property
+    def _lists(self) -> KeyLists:
+        return self.source if isinstance(self.source, KeyLists) else self.source.lists()
+
+    def _parts(self, q: Tensor) -> Iterator[ListedPart]:
+        """Yield the lists for Triton's kernels: of all queries, or of some at a time; none for meta tensors."""
+        if q.is_meta:
+            return
+        if isinstance(self.source, KeyLists):
+            counts = self.source.counts
+            yield ListedPart(self.source.keys, self.source.ends - counts, counts, self.source.shape)
+        else:
+            yield from self.source.parts()
+
+
+def _with_channels_together(x: Tensor) -> Tensor:
+    """Return x, copied if the elements of its last dim are not adjacent."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTable:
+    """A run-time table of single keys on an accelerator, whose values the host does not read.
+
+    rows: keys of each query of the call, as positions, in any order; negative for none.
+    rule: further restricts the pairs.
+    groups: index of the table of each of t equal groups of consecutive heads, see `tables_of_heads`.
+    """
+
+    call: Call
+    selection: TableSplit
+    bindings: Sequence[Tensor]
+    batch: int
+    rows: Int64[Tensor, "b T N W"]
+    rule: Pattern
+    groups: list[int]
+
+    @classmethod
+    def of(cls, call: Call, selection: TableSplit, bindings: Sequence[Tensor], q: Tensor) -> KeyTable | None:
+        """Return the table of a call; None if it is not on q's accelerator, or lists other than single keys.
+
+        Arguments are those of `ListedKeys.of`.
+
+        Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
+        """
+        leaf = selection.leaf
+        if not isinstance(leaf, SelectedBlocks) or leaf.block != (1, 1) or device_kind(q.device).on_host or q.is_meta:
+            return None
+        (table,) = tensors_of(call, leaf, bindings)
+        if table.device != q.device:
+            return None
+        first = leaf.first_row(table, call.extent)
+        require_tables(int(table.shape[-3]), call.num_heads_global)
+        require_row(1, first, int(table.shape[-2]), call.q_offset)
+        rows = (table if table.dim() == 4 else table[None])[:, :, call.q_offset - first :][:, :, : call.num_queries]
+        rest = selection.rest
+        rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
+        rule.require_entries(len(q))
+        if len(rows) not in (1, len(q)):
+            raise ValueError(
+                f"a table of keys or blocks must have one batch entry, or one for each of {len(q)}; got {len(rows)}"
+            )
+        each = [tables_of_heads(call.bound(rule.entry(entry)), rows.shape[1]) for entry in range(rule.num_entries())]
+        return cls(call, selection, bindings, len(q), rows, rule, max(each, key=len))
+
+    def lists(self) -> KeyLists:
+        """Return the keys of all queries as lists; the host reads the table."""
+        return key_lists(self.call, self.selection, self.bindings, self.batch).on(self.rows.device)
+
+    @outside_torch_modes
+    def parts(self) -> Iterator[ListedPart]:
+        """Yield the lists of consecutive queries, by which a bounded number of entries is in memory at one time."""
+        device, (_, tables, queries, width) = self.rows.device, self.rows.shape
+        rows = self.rows if self.groups == list(range(tables)) else self.rows[:, self.groups]
+        entries = max(len(rows), self.rule.num_entries())
+        allowed = None
+        if self.rule != Every():
+            allowed = self.rule.mask_mod(num_heads=self.call.num_heads_global, device=device)
+        head, query, key = self.call.offsets
+        heads = torch.arange(len(self.groups), device=device) * (self.call.num_heads // len(self.groups)) + head
+        entry, heads = torch.arange(entries, device=device)[:, None, None, None], heads[:, None, None]
+        at_once = max(1, _ENTRIES_AT_ONCE // (entries * len(self.groups) * width))
+        for begin in range(0, queries, at_once):
+            some = rows[:, :, begin : begin + at_once].clamp(-1, LARGEST).to(torch.int32).sort(-1).values
+            if allowed is not None:
+                place = torch.arange(begin, begin + some.shape[2], device=device)[:, None] + query
+                some = torch.where(allowed(entry, heads, place, some), some, -1)
+            shape = entries, len(self.groups), some.shape[2]
+            keys = (some - key if key else some).expand(entries, -1, -1, -1).flatten()
+            counts = keys.new_full((keys.numel() // width,), width, dtype=torch.int64)
+            yield ListedPart(keys, torch.arange(0, keys.numel(), width, device=device), counts, shape, begin)
