@@ -58,7 +58,7 @@ test: $(VENV)/.test $(VISION)/.ready  ## Run the tests
 # its own. Where there is none for this machine, the tests are skipped and say so (pytest's status 5). Whether kernels are
 # interpreted or compiled is decided when Triton is imported.
 test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
-	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py tests/interpreted/test_without_triton.py $(ARGS) || [ $$? -eq 5 ]
+	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py tests/interpreted/test_listed_keys.py tests/interpreted/test_without_triton.py $(ARGS) || [ $$? -eq 5 ]
 	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py tests/interpreted/test_program.py $(ARGS) || [ $$? -eq 5 ]
 
 # FlashAttention's kernels are compiled for devices that are not there, for minutes each; cases that are recorded are left out.

@@ -167,5 +167,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("flex_program_torch_2.15.0", newest_program=_tables.counted),
         **_from("flex_bytes", moved=_tables.counted),
         **_from(f"flex_bytes_{_NEWEST}", newest_moved=_tables.counted),
+        **_from("listed_keys", listed=_tables.counted),
+        **_from("listed_keys_code", listed_code=_tables.code),
     },
 }

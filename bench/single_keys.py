@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import Call, Features
-from flexdilated.engines.flex._portable_op import portable_run
-from flexdilated.engines.kernels import _key_lists
-from flexdilated.memory import LiveBytes
 
 from ._checks import assert_near
 from ._jobs import Attention, Job, Problem, Size, attention_job, interleave, race, ratio
@@ -255,78 +247,3 @@ def indexed_model(
     jobs = [attention_job(name, way, problem, "forward + backward") for name, way in ways.items()]
     what = f"{size}, head dims {dims[0]} and {dims[1]}, {keys} keys a query, forward + backward"
     yield race(f"{what}: time of set_pattern over SDPA with a mask", at_most(1 / 3, "×"), jobs, repeats=size.repeats)
-
-
-class _Operations(TorchDispatchMode):
-    """Counts the operations of engine portable that launch a kernel, and the bytes that they read and write.
-
-    gathered: bytes of rows that were picked from a tensor, by the shape of that tensor.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches, self.moved, self.gathered = 0, 0, dict[tuple[int, ...], int]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        if function.is_view or not made:
-            return out
-        self.launches += 1
-        read = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        written = sum(each.nbytes for each in made)
-        if function in (torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor):
-            source = tuple(args[0].shape)
-            self.gathered[source] = self.gathered.get(source, 0) + written
-            self.moved += 2 * written
-        else:
-            self.moved += written + sum(each.nbytes for each in read.values())
-        return out
-
-
-@dataclass(frozen=True)
-class IndexedCall:
-    """Sizes of attention to the keys that an indexer chose: query heads over one key/value head."""
-
-    num_queries: int
-    num_keys: int
-    keys: int
-    num_heads: int
-    dims: tuple[int, int]
-
-    def count(self, chunks: int) -> tuple[_Operations, int]:
-        """(operations of a forward of this many chunks of queries, bytes of memory beyond arguments and results)."""
-        torch.manual_seed(0)
-        number = chunks * self.num_queries
-        q = torch.randn(1, self.num_heads, number, self.dims[0], dtype=torch.bfloat16)
-        k = torch.randn(1, 1, self.num_keys, self.dims[0], dtype=torch.bfloat16)
-        v = k[..., : self.dims[1]].contiguous()
-        chosen = torch.stack([torch.randperm(self.num_keys)[: self.keys] for _ in range(number)])[None, None]
-        pattern = masks.selected_keys("chosen", most=self.keys)
-        at_once = self.num_queries * self.keys * sum(self.dims) * torch.float32.itemsize
-        run = portable_run(
-            Call.at(q, k, pattern.text, num_heads_global=self.num_heads), q, [chosen], Features(self.dims[0] ** -0.5)
-        )
-        with patch.object(_key_lists, "GATHERED_BYTES", at_once), torch.no_grad(), LiveBytes(q, k, v) as live:
-            with _Operations() as found:
-                results = run.forward(q, k, v)
-            return found, live.peak - sum(each.nbytes for each in (q, k, v, *results))
-
-
-@measure("K11", call=IndexedCall(3, 40, 8, 4, (12, 8)))
-def indexed_bytes(call: IndexedCall = IndexedCall(15, 131_072, 2048, 128, (576, 512))) -> Iterator[Row]:
-    """What do 2,048 keys a query of a sequence of 128K tokens move on an accelerator, at DeepSeek-V3.2's sizes?
-
-    The operations of engine portable, run on CPU in bfloat16, in chunks of as many queries as an accelerator computes
-    at once. Bytes are beside one gathered read and write of each query's keys and values.
-    """
-    (one, _), (two, memory) = call.count(1), call.count(2)
-    least = 2 * call.num_queries * call.keys * sum(call.dims) * torch.bfloat16.itemsize
-    queries = 2 * call.num_heads * call.num_queries * call.dims[0] * torch.bfloat16.itemsize
-    q_shape = (1, call.num_heads, 2 * call.num_queries, call.dims[0])
-    what = f"{call.num_keys:,} tokens, {call.keys:,} keys a query, {call.num_heads} heads over one, dims {call.dims}"
-    moved = (two.moved - one.moved) / least
-    yield Row(f"{what}: bytes moved over one gathered read and write", at_most(1.5, "×"), moved)
-    yield Row(f"{what}: launches a chunk", at_most(12), two.launches - one.launches)
-    yield Row(f"{what}: copies of queries", at_most(0), two.gathered.get(q_shape, 0) / queries)
-    yield Row(f"{what}: memory beyond q, k, v, out and lse", at_most(256, "MB"), memory / 1e6)

@@ -482,15 +482,21 @@ def _portable_memory(
 
 
 def _one_after_the_other(first: _Found, second: _Found, size: AttentionSize) -> _Found:
-    """Return the memory of two parts of a call that are computed one after the other and merged.
+    """Return the memory of two parts of a call that are computed one after the other and merged eagerly.
+
+    The merge converts both outputs to float32, which autograd keeps if they are narrower, and adds their products.
 
     Parts and result: (lse, kept, inference peak, forward peak, backward peak), in bytes.
     """
-    given, lse = sum(size.nbytes[:3]), first[0]
-    kept = first[1] + second[1] - given + size.nbytes[3] + lse
-    peaks = (max(a, b + first[1] - given) + size.nbytes[3] + lse for a, b in zip(first[2:4], second[2:4], strict=True))
-    backward = kept + max(first[4] - first[1], second[4] - second[1])
-    return lse, kept, *peaks, backward
+    (*given, output), lse = size.nbytes, first[0]
+    wide = output // size.dtype.itemsize * max(4, size.dtype.itemsize)
+    converted = 2 * wide if wide > output else 0
+    kept = first[1] + second[1] - sum(given) + converted + output + lse
+    merging = sum(given) + 2 * (output + lse) + converted + 2 * wide
+    of_second = first[1] - sum(given)
+    inference, forward = (max(a, b + of_second) for a, b in zip(first[2:4], second[2:4], strict=True))
+    backward = kept + output + max(first[4] - first[1], second[4] - second[1])
+    return lse, kept, max(inference, merging), max(forward, kept + 2 * wide), backward
 
 
 def _step_on_meta(step: FlexStep) -> FlexStep:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flexdilated as fd
 from bench._jobs import peak_bytes
 from bench.memory import prepared_step
 from flexdilated import masks
@@ -204,6 +205,18 @@ def test_beyond_the_largest_run_memory_goes_on_growing(name, device, engine, lar
     assert sizes == [largest // 2 + ending, largest + ending, size.num_tokens]
     for part in ("queries", "keys", "outputs", "lse", "kept", "inference_peak", "forward_peak", "backward_peak"):
         assert within(getattr(extended, part), getattr(exact, part), 0.05), part
+
+
+def test_single_keys_on_accelerators_hold_their_results() -> None:
+    """Read where they are; beside other pairs, both parts are kept, and in float32 for their merge."""
+    table, window = masks.selected_keys(torch.randint(4096, (1, 4096, 32))), masks.local_window(left=99, right=0)
+    alone, near, both = (
+        fd.plan(pattern, 4096, num_heads=4, dtype=torch.bfloat16, device="cuda").attention_memory
+        for pattern in (table, window, table | window)
+    )
+    assert alone.inference_peak == alone.forward_peak == alone.kept == alone.shown
+    of_merge = 4 * both.outputs + both.outputs + both.lse
+    assert both.kept == near.kept + alone.outputs + alone.lse + of_merge
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

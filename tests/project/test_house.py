@@ -37,6 +37,7 @@ USERS = {"testing", "viewer", "cli"}
 EXTRAS = {"hypothesis", "matplotlib", "tqdm", "transformers"}
 # Used where it is installed, and imported when it is needed.
 LATE = {
+    "flexdilated.engines.kernels._gathered_keys": {"triton"},  # comes with torch where it serves the accelerator
     "flexdilated.observe._received": {"matplotlib"},
     "flexdilated.masks.inspection._plot": {"matplotlib"},
     "flexdilated.masks.inspection._plot_figure": {"matplotlib"},

@@ -71,10 +71,11 @@ class ListedKeys:
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=sum_dtype(q) if dtype is None else dtype)
         lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
         q, k, v = (_with_channels_together(x) for x in (q, k, v))
-        for part in self._parts(q):
+        if not q.is_meta:
             from ..kernels._gathered_keys import attend_part
 
-            attend_part(part, weighting.scale, q, k, v, out, lse)
+            for part in self._parts():
+                attend_part(part, weighting.scale, q, k, v, out, lse)
         return out, lse
 
     def gradients(
@@ -90,12 +91,14 @@ class ListedKeys:
         """Return (dq, dk, dv, [gradient of each learned tensor]), as `kernels._portable.gradients`."""
         if torch.are_deterministic_algorithms_enabled() or not self._takes_triton(weighting, q, k, v):
             return gradients(self._problems(q, k, v), weighting, q, k, v, lse, grad_out, delta)
-        dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+        dq = q.new_empty(q.shape)
+        dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
         q, k, v, grad_out = (_with_channels_together(x) for x in (q, k, v, grad_out.to(q.dtype)))
-        for part in self._parts(q):
+        if not q.is_meta:
             from ..kernels._gathered_keys import add_gradients_of_part
 
-            add_gradients_of_part(part, weighting.scale, q, k, v, grad_out, lse, delta, dq, dk, dv)
+            for part in self._parts():
+                add_gradients_of_part(part, weighting.scale, q, k, v, grad_out, lse, delta, dq, dk, dv)
         return dq, dk, dv, []
 
     def _takes_triton(self, weighting: Weighting, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -116,10 +119,8 @@ class ListedKeys:
     def _lists(self) -> KeyLists:
         return self.source if isinstance(self.source, KeyLists) else self.source.lists()
 
-    def _parts(self, q: Tensor) -> Iterator[ListedPart]:
-        """Yield the lists for Triton's kernels: of all queries, or of some at a time; none for meta tensors."""
-        if q.is_meta:
-            return
+    def _parts(self) -> Iterator[ListedPart]:
+        """Yield the lists for Triton's kernels: of all queries, or of some at a time."""
         if isinstance(self.source, KeyLists):
             counts = self.source.counts
             yield ListedPart(self.source.keys, self.source.ends - counts, counts, self.source.shape)
@@ -198,7 +199,8 @@ class KeyTable:
             some = rows[:, :, begin : begin + at_once].clamp(-1, LARGEST).to(torch.int32).sort(-1).values
             if allowed is not None:
                 place = torch.arange(begin, begin + some.shape[2], device=device)[:, None] + query
-                some = torch.where(allowed(entry, heads, place, some), some, -1)
+                exists = some.clamp(0, self.call.extent.keys - 1)  # the rule may read a table of positions
+                some = torch.where(allowed(entry, heads, place, exists), some, -1)
             shape = entries, len(self.groups), some.shape[2]
             keys = (some - key if key else some).expand(entries, -1, -1, -1).flatten()
             counts = keys.new_full((keys.numel() // width,), width, dtype=torch.int64)

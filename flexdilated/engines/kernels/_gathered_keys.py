@@ -4,6 +4,9 @@ A program computes one query, for some query heads that share its list and a key
 scores of a program exist for a few keys at a time.
 """
 
+# Triton comes with PyTorch only where it serves a device; what it compiles binds names in branches on constants.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,12 +38,13 @@ def attend_part(
 ) -> None:
     """Write the output and natural lse of the part's queries to out and lse; 0 and -inf for queries without keys."""
     sizes = _Sizes.of(part, q, k, v, backward=False)
-    _forward[sizes.grid](
-        *(q, k, v, out, lse, part.keys, part.begins, part.counts, scale),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
-        *sizes.numbers,
-        **sizes.constants,
-    )
+    with torch.get_device_module(q.device).device(q.device.index):
+        _forward[sizes.grid](
+            *(q, k, v, out, lse, part.keys, part.begins, part.counts, scale),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
+            *sizes.numbers,
+            **sizes.constants,
+        )
 
 
 def add_gradients_of_part(
@@ -64,13 +68,14 @@ def add_gradients_of_part(
     """
     sizes = _Sizes.of(part, q, k, v, backward=True)
     rows = lse.contiguous(), delta.contiguous()
-    _backward[sizes.grid](
-        *(q, k, v, grad_out, *rows, dq, dk, dv, part.keys, part.begins, part.counts, scale),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *rows[0].stride()),
-        *(*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3]),
-        *sizes.numbers,
-        **sizes.constants,
-    )
+    with torch.get_device_module(q.device).device(q.device.index):
+        _backward[sizes.grid](
+            *(q, k, v, grad_out, *rows, dq, dk, dv, part.keys, part.begins, part.counts, scale),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *rows[0].stride()),
+            *(*dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3]),
+            *sizes.numbers,
+            **sizes.constants,
+        )
 
 
 @dataclass(frozen=True)
@@ -238,12 +243,12 @@ def _forward(
         if V_REST:
             rest_sums = rest_sums * kept[:, None] + _dot(weights, _rows(v, key * v_m, there, V_MAIN, V_REST, V_DIM))
         top = new
-    share = 1 / tl.where(total == 0, 1.0, total)
+    some = tl.where(total == 0, 1.0, total)
     row = b * out_b + h.to(tl.int64) * out_h + n.to(tl.int64) * out_n
-    _store(out, row, exists, sums * share[:, None], 0, V_MAIN, V_DIM)
+    _store(out, row, exists, sums / some[:, None], 0, V_MAIN, V_DIM)
     if V_REST:
-        _store(out, row, exists, rest_sums * share[:, None], V_MAIN, V_REST, V_DIM)
-    natural = tl.where(total == 0, float("-inf"), (top + tl.log2(total)) / _LOG2_E)
+        _store(out, row, exists, rest_sums / some[:, None], V_MAIN, V_REST, V_DIM)
+    natural = tl.where(total == 0, float("-inf"), (top + tl.log2(some)) / _LOG2_E)
     tl.store(lse + b * lse_b + h.to(tl.int64) * lse_h + n.to(tl.int64) * lse_n, natural, exists)
 
 
