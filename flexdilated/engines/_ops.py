@@ -110,20 +110,24 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     return make
 
 
+# JSON and repr escape it. Inductor writes constants into comments of its code, which a line break would end.
+_BETWEEN = "\t"
+
+
 def write_constants(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
     """Write constants of a call as one text, which `read_constants` reads.
 
     Custom ops take it as an argument, because a text is a constant of graphs and exported programs.
 
-    texts: long strings without line breaks, such as patterns in JSON, which are stored unchanged, one per line.
-    values: other constants, stored by their repr in the first line.
+    texts: strings without tabs, such as patterns in JSON, which are stored unchanged.
+    values: other constants, stored by their repr.
     """
-    return "\n".join([", ".join([f"{each!r}" for each in values]), *texts])
+    return _BETWEEN.join([", ".join([f"{each!r}" for each in values]), *texts])
 
 
 def read_constants(constants: str) -> tuple[Any, ...]:
     """Read a text made by `write_constants`: returns (*texts, *values)."""
-    values, *texts = constants.split("\n")
+    values, *texts = constants.split(_BETWEEN)
     return *texts, *_parsed_values(values)
 
 
@@ -139,7 +143,7 @@ def functions_in(constants: str) -> object:
 
     Graphs hold the object as long as they need the functions.
     """
-    return [kept_functions(text) for text in constants.split("\n")[1:]]
+    return [kept_functions(text) for text in constants.split(_BETWEEN)[1:]]
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | None, over_ranks: bool = False) -> None:

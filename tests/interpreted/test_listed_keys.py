@@ -109,8 +109,10 @@ def test_drawn_calls_match_the_definition(seed: int, monkeypatch) -> None:
         torch.testing.assert_close(got, true, **near)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("pattern", ["selected_keys('table', most=5)", "selected_keys('table', most=5) | causal()"])
+ALONE, BESIDE = "selected_keys('table', most=5)", "selected_keys('table', most=5) | causal()"
+
+
+@pytest.mark.parametrize("pattern", [pytest.param(ALONE, marks=pytest.mark.thorough), BESIDE])
 def test_a_graph_computes_what_an_eager_call_does(pattern: str) -> None:
     read = masks.parse(pattern)
 
