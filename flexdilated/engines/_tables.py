@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch_private import graph_constant
 from ..masks.core import Bound, Every, Expression, outside_torch_modes
-from ..masks.patterns import TableSplit, lists_keys, names, table_split
+from ..masks.patterns import SelectedBlocks, TableSplit, lists_keys, names, table_split
 from ..masks.planning import KeyLists, TableProblems
 from ..masks.text import read_text
 from ._call import Call
@@ -46,14 +46,23 @@ class ListedParts(NamedTuple):
 
     own, others: the two patterns in JSON; others is "" if there are no other pairs.
     own_bindings, other_bindings: indices of their run-time tensors among those of the whole pattern, sorted by name.
-    keeps_places: True if their branches have the indices that they have in the whole pattern, by which dropout differs.
+    place: index, in the whole pattern, of the branch with the table.
+    places: for each branch of `others`, the index of the branch of the whole pattern that it is a part of.
+    width: most keys of a query; 0 if the values of the table decide it.
     """
 
     own: str
     own_bindings: tuple[int, ...]
     others: str
     other_bindings: tuple[int, ...]
-    keeps_places: bool
+    place: int
+    places: tuple[int, ...]
+    width: int
+
+    @property
+    def keeps_places(self) -> bool:
+        """True if the branches of both patterns have their indices in the whole pattern, by which dropout differs."""
+        return self.place == 0 and self.places == tuple(range(len(self.places)))
 
 
 @graph_constant
@@ -67,13 +76,13 @@ def _listed_parts(text: str) -> ListedParts | None:
     split = table_split_in_text(text)
     if split is None or not lists_keys(split.leaf):
         return None
-    every = names(read_text(text))
+    every, leaf = names(read_text(text)), split.leaf
+    width = leaf.most * leaf.block[1] if isinstance(leaf, SelectedBlocks) else 0
     if split.others is None:
-        return ListedParts(text, tuple(range(len(every))), "", (), True)
-    own = split.leaf if split.rest == Every() else split.leaf & split.rest
+        return ListedParts(text, tuple(range(len(every))), "", (), split.place, (), width)
+    own = leaf if split.rest == Every() else leaf & split.rest
     of_own, of_others = ([every.index(name) for name in names(part)] for part in (own, split.others))
-    keeps_places = split.place == 0 and split.places == tuple(range(len(split.places)))
-    return ListedParts(own.text, tuple(of_own), split.others.text, tuple(of_others), keeps_places)
+    return ListedParts(own.text, tuple(of_own), split.others.text, tuple(of_others), split.place, split.places, width)
 
 
 def without_table(call: Call, selection: TableSplit, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:

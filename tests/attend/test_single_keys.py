@@ -138,6 +138,34 @@ def test_rows_of_heavy_tails(seed, matrix, named, scored, with_sinks, engine, be
     assert_close(*grads, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("beside", ["alone", "union"])
+def test_a_graph_gathers_the_keys_of_a_table(beside: str) -> None:
+    """With a score_mod; unseen keys hold NaN, and the first query has none."""
+    table = torch.randint(10, 30, (1, 40, 4), generator=torch.Generator().manual_seed(0))
+    table[0, 0] = -1
+    near, captured = masks.local_window(left=1, right=0) & ~masks.first_tokens(20), []
+    pattern = masks.selected_keys("keys", most=4)
+    pattern = pattern if beside == "alone" else pattern | near
+    q, bias = torch.randn(1, 2, 40, 8), torch.randn(2, 40, requires_grad=True)
+    kv = torch.randn(1, 1, 40, 8).index_fill(2, torch.arange(10), torch.nan).requires_grad_()
+
+    def call(kv: Tensor, bias: Tensor) -> Tensor:
+        how = {"bindings": {"keys": table}, "score_mod": lambda s, b, h, i, j: s + bias[h, j]}
+        return fd.attend(q, kv, kv, pattern, enable_gqa=True, **how)
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        captured.append(graph.code)
+        return graph
+
+    torch.compiler.reset()
+    outs = call(kv, bias), torch.compile(call, backend=keep, fullgraph=True)(kv, bias)
+    assert_close(outs[1], outs[0])
+    assert_close(*(torch.autograd.grad(out.sum(), (kv, bias)) for out in outs))
+    (code,) = captured
+    assert "listed_rows" in code
+    assert ("run_time_tables" in code) is False
+
+
 def test_only_listed_pairs_are_computed(chunks: list[_key_lists.ListChunk]) -> None:
     """No block list is made; rows of very different lengths are padded by less than their own number."""
     table, rows = ragged(HUBS, 2000), len(HUBS)

@@ -11,13 +11,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..._torch_private import has_triton
-from ...masks.core import LARGEST, Every, Pattern, device_kind, outside_torch_modes
+from ...masks.core import LARGEST, Every, Pattern, device_kind, outside_torch_modes, suspended_torch_modes
 from ...masks.patterns import SelectedBlocks, TableSplit, names, require_row, require_tables
 from ...masks.planning import KeyLists, tables_of_heads
 from .._call import Call
 from .._merge import sum_dtype
-from .._tables import key_lists, tensors_of
-from ..kernels._key_lists import ListedPart, ListProblems
+from .._ops import own_op
+from .._tables import key_lists, table_split_of, tensors_of
+from ..kernels._key_lists import ListedPart, ListProblems, PaddedProblems, PaddedRows
 from ..kernels._portable import Weighting, attention, gradients
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -30,14 +31,14 @@ _ENTRIES_AT_ONCE = 1 << 21  # of a table that is put in order on an accelerator
 class ListedKeys:
     """The pairs of a table of single keys, which are computed without a step of the program.
 
-    source: the keys of each query, or the table that has them.
+    source: the keys of each query, or the table that has them; in a graph, padded rows.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     place: index, in the call's pattern, of the branch with the table.
     places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
     on_triton: whether Triton's kernels compute the pairs; None: if they can. A score_mod or dropout they cannot.
     """
 
-    source: KeyLists | KeyTable
+    source: KeyLists | KeyTable | PaddedRows
     first: tuple[int, int, int]
     place: int
     places: tuple[int, ...]
@@ -112,15 +113,19 @@ class ListedKeys:
 
         return serves(q, k, v)
 
-    def _problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems:
+    def _problems(self, q: Tensor, k: Tensor, v: Tensor) -> ListProblems | PaddedProblems:
+        if isinstance(self.source, PaddedRows):
+            return PaddedProblems.of(self.source, self.first, q, k, v)
         return ListProblems.of(self._lists, self.first, q, k, v)
 
     @cached_property
     def _lists(self) -> KeyLists:
+        assert not isinstance(self.source, PaddedRows)
         return self.source if isinstance(self.source, KeyLists) else self.source.lists()
 
     def _parts(self) -> Iterator[ListedPart]:
         """Yield the lists for Triton's kernels: of all queries, or of some at a time."""
+        assert not isinstance(self.source, PaddedRows)
         if isinstance(self.source, KeyLists):
             counts = self.source.counts
             yield ListedPart(self.source.keys, self.source.ends - counts, counts, self.source.shape)
@@ -205,3 +210,49 @@ class KeyTable:
             keys = (some - key if key else some).expand(entries, -1, -1, -1).flatten()
             counts = keys.new_full((keys.numel() // width,), width, dtype=torch.int64)
             yield ListedPart(keys, torch.arange(0, keys.numel(), width, device=device), counts, shape, begin)
+
+
+@own_op("flexdilated::listed_rows")
+def listed_rows(
+    q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int, width: int
+) -> Tensor:
+    """Return the keys that a table of single keys lists for each query, (b, t, N, width), as indices in the call.
+
+    Keys are in ascending order, then -1 for none. The shape depends on the shapes of the run-time tensors only.
+
+    bindings: the run-time tensors of a pattern without other pairs, sorted by name.
+    constants, q_offset, k_offset: `Call.arguments`.
+    width: most keys of a query, as in `ListedParts`.
+    """
+    call = Call.of(q, k, constants, q_offset, k_offset)
+    selection = table_split_of(call)
+    assert selection is not None
+    lists = key_lists(call, selection, bindings, len(q))
+    rows = torch.full((len(lists.ends), width), -1)
+    first = (lists.ends - lists.counts).repeat_interleave(lists.counts)
+    row = torch.arange(len(lists.ends)).repeat_interleave(lists.counts)
+    rows[row, torch.arange(len(lists.keys)) - first] = lists.keys
+    entries, tables, *others = _shape_of_rows(call, selection, bindings, len(q), width)
+    rows = rows.view(*lists.shape, width).repeat_interleave(tables // lists.num_tables, 1)
+    return rows.expand(entries, tables, *others).to(q.device).contiguous()
+
+
+@listed_rows.register_fake
+def _(q, k, bindings, constants, q_offset, k_offset, width):
+    call = Call.of(q, k, constants, q_offset, k_offset)
+    with suspended_torch_modes():
+        selection = table_split_of(call)
+        assert selection is not None
+        shape = _shape_of_rows(call, selection, bindings, int(q.shape[0]), width)
+    return q.new_empty(shape, dtype=torch.int64)
+
+
+def _shape_of_rows(
+    call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, width: int
+) -> tuple[int, int, int, int]:
+    """Return the shape of `listed_rows`: all batch entries and heads where values could tell that some are equal."""
+    (table,) = tensors_of(call, selection.leaf, bindings)
+    if selection.rest.varies:
+        return batch, call.num_heads, call.num_queries, width
+    tables = len(tables_of_heads(call.bound(selection.rest), int(table.shape[-3])))
+    return (int(table.shape[0]) if table.dim() == 4 else 1), tables, call.num_queries, width

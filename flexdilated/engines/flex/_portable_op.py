@@ -21,10 +21,11 @@ from .._dropout import with_seed, without_seed
 from .._features import Features
 from .._merge import WholeRows, sum_dtype
 from .._ops import copies, functions_in, no_gradients, own_op, set_gradient
-from .._tables import table_split_of, without_table
+from .._tables import listed_parts, table_split_of, without_table
+from ..kernels._key_lists import PaddedRows
 from ..kernels._portable import ListLengths, Span, spans_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
-from ._listed_keys import ListedKeys
+from ._listed_keys import ListedKeys, listed_rows
 from ._portable_gradients import run_with_score_mod, second_gradients
 from ._portable_run import Portable
 from ._program import NO_STEPS, FlexProgram, FlexStep, longest_lists
@@ -51,11 +52,29 @@ def portable(
         tensors, p = with_seed(bindings, features.dropout)
         return portable_op(q, k, v, features.sinks, tensors, *call.arguments, features.scale, p)
     if torch.compiler.is_compiling():
-        program, spans = traced("portable", q, k, bindings, call)
-        program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
+        run = _run_in_graph(q, k, bindings, call, features)
         with torch.autocast(q.device.type, enabled=False):
-            return Portable(program, features, spans).forward(q, k, v, recorded=True)
+            return run.forward(q, k, v, recorded=True)
     return run_with_score_mod(portable_run(call, q, bindings, features), q, k, v)
+
+
+def _run_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
+    """Return the `Portable` of a call in a graph of torch.compile.
+
+    Single keys are gathered if the shape of their table bounds the keys of a query, else computed by block lists.
+    """
+    listed = listed_parts(call.pattern) if call.rate == 1 and not call.placement else None
+    of_table = None
+    if listed is not None and listed.width:
+        own = [bindings[at] for at in listed.own_bindings]
+        rows = listed_rows(q, k, own, *call._replace(pattern=listed.own).arguments, listed.width)
+        of_table = ListedKeys(PaddedRows(rows), call.offsets, listed.place, listed.places)
+        if not listed.others:
+            return Portable(NO_STEPS, features, (), of_table)
+        call, bindings = call._replace(pattern=listed.others), [bindings[at] for at in listed.other_bindings]
+    program, spans = traced("portable", q, k, bindings, call)
+    program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
+    return Portable(program, features, spans, of_table)
 
 
 def _program_and_spans(

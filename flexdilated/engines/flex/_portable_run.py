@@ -30,7 +30,7 @@ class Portable:
 
     features: with a score_mod that is a `Recorded`, or in a graph a function.
     spans: of each step, in a graph; None eagerly, where they follow from the lengths of the steps' block lists.
-    of_table: pairs that are not in the program; None for none, and in a graph.
+    of_table: pairs that are not in the program; None for none.
     """
 
     program: FlexProgram

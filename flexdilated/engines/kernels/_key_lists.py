@@ -28,6 +28,8 @@ from .._score_mod import ScoreMod, apply_score_mod
 
 _BYTES_ON_DEVICE = 128 << 20  # of the keys and values that are gathered at once on an accelerator
 _MOST_PADDING = 2  # longest over shortest list of a chunk
+_BYTES_IN_GRAPHS = 64 << 20  # of the keys and values that a graph gathers at once
+_MOST_CHUNKS = 32  # of a graph, which has the operations of each
 ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
 
 Span = TypeVar("Span")
@@ -44,6 +46,7 @@ class ListChunk:
     hidden: True for places after the end of a list; None if all lists of the call are equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
+    none: True for hidden places at which `block` and `key` name no key of the list; None if they name one everywhere.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
@@ -51,6 +54,7 @@ class ListChunk:
     hidden: Bool[Tensor, "1 t 1 L"] | None
     key: Int64[Tensor, "t L"]
     first: tuple[int, int, int]
+    none: Bool[Tensor, "t L"] | None = None
 
     @property
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -215,6 +219,66 @@ class ListedPart:
     counts: Int64[Tensor, " bTn"]
     shape: tuple[int, int, int]
     first: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedRows:
+    """Lists of keys of equal length, padded: for graphs, whose shapes do not depend on the lists' values.
+
+    rows: keys of each query, as indices in the call; negative for none.
+    """
+
+    rows: Int64[Tensor, "b T N W"]
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedProblems:
+    """Attention over padded lists of single keys, of q (B, H, N, D) and k (B, G, M, D).
+
+    sizes, first: as in `ListProblems`.
+    row_bytes: bytes of a key and its value, of one head, in float32 or wider.
+    """
+
+    lists: PaddedRows
+    sizes: tuple[int, int, int, int, int]
+    first: tuple[int, int, int]
+    row_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        lists: PaddedRows,
+        first: tuple[int, int, int],
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M E"],
+    ) -> PaddedProblems:
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        return cls(lists, sizes, first, (k.shape[3] + v.shape[3]) * sum_dtype(k).itemsize)
+
+    by_query_block, by_key_block = ListProblems.by_query_block, ListProblems.by_key_block
+    queries, keys = ListProblems.queries, ListProblems.keys
+
+    def chunks(self) -> Iterator[ListChunk]:
+        """Yield chunks that together have all queries, each query once for each batch entry and query head."""
+        batch, heads, groups, _, keys = self.sizes
+        entries, tables, queries, width = self.lists.rows.shape
+        sets = lcm(tables, groups)
+        device, users = self.lists.rows.device, batch // entries * (sets // tables)
+        entry = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
+        head_set = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
+        in_set = torch.arange(heads // sets, device=device)
+        rows, total = self.lists.rows.flatten(0, 2), entries * tables * queries
+        at_once = max(1, _BYTES_IN_GRAPHS // (self.row_bytes * width * users), -(-total // _MOST_CHUNKS))
+        for begin in range(0, total, at_once):
+            at = torch.arange(begin, min(total, begin + at_once), device=device)
+            query, table, of_entry = at % queries, at // queries % tables, at // (queries * tables)
+            own_entry, own_set = entry + of_entry * (batch // entries), head_set + table * (sets // tables)
+            none = rows[begin : begin + at_once] < 0
+            key = rows[begin : begin + at_once].clamp(min=0)
+            first_key = (own_entry * groups + own_set * groups // sets) * keys
+            problem = own_entry[..., None], (own_set * (heads // sets))[..., None] + in_set, query[None, :, None]
+            yield ListChunk(problem, first_key[..., None] + key, none[None, :, None], key, self.first, none)
 
 
 def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:
