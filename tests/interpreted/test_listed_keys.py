@@ -67,7 +67,9 @@ def test_drawn_calls_match_the_definition(seed: int, monkeypatch) -> None:
     own, tensors, pairs = draw.choice([drawn_table, drawn_matrix])(draw, shape, keys)
     ids = torch.arange(keys) // torch.randint(3, 9, (batch, 1), generator=torch.Generator().manual_seed(seed))
     window, documents = masks.local_window(left=3, right=0), masks.documents("ids")
-    how, beside = draw.choice([("", own), ("&", masks.causal()), ("&", documents), ("|", window), ("+", window)])
+    every_other = masks.dilated(6, 2)  # of each head others
+    rules = [("", own), ("&", masks.causal()), ("&", documents), ("&", every_other), ("|", window), ("+", window)]
+    how, beside = draw.choice(rules)
     if beside is documents:
         tensors["ids"] = draw.choice([ids, ids[0]])
 
