@@ -27,7 +27,7 @@ from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
 from .selection import BlockSelector, SelectedAttention, Selection, Threshold, TopK, TopP
 
 if TYPE_CHECKING:
-    from . import distributed, integrations, testing
+    from . import distributed, flex_attention, integrations, testing
     from .integrations.convert import convert
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "block_mass",
     "convert",
     "distributed",
+    "flex_attention",
     "integrations",
     "masks",
     "max_batch",
@@ -68,18 +69,19 @@ __all__ = [
     "testing",
 ]
 __version__ = "0.1.0"
+_LATE = ("distributed", "flex_attention", "integrations", "testing", "viewer")
 
 profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """Return `convert`, `distributed`, `integrations`, `testing` or `viewer`, imported on first access.
+    """Return `convert` or a module of `_LATE`, imported on first access.
 
     Any other name raises AttributeError; its text names what to write instead, if that is known.
     """
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
-    if name in ("distributed", "integrations", "testing", "viewer"):
+    if name in _LATE:
         return import_module(f".{name}", __name__)
     raise AttributeError(no_such_name(__name__, name, __all__, _suggestions(), "fd."))
 
@@ -88,7 +90,7 @@ def _suggestions() -> dict[str, str]:
     """Return {wrong name: the right one}, both without "fd.", for names that callers may expect in `fd`."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
-    found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")
+    found |= dict.fromkeys(("attention", "scaled_dot_product_attention", "sdpa"), "attend")
     found |= {"set_pattern": "integrations.transformers.set_pattern"}
     found |= dict.fromkeys(("LongNetForCausalLM", "LongNetLM", "LongNetModel"), "LongNet(config)")
     found |= {"SlideEncoder": "integrations.torchscale.SlideEncoder", "version": "__version__"}

@@ -42,7 +42,7 @@ from ..core import (
     renamed,
     require_int,
 )
-from ._from_block_mask import of_block_mask
+from . import _from_block_mask
 
 Places = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -217,7 +217,7 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
                 "a BlockMask takes no classify and no period, as its lists classify its blocks: for its function alone "
                 "write masks.custom(block_mask.mask_mod, ...)"
             )
-        return of_block_mask(fn, custom, _reads_entry)
+        return _from_block_mask.of_block_mask(fn, custom, _reads_entry)
     takes = "(head, q_first, q_last, k_first, k_last)"
     given = (
         _require_function("a custom function", fn, "(b, h, q, k)"),
@@ -333,6 +333,20 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
     if given is not None:
         raise TypeError(f"{what} must take {takes}; got {_function_name(value)!r} with {given}")
     return value
+
+
+def rules_of_mask_mod(function: MaskMod, entries: int) -> list[Pattern]:
+    """Return the pattern of a mask_mod in each of `entries` batch entries; one and the same if it does not read them.
+
+    Raises TypeError or ValueError as `custom`, and ValueError for a function that reads the entry if there is only one.
+    """
+    _refuse_graphs()
+    return _from_block_mask.rules_of_mask_mod(function, entries, custom, _reads_entry)
+
+
+def text_of_function(function: MaskMod) -> str:
+    """Return a text of a mask_mod's operations, with all values that they read: equal for equal functions."""
+    return _digest(_record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4))
 
 
 def _reads_entry(function: MaskMod) -> bool:

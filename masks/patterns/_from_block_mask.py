@@ -97,8 +97,8 @@ def of_block_mask(
     Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
     `b` although all batch entries share the lists.
     """
-    partial, full = _partial_and_full_blocks(block_mask)
-    rules = _rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
+    partial, full = partial_and_full_blocks(block_mask)
+    rules = rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
     made: list[Pattern] = []
     for entry, rule in enumerate(rules):
         if entry and rule is rules[entry - 1] and all(torch.equal(x[entry], x[entry - 1]) for x in (partial, full)):
@@ -110,9 +110,15 @@ def of_block_mask(
     return And.of(whole, PositionsBelow(int(queries), int(keys), heads if heads > 1 else None))
 
 
-def _rules_of_mask_mod(
+def rules_of_mask_mod(
     function: Any, entries: int, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
+    """Return the pattern of a mask_mod in each batch entry; one and the same if it does not read the entry.
+
+    custom, reads_entry: as in `of_block_mask`.
+
+    Raises ValueError if it reads the entry, and `entries` is 1.
+    """
     if function is noop_mask:
         return [every()] * entries
     if not reads_entry(function):
@@ -192,7 +198,7 @@ def _lists_match_rule(
     return True
 
 
-def _partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
+def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
     """Return (partial, full): the BlockMask's lists of partial and of full blocks as booleans on the CPU.
 
     An element is True where a row names the key block of that column.
@@ -217,7 +223,7 @@ def _partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R
 def _listed_blocks(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int) -> Bool[Tensor, "B H R C"]:
     """Return lists of blocks as booleans, True where a row names the key block of that column.
 
-    Errors are those of `_partial_and_full_blocks`.
+    Errors are those of `partial_and_full_blocks`.
 
     kind: prefix of the lists' names in errors.
     numbers, indices: num_blocks and indices of the BlockMask.

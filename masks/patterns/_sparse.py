@@ -364,8 +364,8 @@ def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
     """Pattern that allows the pairs at the nonzero entries of a sparse matrix: the edges of a graph, or a mesh.
 
     On CPU, `attend` by default gathers the keys of each query, so work and memory follow the number of entries, unless
-    these are so many that a dense mask, of some queries at a time, is faster. On accelerators with
-    Triton, kernels read the keys of each query where they are. Rows may have very different lengths, and the matrix may be new in each call.
+    these are so many that a dense mask, of some queries at a time, is faster. On accelerators with Triton, kernels read
+    the keys of each query where they are. Rows may have very different lengths, and the matrix may be new in each call.
 
     matrix: a sparse tensor of torch, COO, CSR or another layout, or a sparse matrix of SciPy, of shape (queries, keys),
         (batch, queries, keys) or (batch, matrices, queries, keys), where the number of matrices divides the number of

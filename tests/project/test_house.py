@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _ROOMS = """
 _torch_private masks.core masks.patterns masks.extend masks.recipes masks.text masks.orders masks.blocks
 masks.plan_cache masks.planning masks.attended masks.inspection masks
-schedules _validate engines biases _engine_choice tuning memory _attend decoding observe
+schedules _validate engines biases _engine_choice tuning memory _attend flex_attention decoding observe
 refinement distributed.group distributed.wire distributed.counts
 distributed._exchange_plan distributed._exchange distributed._ring distributed._heads distributed._attend distributed
 _over_ranks selection nn _plan_size _plan integrations root testing viewer cli __main__

@@ -1,0 +1,228 @@
+"""FlexAttention's own call, by its names and signatures: one changed import trains on any device, in any dtype.
+
+    from flexdilated.flex_attention import create_block_mask, flex_attention
+
+In place of `torch.nn.attention.flex_attention`, which has no backward on CPU and forms all scores where it is not
+compiled. What rules and score functions read is recorded in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.attention import flex_attention as _torch
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+
+from ._attend import attend
+from .engines import ScoreMod
+from .masks import block_mask as block_mask_of
+from .masks import every
+from .masks.core import MaskMod, Mixture, Pattern, device_kind
+from .masks.patterns import custom, partial_and_full_blocks, rules_of_mask_mod, text_of_function
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
+# R query blocks, C key blocks
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]
+
+
+def flex_attention(
+    query: Float[Tensor, "B H N D"],
+    key: Float[Tensor, "#B G M D"],
+    value: Float[Tensor, "#B G M E"],
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention as `torch.nn.attention.flex_attention.flex_attention`, computed by `attend`, forward and backward.
+
+    Returns the output (B, H, N, E), and beside it the natural lse (B, H, N) with return_lse, or an `AuxOutput` with
+    return_aux. A query without keys has output 0 and lse -inf.
+
+    score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach all tensors that it reads.
+    block_mask: from `create_block_mask`, or one of torch's; None for all pairs. Lists that do not follow from its
+        mask_mod are kept, as in `masks.custom`.
+    scale: factor on the scores; None for 1 / sqrt(D).
+    enable_gqa: True allows G to be a divisor of H.
+    kernel_options: as in torch, where Triton serves the device; without effect elsewhere.
+    return_aux: max_scores is not computed.
+
+    Lists, rule and score_mod are read in each call, and later changes have no effect on its backward. In a function
+    that torch.compile compiles, torch's own flex_attention is called where it trains (CUDA, XPU) or no gradient and no
+    lse is wanted; elsewhere the graph breaks at this call, which runs eagerly.
+
+    Raises ValueError for tensors that do not fit each other or the lengths of the block_mask, and for
+    return_aux with max_scores; TypeError for functions that `masks.custom` cannot record.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 256, 16, requires_grad=True)
+    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+    >>> flex_attention(q, k, v, block_mask=mask).sum().backward()
+
+    Source: FlexAttention, arXiv 2412.05496.
+    """
+    if return_aux is not None and return_lse:
+        raise ValueError("return_lse and return_aux ask for the same: leave return_lse out")
+    if return_aux is not None and return_aux.max_scores:
+        raise ValueError("max_scores is not computed: ask for return_aux=AuxRequest(lse=True), or call torch's own")
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    if torch.compiler.is_compiling():
+        trains = device_kind(query.device).flex_trains
+        if trains or not (wants_lse or torch.is_grad_enabled()):
+            options: Any = kernel_options
+            return _torch.flex_attention(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
+            )
+        compute = torch.compiler.disable(_computed)
+    else:
+        compute = _computed
+    out, lse = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _computed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel_options: Mapping[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, natural lse) of a call of `flex_attention`."""
+    pattern = every() if block_mask is None else _pattern_of(block_mask, query.shape[2], key.shape[2])
+    on_triton = device_kind(query.device).engine == "flex"
+    return attend(
+        query,
+        key,
+        value,
+        pattern,
+        score_mod=score_mod,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        kernel_options=kernel_options if on_triton else None,
+        q_offset=0,
+        return_lse=True,
+    )
+
+
+class _Read(NamedTuple):
+    """What a BlockMask held when it was read last: copies of its lists, its rule's operations, and their pattern."""
+
+    lists: tuple[Tensor, ...]
+    rule: str
+    pattern: Pattern
+
+
+_read: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
+
+
+def _pattern_of(block_mask: BlockMask, num_queries: int, num_keys: int) -> Pattern:
+    """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
+
+    Raises ValueError if it is for other numbers of queries and keys.
+    """
+    lengths = tuple(map(int, block_mask.seq_lengths))
+    if lengths != (num_queries, num_keys):
+        raise ValueError(
+            f"block_mask must be for {num_queries} queries and {num_keys} keys; got one for {lengths[0]} and "
+            f"{lengths[1]}: create another one, or crop it by block_mask._adjust({num_queries}, {num_keys})"
+        )
+    tables = block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    lists = tuple(table.detach().cpu() for table in tables if table is not None)
+    rule, known = text_of_function(block_mask.mask_mod), _read.get(block_mask)
+    if known is not None and known.rule == rule and _all_equal(known.lists, lists):
+        return known.pattern
+    pattern = custom(block_mask)
+    _read[block_mask] = _Read(tuple(table.clone() for table in lists), rule, pattern)
+    return pattern
+
+
+def _all_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def create_block_mask(
+    mask_mod: MaskMod | Pattern,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+) -> BlockMask:
+    """Return torch's BlockMask of a rule, with the lists that torch's `create_block_mask` has, in bounded memory.
+
+    mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
+    B, H: batch entries and query heads with lists of their own; None for 1.
+    Q_LEN, KV_LEN: numbers of queries and keys.
+    device: of the lists; None for torch's default device.
+    BLOCK_SIZE: tokens of a block, or (queries, keys).
+    _compile: without effect.
+    separate_full_blocks: if False, full blocks are listed as partial ones.
+
+    Raises TypeError or ValueError for a function that `masks.custom` cannot record, and ValueError for a pattern in
+    which a pair may count more than once.
+
+    >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
+    (1, 1, 256, 256)
+    """
+    entries, heads = B or 1, H or 1
+    if isinstance(mask_mod, Mixture):
+        raise ValueError("a BlockMask counts each pair once: give one pattern, or call attend with the mixture")
+    where = torch.empty(0).device if device is None else torch.device(device)
+    rules = [mask_mod] if isinstance(mask_mod, Pattern) else rules_of_mask_mod(mask_mod, entries)
+    rules = rules[:1] if all(rule is rules[0] for rule in rules) else rules
+    tables = []
+    for rule in rules:
+        made = block_mask_of(rule, Q_LEN, KV_LEN, num_heads=heads, block_size=BLOCK_SIZE)
+        tables.append(torch.stack(partial_and_full_blocks(made)).expand(-1, -1, heads, -1, -1))
+    partial, full = torch.cat(tables, 1).expand(-1, entries, -1, -1, -1)
+    if not separate_full_blocks:
+        partial, full = partial | full, None
+    function = mask_mod.mask_mod(num_heads=heads, device=where) if isinstance(mask_mod, Pattern) else mask_mod
+    return BlockMask.from_kv_blocks(
+        *_lists(partial, where),
+        *((None, None) if full is None else _lists(full, where)),
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=function,
+        seq_lengths=(Q_LEN, KV_LEN),
+    )
+
+
+def _lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (number of blocks in each row, their numbers, followed by those of all others), as torch lists blocks."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).to(device), order.to(device, torch.int32)

@@ -1,0 +1,217 @@
+"""`flexdilated.flex_attention` against its definition in float64, and against the lists of torch's own."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_own
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from flexdilated import flex_attention as own
+from flexdilated import masks
+from flexdilated.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+B, H, N, M = 2, 4, 150, 170
+DOCUMENTS, SHIFTS = torch.arange(M) // 23, torch.tensor([0, 40])
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+# (rule, batch entries and heads with lists of their own): what the blog, attention-gym and torch's tests write.
+RULES: dict[str, tuple[Any, int | None, int | None]] = {
+    "causal": (lambda b, h, q, k: q >= k, None, None),
+    "window": (lambda b, h, q, k: (q >= k) & (q - k <= 30), None, None),
+    "prefix": (lambda b, h, q, k: (k < 25) | (q >= k), 1, 1),
+    "documents": (lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k), B, None),
+    "dilated window": (lambda b, h, q, k: ((q - k).abs() <= 40) & ((q - k) % 4 == 0), None, None),
+    "by head": (lambda b, h, q, k: (q + h) % 3 != k % 3, None, H),
+    "by batch entry": (lambda b, h, q, k: q + SHIFTS[b] >= k, B, None),
+    "by both": (lambda b, h, q, k: (q >= k) & ((h + b) % 2 == 0), B, H),
+    "nothing": (lambda b, h, q, k: q < 0, None, None),
+    "all": (torch_own.noop_mask, None, None),
+    "union": (torch_own.or_masks(lambda b, h, q, k: q == k, lambda b, h, q, k: k < 9), None, None),
+    "intersection": (torch_own.and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k % 2 == 0), B, H),
+}
+
+
+def scores_of(x: dict[str, Tensor]) -> dict[str, Any]:
+    """Score functions, some of which read the tensors of x."""
+    return {
+        "none": None,
+        "identity": lambda s, b, h, q, k: s,
+        "causal": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+        "relative": lambda s, b, h, q, k: s + (q - k),
+        "relative, causal": lambda s, b, h, q, k: torch.where(q <= k, s + (q - k), s),
+        "ALiBi": lambda s, b, h, q, k: s + (k - q) * 2.0 ** (-8 * (h + 1) / H),
+        "soft cap": lambda s, b, h, q, k: 5 * torch.tanh(s / 5),
+        "twice": lambda s, b, h, q, k: s * 2,
+        "squared": lambda s, b, h, q, k: s * s,
+        "sines": lambda s, b, h, q, k: torch.sin(torch.cos(s)),
+        "by batch entry and head": lambda s, b, h, q, k: s * (b + 1) + h,
+        "offsets of heads": lambda s, b, h, q, k: s + x["heads"][h],
+        "offsets of queries": lambda s, b, h, q, k: s * x["queries"][q],
+        "offsets of batch entries": lambda s, b, h, q, k: s + x["entries"][b, h] * x["keys"][k],
+        "table": lambda s, b, h, q, k: s + x["table"][h, (q - k).clamp(-20, 20) + 20],
+        "embeddings": lambda s, b, h, q, k: s + x["table"][0, k % 7] * x["queries"][q // 2] + s * x["heads"][0],
+    }
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, rule: Any, scale: float) -> tuple[Tensor, Tensor]:
+    places = (
+        torch.arange(B).view(-1, 1, 1, 1),
+        torch.arange(H)[:, None, None],
+        torch.arange(N)[:, None],
+        torch.arange(M),
+    )
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    scores = scores if score_mod is None else score_mod(scores, *places)
+    scores = scores.masked_fill(~rule(*places), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return weights @ v, lse
+
+
+@settings(max_examples=25)
+@given(
+    rule=st.sampled_from(sorted(RULES)),
+    score=st.sampled_from(sorted(scores_of({}))),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    groups=st.sampled_from([1, 2, 4]),
+    block=st.sampled_from([128, 64, (32, 128)]),
+    scale=st.sampled_from([None, 0.3]),
+    apart=st.booleans(),
+    made_by=st.sampled_from([create_block_mask, torch_own.create_block_mask]),
+)
+def test_drawn_calls_match_the_definition(rule, score, dtype, groups, block, scale, apart, made_by) -> None:
+    mask_mod, entries, heads = RULES[rule]
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"q": (B, H, N, 16), "k": (B, groups, M, 16), "v": (B, groups, M, 24), "heads": (H,), "queries": (N,)}
+    shapes |= {"keys": (M,), "entries": (B, H), "table": (H, 41)}
+    found = []
+    for wide in (dtype, torch.float64):
+        draw.manual_seed(0)
+        x = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+        x = {name: each.to(wide).requires_grad_() for name, each in x.items()}
+        q, k, v = (x[n].transpose(1, 2).contiguous().transpose(1, 2) if apart else x[n] for n in ("q", "k", "v"))
+        score_mod = scores_of(x)[score]
+        if not found:
+            mask = made_by(mask_mod, entries, heads, N, M, device="cpu", BLOCK_SIZE=block)
+            how = {"scale": scale, "enable_gqa": groups < H, "return_aux": AuxRequest(lse=True)}
+            out, aux = flex_attention(q, k, v, score_mod, mask, **how)
+            lse = aux.lse
+        else:
+            out, lse = dense(q, k, v, score_mod, mask_mod, 0.25 if scale is None else scale)
+        total = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+        grads = torch.autograd.grad(total, list(x.values()), materialize_grads=True, allow_unused=True)
+        found.append([out, lse, *grads])
+    near = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    for mine, true in zip(*found, strict=True):
+        assert_close(mine.double(), true.nan_to_num(0.0, neginf=-torch.inf), **near)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("block", "separate"), [(128, True), ((32, 64), True), (64, False)])
+def test_lists_are_those_of_torch(rule: str, block: Any, separate: bool) -> None:
+    given = *RULES[rule], N, M
+    how = {"device": "cpu", "BLOCK_SIZE": block, "separate_full_blocks": separate}
+    mine, torchs = create_block_mask(*given, **how), torch_own.create_block_mask(*given, **how)
+    assert (mine.shape, mine.BLOCK_SIZE, mine.seq_lengths) == (torchs.shape, torchs.BLOCK_SIZE, torchs.seq_lengths)
+    for name in LISTS:
+        if getattr(torchs, name) is None:
+            assert getattr(mine, name) is None
+        else:
+            assert_close(getattr(mine, name), getattr(torchs, name), rtol=0, atol=0)
+
+
+def test_a_pattern_is_a_rule() -> None:
+    pattern = masks.local_window(left=30, right=0)
+    mine, torchs = (create_block_mask(each, None, None, N, M, "cpu", 64) for each in (pattern, RULES["window"][0]))
+    assert all(torch.equal(getattr(mine, name), getattr(torchs, name)) for name in LISTS)
+
+
+def test_what_a_mask_holds_is_read_in_each_call() -> None:
+    """A rule's tensor, the lists, and a score function's closure: later changes reach the next call, no backward."""
+    ids, x = torch.arange(N) // 30, torch.randn(1, 1, N, 8)
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, N, N, "cpu", 32)
+    q, factor = x.clone().requires_grad_(), 1.0
+
+    def call() -> Tensor:
+        return flex_attention(q, x, x, lambda s, b, h, i, j: s * factor, mask)
+
+    first = call()
+    (grad,) = torch.autograd.grad(first.square().sum(), q, retain_graph=True)
+    ids.zero_()
+    mask.full_kv_num_blocks.zero_()
+    factor = 3.0
+    assert_close(*(torch.autograd.grad(first.square().sum(), q)[0], grad), rtol=0, atol=0)
+    second = call()
+    true = dense_of_lists(q, x, mask, factor)
+    assert_close(second, true)
+    assert not torch.allclose(first, second)
+
+
+def dense_of_lists(q: Tensor, x: Tensor, mask: Any, factor: float) -> Tensor:
+    """Over the partial blocks alone, in which each pair is allowed."""
+    allowed = torch.zeros(5, 6, dtype=torch.bool)
+    for row in range(5):
+        allowed[row, mask.kv_indices[0, 0, row, : mask.kv_num_blocks[0, 0, row]]] = True
+    whole = allowed[:, :5].repeat_interleave(32, 0).repeat_interleave(32, 1)[:N, :N]
+    scores = (q @ x.mT * 8**-0.5 * factor).masked_fill(~whole, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ x
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"tokens": 100}, r"block_mask must be for 100 queries and 100 keys; got one for 150 and 150: create another"),
+        ({"return_aux": AuxRequest(max_scores=True)}, "max_scores is not computed"),
+        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "ask for the same"),
+        ({"heads": 4}, "enable_gqa"),
+    ],
+    ids=["lengths", "max_scores", "lse twice", "heads"],
+)
+def test_errors(how: dict[str, Any], message: str) -> None:
+    q = torch.randn(1, how.pop("heads", 2), how.pop("tokens", N), 8)
+    mask = create_block_mask(RULES["causal"][0], None, None, N, N, "cpu")
+    with pytest.raises(ValueError, match=message):
+        flex_attention(q, q[:, :2], q[:, :2], block_mask=mask, **how)
+
+
+def test_rules_that_have_no_lists() -> None:
+    with pytest.raises(ValueError, match="must not depend on the batch entry b"):
+        create_block_mask(RULES["by batch entry"][0], None, None, N, M, "cpu")
+    with pytest.raises(ValueError, match="call attend with the mixture"):
+        create_block_mask(masks.causal() + masks.causal(), None, None, N, M, "cpu")
+
+
+@pytest.mark.slow
+def test_compiled_functions_train_on_cpu() -> None:
+    """As scripts do, by torch.compile(flex_attention): the graph breaks at the call; without gradients it does not."""
+    torch.compiler.reset()
+    q, mask = (
+        torch.randn(1, 2, N, 32, requires_grad=True),
+        create_block_mask(RULES["causal"][0], None, None, N, N, "cpu"),
+    )
+    eager = flex_attention(q, q, q, block_mask=mask)
+    found = torch.compile(flex_attention, backend="eager")(q, q, q, block_mask=mask)
+    assert_close(*(torch.autograd.grad(out.square().sum(), q)[0] for out in (found, eager)))
+    with torch.no_grad():
+        compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+        assert_close(compiled(q.detach(), q.detach(), q.detach(), block_mask=mask), eager)
+
+
+def test_names_and_signatures_are_those_of_torch() -> None:
+    for name in own.__all__:
+        mine, torchs = getattr(own, name), getattr(torch_own, name)
+        if mine is torchs:
+            continue
+        wanted, taken = signature(torchs).parameters, signature(mine).parameters
+        assert list(taken) == list(wanted)[: len(taken)]
+        assert {n: each.default for n, each in taken.items()} == {n: wanted[n].default for n in taken}
+        assert {n: each.kind for n, each in taken.items()} == {n: wanted[n].kind for n in taken}
