@@ -100,7 +100,7 @@ def flex_attention(
             return _torch.flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
             )
-        compute = torch.compiler.disable(_computed)
+        compute: Any = torch.compiler.disable(_computed)
     else:
         compute = _computed
     out, lse = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
