@@ -62,12 +62,14 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
 
     values: on the device of q; they get a gradient. For `masks.sparse(matrix)`: (E,) or (H, E), in the order of the E
         values of the matrix, entries of value 0 included; for `masks.selected_keys(table)`: of the table's shape
-        without its dim of tables, or (H, ...) in front of that. With H heads, those of all devices; without, one value
-        serves all heads.
+        without its dim of tables, or (H, ...) in front of that. With H heads, those of all devices; without, or with
+        H = 1, one value serves all heads.
     pattern: the pattern of which these are the pairs; `attend` may combine it with others, whose pairs get no value.
 
-    Raises TypeError for other patterns, and ValueError for values of another shape, for a pattern with more than one
-    matrix or table, and if it lists a pair twice.
+    It reads the pairs here: call it outside of functions that torch.compile compiles. The score_mod reads `values`.
+
+    Raises TypeError for other patterns and in a graph, and ValueError for values of another shape, for a pattern with
+    more than one matrix or table, and if it lists a pair twice.
 
     >>> edges = torch.eye(64).to_sparse()
     >>> graph, weights = masks.sparse(edges), torch.zeros(4, 64, requires_grad=True)
@@ -75,6 +77,11 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
     >>> fd.attend(q, k, v, graph, score_mod=fd.biases.entries(weights, graph)).shape
     torch.Size([1, 4, 64, 16])
     """
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "fd.biases.entries reads the pairs of the pattern, which torch.compile cannot trace: make the score_mod "
+            "before, for example as an attribute of the module"
+        )
     table, numbers, shape = numbered_pairs(pattern)
     by_head = isinstance(values, Tensor) and tuple(values.shape[1:]) == shape
     if (
@@ -87,6 +94,7 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
         raise ValueError(f"values must be floats of shape ({sizes}), or (heads, {sizes}); got {came}")
     find, num_entries = table.finder(num_heads=1, device=values.device), table.entries
     numbers = numbers.to(values.device)
+    by_head = by_head and len(values) > 1
     flat = values.flatten(1) if by_head else values.flatten()
 
     def score_mod(score, b, h, q_idx, k_idx):

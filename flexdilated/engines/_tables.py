@@ -105,6 +105,14 @@ def tensors_of(call: Call, part: Expression, bindings: Sequence[Tensor]) -> list
     return [tensors[name] for name in names(part)]
 
 
+def require_batch(entries: int, batch: int) -> None:
+    """Raise ValueError unless a table has one batch entry or as many as the call."""
+    if entries not in (1, batch):
+        raise ValueError(
+            f"a table of keys or blocks must have one batch entry, or one for each of {batch}; got {entries}"
+        )
+
+
 @outside_torch_modes
 def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[TableProblems]:
     """Return a list with the problems of a call's table of selected blocks, one item for each batch entry.
@@ -149,9 +157,6 @@ def _rules_and_tables(
     rest = selection.rest
     rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
     rule.require_entries(batch)
-    if len(entries) not in (1, batch):
-        raise ValueError(
-            f"a table of keys or blocks must have one batch entry, or one for each of {batch}; got {len(entries)}"
-        )
+    require_batch(len(entries), batch)
     for each in range(max(len(entries), rule.num_entries())):
         yield call.bound(rule.entry(each)), entries[each % len(entries)]

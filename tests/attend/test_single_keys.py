@@ -150,7 +150,10 @@ def test_a_graph_gathers_the_keys_of_a_table(beside: str) -> None:
     kv = torch.randn(1, 1, 40, 8).index_fill(2, torch.arange(10), torch.nan).requires_grad_()
 
     def call(kv: Tensor, bias: Tensor) -> Tensor:
-        how = {"bindings": {"keys": table}, "score_mod": lambda s, b, h, i, j: s + bias[h, j]}
+        def of_listed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + bias[h, j] + bias.sum() * (j - 9).log()  # no number for keys that are in no list
+
+        how = {"bindings": {"keys": table}, "score_mod": of_listed}
         return fd.attend(q, kv, kv, pattern, enable_gqa=True, **how)
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:

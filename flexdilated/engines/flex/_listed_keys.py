@@ -17,7 +17,7 @@ from ...masks.planning import KeyLists, tables_of_heads
 from .._call import Call
 from .._merge import sum_dtype
 from .._ops import own_op
-from .._tables import key_lists, table_split_of, tensors_of
+from .._tables import key_lists, require_batch, table_split_of, tensors_of
 from ..kernels._key_lists import ListedPart, ListProblems, PaddedProblems, PaddedRows
 from ..kernels._portable import Weighting, attention, gradients
 
@@ -166,20 +166,13 @@ class KeyTable:
         leaf = selection.leaf
         if not isinstance(leaf, SelectedBlocks) or leaf.block != (1, 1) or device_kind(q.device).on_host or q.is_meta:
             return None
-        (table,) = tensors_of(call, leaf, bindings)
-        if table.device != q.device:
+        if tensors_of(call, leaf, bindings)[0].device != q.device:
             return None
-        first = leaf.first_row(table, call.extent)
-        require_tables(int(table.shape[-3]), call.num_heads_global)
-        require_row(1, first, int(table.shape[-2]), call.q_offset)
+        table, first = _checked_table(call, selection, bindings, len(q))
         rows = (table if table.dim() == 4 else table[None])[:, :, call.q_offset - first :][:, :, : call.num_queries]
         rest = selection.rest
         rule = rest.resolve(dict(zip(names(rest), tensors_of(call, rest, bindings), strict=True)), call.extent)
         rule.require_entries(len(q))
-        if len(rows) not in (1, len(q)):
-            raise ValueError(
-                f"a table of keys or blocks must have one batch entry, or one for each of {len(q)}; got {len(rows)}"
-            )
         each = [tables_of_heads(call.bound(rule.entry(entry)), rows.shape[1]) for entry in range(rule.num_entries())]
         return cls(call, selection, bindings, len(q), rows, rule, max(each, key=len))
 
@@ -210,6 +203,22 @@ class KeyTable:
             keys = (some - key if key else some).expand(entries, -1, -1, -1).flatten()
             counts = keys.new_full((keys.numel() // width,), width, dtype=torch.int64)
             yield ListedPart(keys, torch.arange(0, keys.numel(), width, device=device), counts, shape, begin)
+
+
+def _checked_table(
+    call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int
+) -> tuple[Int64[Tensor, "*b T R W"], int]:
+    """Return (table of a call, query block of its row 0), of which only the shape is checked, and no value.
+
+    Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
+    """
+    leaf = selection.leaf
+    (table,) = tensors_of(call, leaf, bindings)
+    first = leaf.first_row(table, call.extent)
+    require_tables(int(table.shape[-3]), call.num_heads_global)
+    require_row(leaf.block[0], first, int(table.shape[-2]), call.q_offset)
+    require_batch(int(table.shape[0]) if table.dim() == 4 else 1, batch)
+    return table, first
 
 
 @own_op("flexdilated::listed_rows")
@@ -250,8 +259,11 @@ def _(q, k, bindings, constants, q_offset, k_offset, width):
 def _shape_of_rows(
     call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, width: int
 ) -> tuple[int, int, int, int]:
-    """Return the shape of `listed_rows`: all batch entries and heads where values could tell that some are equal."""
-    (table,) = tensors_of(call, selection.leaf, bindings)
+    """Return the shape of `listed_rows`: all batch entries and heads where values could tell that some are equal.
+
+    Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
+    """
+    table, _ = _checked_table(call, selection, bindings, batch)
     if selection.rest.varies:
         return batch, call.num_heads, call.num_queries, width
     tables = len(tables_of_heads(call.bound(selection.rest), int(table.shape[-3])))

@@ -46,7 +46,9 @@ class ListChunk:
     hidden: True for places after the end of a list; None if all lists of the call are equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    none: True for hidden places at which `block` and `key` name no key of the list; None if they name one everywhere.
+    none: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
+    query: index of the query of each list for score_mod; None for that of `problem`. An empty list has, here and in
+        `key`, a pair of another list, as score_mod may fail for pairs that are in none.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
@@ -55,12 +57,14 @@ class ListChunk:
     key: Int64[Tensor, "t L"]
     first: tuple[int, int, int]
     none: Bool[Tensor, "t L"] | None = None
+    query: Int64[Tensor, "t 1"] | None = None
 
     @property
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch entries (x, t, 1), global heads (x, t, g), and positions of the queries (t, 1) and the keys (t, L)."""
         entry, head, query = torch.broadcast_tensors(*self.problem)
-        return entry[..., :1], head + self.first[0], query[0, :, :1] + self.first[1], self.key + self.first[2]
+        query = query[0, :, :1] if self.query is None else self.query
+        return entry[..., :1], head + self.first[0], query + self.first[1], self.key + self.first[2]
 
     def with_score_mod(self, score_mod: ScoreMod, scores: Float[Tensor, "x t g L"]) -> Float[Tensor, "x t g L"]:
         entry, head, query, key = self._places
@@ -269,16 +273,20 @@ class PaddedProblems:
         head_set = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
         in_set = torch.arange(heads // sets, device=device)
         rows, total = self.lists.rows.flatten(0, 2), entries * tables * queries
+        listed = (rows >= 0).flatten().to(torch.int8).argmax(0, keepdim=True)  # a place with a key
+        other = listed // width % queries, rows.flatten().index_select(0, listed).clamp(min=0)
         at_once = max(1, _BYTES_IN_GRAPHS // (self.row_bytes * width * users), -(-total // _MOST_CHUNKS))
         for begin in range(0, total, at_once):
             at = torch.arange(begin, min(total, begin + at_once), device=device)
             query, table, of_entry = at % queries, at // queries % tables, at // (queries * tables)
             own_entry, own_set = entry + of_entry * (batch // entries), head_set + table * (sets // tables)
             none = rows[begin : begin + at_once] < 0
-            key = rows[begin : begin + at_once].clamp(min=0)
+            key, empty = rows[begin : begin + at_once].clamp(min=0), none.all(1, keepdim=True)
             first_key = (own_entry * groups + own_set * groups // sets) * keys
             problem = own_entry[..., None], (own_set * (heads // sets))[..., None] + in_set, query[None, :, None]
-            yield ListChunk(problem, first_key[..., None] + key, none[None, :, None], key, self.first, none)
+            block = first_key[..., None] + key
+            query, key = torch.where(empty, other[0], query[:, None]), torch.where(empty, other[1], key)
+            yield ListChunk(problem, block, none[None, :, None], key, self.first, none, query)
 
 
 def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:
