@@ -283,11 +283,7 @@ def test_counts_of_many_ranks(pattern):
     for target, source in torch.cat([pairs, near]).tolist():
         needed = [
             attended_keys(
-                pattern,
-                queries=sharding.ranges(target),
-                keys=sharding.ranges(source),
-                heads=heads,
-                num_heads_global=4,
+                pattern, queries=sharding.ranges(target), keys=sharding.ranges(source), heads=heads, num_heads_global=4
             )
             for heads in (range(2), range(2, 4))
         ]

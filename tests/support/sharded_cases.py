@@ -155,9 +155,7 @@ def by_way(
     yield from by_each_way(asked)
 
 
-def by_each_way(
-    asked: Sequence[tuple[ShardedCase, Sequence[Way]]],
-) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
+def by_each_way(asked: Sequence[tuple[ShardedCase, Sequence[Way]]]) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
     by_rank = on_ranks(asked[0][0].sharding.num_ranks, run, asked)
     for place, (case, ways) in enumerate(asked):
         for index, way in enumerate(ways):
