@@ -169,7 +169,7 @@ def run(asked: Sequence[tuple[ShardedCase, Sequence[Way]]]) -> list[list[Shares]
 
 def line() -> DeviceMesh:
     """On a rank: the mesh of all of them."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
 
 
 def summed(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
