@@ -170,8 +170,7 @@ def assert_same_anywhere(pattern: masks.Pattern | masks.Mixture, *given: Tensor,
         leaves = [x.detach().requires_grad_() for x in leaves]
         out, lse = attend(*leaves)
         results.append((out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)))
-    for found, truth in zip(*results, strict=True):
-        assert_close(found, truth, **tolerance)
+    assert_close(*results, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
