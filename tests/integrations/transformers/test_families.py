@@ -214,8 +214,6 @@ def as_read(function) -> Tensor:
 
 
 sizes = st.integers(1, _LENGTH + 3)
-
-
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 

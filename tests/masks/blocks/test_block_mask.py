@@ -189,12 +189,6 @@ def test_scattered_blocks_are_found_where_they_are_listed(monkeypatch):
     assert looked_at(united) < 4 * drawn
 
 
-# Kinds of blocks
-
-
-# Bytes
-
-
 LONGNET = masks.longnet([2048, 8192], [1, 4]) & masks.causal()
 
 
