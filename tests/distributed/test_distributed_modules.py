@@ -120,8 +120,8 @@ def longnets() -> None:
         assert_is_one_rank(f"{schedule}, {name}, {features}", make, [text()[0]], SHARDINGS[name], 1, **call)
     x = torch.randn(1, 15, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     # Embedded inputs, no sharding given: as many tokens on every rank.
-    make = lambda mesh=None, sharding=None: longnet(vocab_size=None, depth=1, mesh=mesh)  # noqa: E731
-    assert_is_one_rank("equal shards", make, [x], Sharding(15, 3), 1)
+    equal = lambda mesh=None, sharding=None: longnet(vocab_size=None, depth=1, mesh=mesh)  # noqa: E731
+    assert_is_one_rank("equal shards", equal, [x], Sharding(15, 3), 1)
 
 
 def attention_module(kind: str, **over) -> nn.Module:
