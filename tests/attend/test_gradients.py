@@ -4,8 +4,6 @@ Errors are relative, in the Frobenius norm, against the float64 oracle on the sa
 in memory changes no result, in low precision and where rows overlap; laws in float64 draw layouts.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from itertools import cycle, product
 

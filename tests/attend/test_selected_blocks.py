@@ -1,7 +1,5 @@
 """Tables of selected blocks, computed as they are; and padding="zeros", the zero keys of torchscale."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A score_mod is read when `attend` is called: what it holds may then change, before the backward or between parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count

@@ -1,7 +1,5 @@
 """What ranks receive: counted without a plan, planned, and received; the schedule "auto" takes, by bytes and memory."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Modules come back the same, copied, pickled, saved and in folders; no derivative of a model passes a tie."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

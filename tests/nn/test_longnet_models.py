@@ -1,7 +1,5 @@
 """Models around one body: padding, checkpoints; classifiers, encoder and decoder; layers that choose their keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a choice promises: no later token, no other entry, no hidden key, no host, no N x M, one graph."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest

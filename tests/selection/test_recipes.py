@@ -1,7 +1,5 @@
 """Recipes held to plain statements of the published rules: which pairs are read, and what comes out with gradients."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

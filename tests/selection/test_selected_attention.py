@@ -1,7 +1,5 @@
 """SelectedAttention: what it computes and its gradients, in float64 from the definition; and what it promises."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """BlockSelector held to its definition in loops: coarse choices, modules that score, gradients, at ties too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

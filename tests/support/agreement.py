@@ -1,7 +1,5 @@
 """Agreement of an attention with the dense oracle: output, lse, and the gradients through both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

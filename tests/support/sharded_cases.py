@@ -1,7 +1,5 @@
 """Calls over ranks as values: what each rank runs, and the whole that its results must make."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

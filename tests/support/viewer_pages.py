@@ -1,7 +1,5 @@
 """Pages of the viewer for tests: opened, looked at pixel by pixel, and held to the rule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

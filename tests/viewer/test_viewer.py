@@ -1,7 +1,5 @@
 """The viewer in a browser: wheel, pointers, keys, controls, links and reasons; pixels as full as the rule says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import partial

@@ -1,7 +1,5 @@
 """Traced rules, evaluated by the viewer's page in a browser, against the rules in Python: pair by pair, at any size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models of transformers with random weights, a batch for each, and what is compared of a pass."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Models equal SDPA without a pattern, its dense mask with one; a family is served, or refused at once."""
 
-from __future__ import annotations
-
 import re
 from unittest.mock import patch
 

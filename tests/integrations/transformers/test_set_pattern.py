@@ -1,7 +1,5 @@
 """Patterns and selections given to layers: which get one, what the config keeps, dropout; Trainer and LoRA."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws that relate two calls of exact attention, whatever computes it; all of one kind of case on the same draws."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log
 from typing import Any
