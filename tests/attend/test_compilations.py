@@ -1,7 +1,5 @@
 """Compilations: how many there are, and what happens past torch's limit of them: never dense attention."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from copy import deepcopy

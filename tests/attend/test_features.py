@@ -1,7 +1,5 @@
 """Scales, sinks, keys of batch 1, dropout and biases: what the law of test_oracle does not draw of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of few queries: nothing is planned or kept, wherever the queries stand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from unittest import mock

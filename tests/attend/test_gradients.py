@@ -4,8 +4,6 @@ Errors are relative, in the Frobenius norm, against the float64 oracle on the sa
 in memory changes no result, in low precision and where rows overlap; laws in float64 draw layouts.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from itertools import cycle, product
 
@@ -170,8 +168,7 @@ def assert_same_anywhere(pattern: masks.Pattern | masks.Mixture, *given: Tensor,
         leaves = [x.detach().requires_grad_() for x in leaves]
         out, lse = attend(*leaves)
         results.append((out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)))
-    for found, truth in zip(*results, strict=True):
-        assert_close(found, truth, **tolerance)
+    assert_close(*results, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,7 +1,5 @@
 """ONNX files of models that call attend, run by onnx's evaluator, and calls that the exporter rejects."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

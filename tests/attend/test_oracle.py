@@ -1,7 +1,5 @@
 """Every engine computes what the dense oracle does: any pattern, sizes, features, layouts, limits and costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Run-time tensors: masks of values, ids of any kind, copies, compilations; patterns and positions by batch entry."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

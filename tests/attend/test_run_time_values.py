@@ -1,7 +1,5 @@
 """Run-time tensors that change between calls, in whatever way: every call sees the values of its moment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

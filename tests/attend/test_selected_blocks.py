@@ -1,7 +1,5 @@
 """Tables of selected blocks, computed as they are; and padding="zeros", the zero keys of torchscale."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,8 +220,7 @@ def test_rows_are_the_published_ones(ladder, H, N, offsets) -> None:
     truth = published.dilated_attention(q, k, v, *ladder, offsets=offsets, shifted=False)
     seen = truth[1].isfinite()
     grads = [torch.autograd.grad(out.sin().sum() + lse[seen].sum(), (q, k, v)) for out, lse in (found, truth)]
-    for one, other in zip((*found, *grads[0]), (*truth, *grads[1]), strict=True):
-        assert_close(one, other, **TIGHT)
+    assert_close((*found, *grads[0]), (*truth, *grads[1]), **TIGHT)
 
 
 def test_causal_order_hides_them() -> None:

@@ -1,7 +1,5 @@
 """Calls as those of torch's attention: meta tensors, sizes of 0, outputs, autocast, offsets, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Forward mode, torch.func and second derivatives: the right derivative, or an error that names engine='reference'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Options two by two: refused as declared, or both have an effect; patterns and sizes as every command reads them."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from itertools import combinations
 from math import prod

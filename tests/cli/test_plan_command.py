@@ -13,6 +13,7 @@ from flexdilated.cli import main
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from flexdilated.nn._model_memory import model_memory
+from tests.integrations.passes import counts
 from tests.support import commands
 
 LONGNET = "longnet((256, 1024), (1, 4)) & causal()"
@@ -40,15 +41,9 @@ def data_of(capsys, *arguments: str):
     return json.loads(capsys.readouterr().out)
 
 
-def pairs_of(text: str, *, tokens: int, heads: int) -> int:
-    """The pairs of all branches and heads, looked at one by one."""
-    position, zero = torch.arange(tokens), torch.zeros((), dtype=torch.int64)
-    return sum(
-        int(mod(zero, torch.tensor(head), position[:, None], position).sum())
-        for branch in masks.parse(text).branches()
-        for mod in [branch.bind(num_heads=heads, num_queries=tokens, num_keys=tokens).mask_mod()]
-        for head in range(heads)
-    )
+def pairs_of(text: str, *, tokens: int) -> torch.Tensor:
+    """Of each query: the pairs of all branches and of four heads, looked at one by one."""
+    return counts(masks.parse(text), tokens, num_heads=4).sum((0, 2))
 
 
 def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
@@ -66,7 +61,7 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         parts += "attend: kept for the backward", "model: training with checkpointing, peak"
         parts += "LongNet of 2 layers, embed dim 128", f"{found.engine} on {device}", f"pattern       {LONGNET}"
         assert [part for part in parts if part not in str(found)] == []
-        assert found.useful_pairs == 3 * pairs_of(LONGNET, tokens=512, heads=4)
+        assert found.useful_pairs == 3 * int(pairs_of(LONGNET, tokens=512).sum())
         assert found.attention_memory.inputs == 3 * 512 * 2 * (4 * 32 + 2 * (32 + 16))
         assert found.to_data()["memory"]["attention"]["outputs"] == 3 * 512 * 2 * 4 * 16
         assert found.forward_flops == 2 * (32 + 16) * found.useful_pairs
@@ -154,11 +149,7 @@ def test_pairs_of_ranks_are_those_of_the_dense_rule(capsys, order, ranks, schedu
     """Looked at one by one; what is received is compared with what ranks send in tests/distributed/test_loads.py."""
     asked = ["--ranks", str(ranks), "--order", order, "--schedule", schedule, "--batch", "3"]
     found, sharding = data_of(capsys, RANKED, *SIZES, *asked), Sharding(500, ranks, order)
-    position, heads = torch.arange(500), torch.arange(4)[:, None, None]
-    branches = [each.bind(num_heads=4, num_queries=500, num_keys=500) for each in masks.parse(RANKED).branches()]
-    allowed = [branch.mask_mod()(torch.tensor(0), heads, position[:, None], position) for branch in branches]
-    pairs = torch.stack([each.expand(4, 500, 500).sum((0, 2)) for each in allowed]).sum(0)
-    columns = found["ranks"]
+    pairs, columns = pairs_of(RANKED, tokens=500), found["ranks"]
     assert columns["tokens"] == list(sharding.lengths)
     assert columns["pairs"] == [3 * int(pairs[sharding.positions(rank)].sum()) for rank in range(ranks)]
     assert list(found["max_over_mean"]) == list(columns)[1:]

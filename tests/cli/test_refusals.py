@@ -1,7 +1,5 @@
 """Wrong command lines, and output that cannot be written: a status, and one error that names what to write."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

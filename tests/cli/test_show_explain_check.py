@@ -1,7 +1,5 @@
 """show, explain and check: what the command line asks for, and what is printed."""
 
-from __future__ import annotations
-
 import json
 from io import BytesIO, TextIOWrapper
 from pathlib import Path

@@ -1,7 +1,5 @@
 """KVCache: any schedule of calls is one pass over each sequence; what it keeps; dtypes and modes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

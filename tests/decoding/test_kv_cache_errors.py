@@ -1,7 +1,5 @@
 """Where chunks of a cache end, what caches refuse, and calls that are interrupted: they change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Ranks that disagree find out before anything is sent and are told in what; of a peer that fails all are told."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

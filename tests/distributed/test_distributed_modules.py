@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -18,7 +18,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import summed
+from tests.support.sharded_cases import line, summed
 
 N, VOCABULARY = 41, 17
 BRANCHES = ((8, 40), (1, 4))
@@ -59,10 +59,6 @@ def loss_of(model, tokens: Tensor, following: Tensor) -> Tensor:
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def line(size: int | None = None) -> DeviceMesh:
-    return init_device_mesh("cpu", (size or dist.get_world_size(),), mesh_dim_names=("sp",))
 
 
 def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding, dim: int, **call) -> None:
@@ -123,12 +119,9 @@ def longnets() -> None:
         call = PADDED if features.get("padded") else {}
         assert_is_one_rank(f"{schedule}, {name}, {features}", make, [text()[0]], SHARDINGS[name], 1, **call)
     x = torch.randn(1, 15, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    assert_is_one_rank("equal shards", equal_shards, [x], Sharding(15, 3), 1)
-
-
-def equal_shards(mesh: DeviceMesh | None = None, sharding: Sharding | None = None) -> nn.Module:
-    """Embedded inputs, no sharding given: as many tokens on every rank."""
-    return longnet(vocab_size=None, depth=1, mesh=mesh) if mesh else longnet(vocab_size=None, depth=1)
+    # Embedded inputs, no sharding given: as many tokens on every rank.
+    equal = lambda mesh=None, sharding=None: longnet(vocab_size=None, depth=1, mesh=mesh)  # noqa: E731
+    assert_is_one_rank("equal shards", equal, [x], Sharding(15, 3), 1)
 
 
 def attention_module(kind: str, **over) -> nn.Module:
@@ -209,7 +202,7 @@ def data_and_sequence(wrapper: str, schedule: str) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=line(4))
+            fully_shard(part, mesh=line())
     held, mine = (
         sharding.positions(mesh["sp"].get_local_rank()),
         slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1),
@@ -225,13 +218,9 @@ def data_and_sequence(wrapper: str, schedule: str) -> None:
         assert_close(4 * whole, truth, **TIGHT)
 
 
-def data_and_sequences() -> None:
-    for wrapper, schedule in (("DDP", "heads"), ("FSDP2", "exchange"), ("FSDP2, checkpoint", "ring")):
-        data_and_sequence(wrapper, schedule)
-
-
 def test_under_data_parallelism() -> None:
-    on_ranks(4, data_and_sequences)
+    for wrapper, schedule in (("DDP", "heads"), ("FSDP2", "exchange"), ("FSDP2, checkpoint", "ring")):
+        on_ranks(4, data_and_sequence, wrapper, schedule)
 
 
 def tensor_and_sequence(schedule: str) -> None:
@@ -263,14 +252,10 @@ def tensor_and_sequence(schedule: str) -> None:
         assert_close(summed(mine_alone, mesh.get_group("sp")), true_gradient[chosen], **TIGHT)
 
 
-def tensor_and_sequences() -> None:
-    for schedule in ("exchange", "ring", "heads"):
-        tensor_and_sequence(schedule)
-
-
 def test_with_tensor_parallelism() -> None:
     """Dilation offsets are those of the head among all heads, wherever it lives."""
-    on_ranks(4, tensor_and_sequences)
+    for schedule in ("exchange", "ring", "heads"):
+        on_ranks(4, tensor_and_sequence, schedule)
 
 
 def live() -> str:

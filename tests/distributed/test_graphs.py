@@ -1,7 +1,5 @@
 """Calls over ranks in one graph, on the last rank, are those of eager code, which the others run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

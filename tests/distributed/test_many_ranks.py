@@ -1,7 +1,5 @@
 """Any number of ranks give what one gives, by any schedule and with any feature, and just what is needed is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

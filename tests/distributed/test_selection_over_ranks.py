@@ -199,10 +199,6 @@ def test_choices_rows_and_gradients_are_those_of_one_rank(function) -> None:
     on_ranks(3, function)
 
 
-def gathered_by_sharding() -> list[tuple[list[int], set[str]]]:
-    return [gathered_bytes(sharding) for sharding in SHARDINGS.values()]
-
-
 def gathered_bytes(sharding: Sharding) -> tuple[list[int], set[str]]:
     """Received and sent in a forward, and in its backward; received for a loss, also with a teacher; and for what."""
     q, k, v, _ = drawn()
@@ -228,8 +224,8 @@ def gathered_bytes(sharding: Sharding) -> tuple[list[int], set[str]]:
 def test_what_travels_is_all_keys_and_values() -> None:
     """Forward 2 · B · G · (N − L) · D numbers come and (W − 1) · L go to others; backward the other way round."""
     token_bytes = 2 * B * G * D * 4
-    for rank, by_sharding in enumerate(on_ranks(3, gathered_by_sharding)):
-        for sharding, (counted, roles) in zip(SHARDINGS.values(), by_sharding, strict=True):
+    for sharding in SHARDINGS.values():
+        for rank, (counted, roles) in enumerate(on_ranks(3, gathered_bytes, sharding)):
             others, own = (N - sharding.length(rank)) * token_bytes, 2 * sharding.length(rank) * token_bytes
             # A loss needs the keys alone, and of each other rank the number of its rows.
             assert counted == [others, own, own, others, others // 2 + 16, others + 16]

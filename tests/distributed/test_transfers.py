@@ -1,7 +1,5 @@
 """What moves over ranks: when, how much is held of it, in which buffers, by which codecs, and what a failure leaves."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """engine=None on devices that Triton does not serve, and the log at DEBUG: engines, plans, what was built."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

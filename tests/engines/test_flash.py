@@ -1,7 +1,5 @@
 """Engine "flash" without FlashAttention: what it refuses, in which blocks it computes, what FlexAttention is handed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

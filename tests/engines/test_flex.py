@@ -1,7 +1,5 @@
 """The flex engine: its BlockMasks compiled on CPU, how long their lists are, and tables of selected blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Flex: more elements than a kernel can count, how little a call holds, tables of run-time tensors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The aten engine on CUDA, as far as no device is needed: kernels by definition, and the operators' own shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Parts of a softmax: tokens at stated positions, merges by lse, and engine portable, which computes in chunks."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from dataclasses import replace

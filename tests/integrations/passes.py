@@ -1,7 +1,5 @@
 """What passes of models are held to: dense counts of pairs, gradients of a training step, dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -22,12 +22,7 @@ from flexdilated.masks.core import Expression
 from flexdilated.masks.planning import GATHERED_BYTES
 from flexdilated.masks.planning.lowering import _table
 from flexdilated.memory import _memory
-from flexdilated.memory._memory import (
-    AttentionSize,
-    KernelBytes,
-    LiveBytes,
-    attention_memory,
-)
+from flexdilated.memory._memory import AttentionSize, KernelBytes, LiveBytes, attention_memory
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
 PATTERNS = {

@@ -1,7 +1,5 @@
 """Modules with any pattern: dense oracle, run-time tensors, configurations, caches and token orders."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules come back the same, copied, pickled, saved and in folders; no derivative of a model passes a tie."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -135,9 +133,7 @@ def test_weights_that_a_wrapper_named(prefix, tmp_path: Path) -> None:
     assert model.load_state_dict(named, strict=False).unexpected_keys
 
 
-TIED: dict[str, Any] = {
-    **{"embed_dim": 16, "depth": 2, "num_heads": 4, "segment_lengths": (8, 16), "dilation_rates": (1, 2)}
-}
+TIED: Any = {"embed_dim": 16, "depth": 2, "num_heads": 4, "segment_lengths": (8, 16), "dilation_rates": (1, 2)}
 
 
 def finite_gradients(module: nn.Module, *inputs: Tensor, **options: Any) -> None:

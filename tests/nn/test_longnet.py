@@ -1,7 +1,5 @@
 """LongNet against its dense definition, in every choice and order; its training, positions, dropout and scales."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Models around one body: padding, checkpoints; classifiers, encoder and decoder; layers that choose their keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -67,8 +65,7 @@ def test_a_padded_sequence_gets_what_it_gets_alone(make) -> None:
     grads = [
         torch.autograd.grad(each.sin().sum(), tuple(model.parameters()), allow_unused=True) for each in (found, alone)
     ]
-    for one, other in zip(*grads, strict=True):
-        assert_close(one, other, **TOLERANCE)
+    assert_close(*grads, **TOLERANCE)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -120,8 +117,7 @@ def test_encoder_and_decoder_equal_the_definition(options):
     assert_close(model(source, tokens), expected, **TOLERANCE)
     parameters = [*ends[0].values(), *ends[1].values()]
     got, want = (torch.autograd.grad(y.square().sum(), parameters) for y in (model(source, tokens), expected))
-    for ours, theirs in zip(got, want, strict=True):
-        assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
+    assert_close(got, want, rtol=1e-7, atol=1e-8)
 
 
 def test_padding_of_the_source_is_not_seen():

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.refinement import _block_mass
+from tests.support import twins
 from tests.support.run_time_strategies import packed_cases
-from tests.support.strategies import block_sides, cases, tensors, whole_cases
+from tests.support.strategies import Case, block_sides, cases, tensors, whole_cases
 
 
 def weights(q, k, counts, lse=None, scale=None):
@@ -53,11 +54,11 @@ def calls(draw):
 
 @settings(max_examples=2 * settings.default.max_examples)
 @given(
-    calls(), st.sampled_from([None, "reference", "aten"]), st.sampled_from([None, 0.3, 0.0, -0.7]), st.booleans(),
-    st.one_of(block_sides, st.tuples(block_sides, block_sides)), st.sampled_from([1, 7, 100, _block_mass._CELLS]),
+    calls(), st.sampled_from([None, "reference", "aten", "portable"]), st.sampled_from([None, 0.3, 0.0, -0.7]),
+    st.booleans(), block_sides | st.tuples(block_sides, block_sides), st.sampled_from([1, 7, 100, _block_mass._CELLS]),
 )  # fmt: skip
 def test_sums_of_dense_attention(call, engine, scale, has_sinks, block, cells):
-    """By key, and by blocks down to one query at a time; what sinks take is missing."""
+    """By key, and by blocks down to one query at a time; what sinks take, or keys of other calls, is missing."""
     q, k, pattern, counts, sizes = call
     _, lse = weights(q, k, counts, scale=scale)
     rows = (lse > -torch.inf).double()
@@ -92,31 +93,6 @@ def test_any_order_of_tokens_and_size_of_blocks(case, data, rate, engine):
     torch.testing.assert_close(received, order.apply(shares.sum(2), dim=-1), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
-@pytest.mark.parametrize(("num_tokens", "cut"), [(2, 1), (37, 9)])
-def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
-    """With the lse of all keys, each part is told what it got."""
-    torch.manual_seed(num_tokens)
-    pattern = masks.longnet((8, 16), (1, 2)) + masks.local_window(left=5, right=2)
-    q, k, v = torch.randn(3, 1, 4, num_tokens, 8, dtype=torch.float64)
-    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
-    whole = fd.attention_received(q, k, lse, pattern)
-    first = fd.attention_received(q, k[:, :, :cut], lse, pattern, engine=engine)
-    second = fd.attention_received(q, k[:, :, cut:], lse, pattern, k_offset=cut, engine=engine)
-    torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
-    whole = fd.block_mass(q, k, lse, pattern, block=cut)
-    first = fd.block_mass(q, k[:, :, :cut], lse, pattern, block=cut)
-    second = fd.block_mass(q, k[:, :, cut:], lse, pattern, block=cut, k_offset=cut)
-    torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
-
-
-def masks_counts(pattern, num_heads, num_tokens):
-    """(H, N, N) from each branch's mask_mod."""
-    h, t = torch.arange(num_heads)[:, None, None], torch.arange(num_tokens)
-    found = [branch.mask_mod(num_heads=num_heads, device=torch.device("cpu")) for branch in pattern.branches()]
-    return sum(mod(torch.tensor(0), h, t[:, None], t).expand(num_heads, -1, -1).long() for mod in found)
-
-
 @settings(max_examples=9)
 @given(cases(), st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
@@ -129,14 +105,15 @@ def test_half_precision_runs_in_float32_on_cpu(engine, case, data, dtype):
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
 
 
-PATTERN = (masks.longnet((16, 32), (1, 2)) & masks.causal()) + masks.first_tokens(1)
+TWIN = (twins.longnet((16, 32), (1, 2)) & twins.causal()) + twins.first_tokens(1)
+PATTERN, COUNTS = TWIN.pattern, Case.whole(TWIN, 4, 50).counts()
 
 
 def one_call(dtype=torch.float64):
     torch.manual_seed(5)
     q, k, v = torch.randn(3, 2, 4, 50, 8, dtype=dtype)
     _, lse = fd.attend(q, k, v, PATTERN, return_lse=True)
-    return q, k, lse, weights(q, k, masks_counts(PATTERN, 4, 50))[0].sum(2)
+    return q, k, lse, weights(q, k, COUNTS)[0].sum(2)
 
 
 @pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
@@ -166,7 +143,7 @@ def test_autocast_is_that_of_the_call():
         received = fd.attention_received(q, k, lse, PATTERN)
         mass = fd.block_mass(q, k, lse, PATTERN, block=16)
     assert torch.equal(mass, fd.block_mass(q.bfloat16(), k.bfloat16(), lse, PATTERN, block=16))
-    expected, _ = weights(q.bfloat16(), k.bfloat16(), masks_counts(PATTERN, 4, 50), lse)
+    expected, _ = weights(q.bfloat16(), k.bfloat16(), COUNTS, lse)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
 

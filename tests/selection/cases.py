@@ -1,7 +1,5 @@
 """What the tests of selection draw: a selector, its inputs, and what the oracle is asked for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf

@@ -1,7 +1,5 @@
 """What a choice promises: no later token, no other entry, no hidden key, no host, no N x M, one graph."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -115,8 +113,7 @@ def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: b
         for module, name, value in ((_boxes, "_CELLS", 1), (_boxes, "_WIDEST", 2), (_boxes, "_KEPT", 0)):
             patch.setattr(module, name, value)
         patch.setattr(_scores, "_AT_ONCE", 1)
-        for one, other in zip(results(), whole, strict=True):
-            assert_close(one, other, rtol=1e-9, atol=1e-9)
+        assert_close(results(), whole, rtol=1e-9, atol=1e-9)
 
 
 def test_equal_scores_choose_the_first_blocks() -> None:
@@ -257,5 +254,4 @@ def test_compiled_equals_eager() -> None:
         for function in (run, compiled):
             found, loss = function(q, k, docs)
             results.append([*(x for each in found for x in each), *torch.autograd.grad(loss, (q, k))])
-        for one, other in zip(*results, strict=True):
-            assert_close(one, other)
+        assert_close(*results)

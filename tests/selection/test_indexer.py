@@ -1,7 +1,5 @@
 """LightningIndexer held to dense statements of its score, choice and loss, and to the indexer of transformers."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

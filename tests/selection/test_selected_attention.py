@@ -1,7 +1,5 @@
 """SelectedAttention: what it computes and its gradients, in float64 from the definition; and what it promises."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -108,8 +106,7 @@ def test_it_attends_to_what_the_definition_chooses(case: Case) -> None:
     read = table_of(case, found.blocks)
     expected = attention(q, k, v, read.long())[0]
     assert_close(out, expected)
-    for one, other in zip(gradients(out, q, k, v), gradients(expected, q, k, v), strict=True):
-        assert_close(one, other)
+    assert_close(gradients(out, q, k, v), gradients(expected, q, k, v))
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["mean", "gate"])
@@ -128,8 +125,7 @@ def test_a_bias_is_added_to_the_logits_of_what_was_chosen(gated: bool, data) -> 
     read = table_of(case, found.blocks).long()
     expected = attention(q, k, v, read, modify=lambda scores: scores + bias)[0]
     assert_close(out, expected)
-    for one, other in zip(gradients(out, *leaves), gradients(expected, *leaves), strict=True):
-        assert_close(one, other)
+    assert_close(gradients(out, *leaves), gradients(expected, *leaves))
 
 
 @settings(max_examples=15)
@@ -277,6 +273,5 @@ def test_compiled_equals_eager() -> None:
         *found, loss = function(*leaves)
         wanted = (*leaves, *selector.parameters())
         results.append((*found, loss, *torch.autograd.grad(loss, wanted, materialize_grads=True)))
-    for one, other in zip(*results, strict=True):
-        assert_close(one, other)
+    assert_close(*results)
     torch.compiler.reset()

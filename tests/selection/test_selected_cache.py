@@ -1,7 +1,5 @@
 """The cache of SelectedAttention: chunks and steps choose and compute what one pass does."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """BlockSelector held to its definition in loops: coarse choices, modules that score, gradients, at ties too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -198,8 +196,7 @@ def test_the_gradient_of_a_bound_at_ties(case: Case, seed: int) -> None:
         expected = expected.index_put(at, bound_of(query, k[b, h, keys]))
     assert_close(found.scores, expected)
     shown = (x.masked_fill(found.blocks < 0, 0.0) for x in (found.scores, expected))
-    for one, other in zip(*(gradients(x, case.q, case.k) for x in shown), strict=True):
-        assert_close(one, other)
+    assert_close(*(gradients(x, case.q, case.k) for x in shown))
 
 
 @settings(max_examples=20)
@@ -251,5 +248,4 @@ def test_coarse_to_fine(size, block: int, top: int, causal: bool, seed: int) -> 
     leaves = [tied(*shape, seed=seed + place) for place, shape in enumerate(shapes)]
     found = watched(recipes.CoarseToFineAttention(**options), *leaves, enable_gqa=True, q_offset=offset)
     plain = [published.coarse_to_fine(*(x[b] for x in leaves), **options, offset=offset) for b in range(2)]
-    for one, other in zip(*(gradients(out, *leaves) for out in (found, torch.stack(plain))), strict=True):
-        assert_close(one, other)
+    assert_close(*(gradients(out, *leaves) for out in (found, torch.stack(plain))))

@@ -1,7 +1,5 @@
 """The commands as tests run them: all options with a value each; what takes long only says what it was asked."""
 
-from __future__ import annotations
-
 import functools
 from argparse import _SubParsersAction
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compilers that generate no code, for what tracing alone decides: graphs, guards, and what a call refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

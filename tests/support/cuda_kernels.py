@@ -1,7 +1,5 @@
 """Stand-ins for ATen's CUDA attention kernels: their arguments checked by the real operators' schemas, float64 math."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Custom functions that tests use by name, and dense rules of those that are drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

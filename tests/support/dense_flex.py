@@ -1,7 +1,5 @@
 """Engine "flex" on the CPU around a dense stand-in for FlexAttention's kernels, with an lse and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

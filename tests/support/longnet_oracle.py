@@ -1,7 +1,5 @@
 """The LongNet model by its definition, dense, in float64, from the weights of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

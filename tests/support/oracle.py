@@ -4,8 +4,6 @@ A rule maps (head, heads in all, query positions, key positions) to an (N, M) ta
 pair is allowed, 0 or 1 for a set. Nothing here is taken from the library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import ceil, prod
 

@@ -1,7 +1,5 @@
 """Dilated segments as the engine of lists computes them: drawn, and planned whatever their length."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

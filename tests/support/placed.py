@@ -1,7 +1,5 @@
 """Patterns over parts of a sequence: which queries and keys are held, drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Planted bugs: what each puts in the place of what, who looks, and what is said."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Bugs planted into the engines, what they keep between calls, and what runs around them."""
 
-from __future__ import annotations
-
 from functools import cache
 from math import log
 

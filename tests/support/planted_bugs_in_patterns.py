@@ -1,7 +1,5 @@
 """Bugs planted into patterns, layouts and the tables made of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -3,8 +3,6 @@
 Written from the description of microsoft/torchscale, torchscale/component/dilated_attention.py, dense and in loops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
 

@@ -3,8 +3,6 @@
 Nothing here is taken from the library. Tensors are those of one batch entry; position of query i is offset + i.
 """
 
-from __future__ import annotations
-
 from math import cos, exp, inf, log, sin
 
 import torch

@@ -1,7 +1,5 @@
 """`make test ARGS=--record`: what the suite finds with this torch, kept in bench/results/ and in the pages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """What is drawn with run-time tensors: patterns that use them, beside the dense counts of every batch entry."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Nothing here is taken from the library: a rule is an (N, M) table of booleans for each batch entry and head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import exp, inf, log
 

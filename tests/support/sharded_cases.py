@@ -1,7 +1,5 @@
 """Calls over ranks as values: what each rank runs, and the whole that its results must make."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,9 +153,7 @@ def by_way(
     yield from by_each_way(asked)
 
 
-def by_each_way(
-    asked: Sequence[tuple[ShardedCase, Sequence[Way]]],
-) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
+def by_each_way(asked: Sequence[tuple[ShardedCase, Sequence[Way]]]) -> Iterator[tuple[ShardedCase, Way, list[Shares]]]:
     by_rank = on_ranks(asked[0][0].sharding.num_ranks, run, asked)
     for place, (case, ways) in enumerate(asked):
         for index, way in enumerate(ways):
@@ -171,7 +167,7 @@ def run(asked: Sequence[tuple[ShardedCase, Sequence[Way]]]) -> list[list[Shares]
 
 def line() -> DeviceMesh:
     """On a rank: the mesh of all of them."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
 
 
 def summed(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

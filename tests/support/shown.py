@@ -1,7 +1,5 @@
 """What `show` draws, read back: the lines for a question, and what stands inside the frame."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from unittest.mock import patch

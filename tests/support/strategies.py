@@ -67,6 +67,10 @@ class Case:
             "num_heads_global": self.num_heads_global,
         }
 
+    def from_zero(self) -> Case:
+        """The same of all heads over positions from 0 on."""
+        return replace(self, num_heads=self.num_heads_global, q_offset=0, k_offset=0, head_offset=0)
+
     @property
     def heads(self) -> range:
         return range(self.head_offset, self.head_offset + self.num_heads)

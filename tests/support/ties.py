@@ -1,7 +1,5 @@
 """A watch for derivatives through ties, where which operand gets the gradient is torch's choice, and may change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

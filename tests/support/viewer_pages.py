@@ -1,7 +1,5 @@
 """Pages of the viewer for tests: opened, looked at pixel by pixel, and held to the rule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,14 +46,7 @@ def pages(browser: Browser, folder: Path) -> Iterator[Callable[..., Tab]]:
     """What opens a page of a pattern. At the end no page may have logged a fault, or asked for more than its file."""
     tabs: list[tuple[Tab, str]] = []
 
-    def show(
-        pattern: Any,
-        tokens: int,
-        *,
-        link: str = "",
-        window: dict[str, Any] | None = None,
-        **how: Any,
-    ) -> Tab:
+    def show(pattern: Any, tokens: int, *, link: str = "", window: dict[str, Any] | None = None, **how: Any) -> Tab:
         file = folder / f"{len(tabs)}.html"
         file.write_text(page(pattern, tokens, **how), "utf-8")
         tab = browser.open(file.as_uri() + (f"#{link}" if link else ""), **(window or {}))

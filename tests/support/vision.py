@@ -5,8 +5,6 @@ its import fails, as does that of whatever looks whether it is installed: transf
 until a test asks for it, and then gets what its import misses: the names of two operators, which no ViT calls.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import cache

@@ -3,8 +3,6 @@
 Each takes q (B, H, N, D), k and v (B, G, N, D). `Dense(rule)` is right; a rule is that of `tests.support.oracle`.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from typing import Any

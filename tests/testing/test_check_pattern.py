@@ -1,7 +1,5 @@
 """check_pattern: true patterns pass, and every kind of false claim is found and shown small."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The viewer in a browser: wheel, pointers, keys, controls, links and reasons; pixels as full as the rule says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import partial
@@ -195,9 +193,8 @@ def test_pixels_are_as_full_as_the_rule_says(show, name):
     """From afar, closer, and pair by pair; for two heads; in both orders."""
     case = SHOWN[name]
     generator = torch.Generator().manual_seed(len(name))
-    small = {"width": 560, "height": 420}
     close = "q=0&k=0&span=30"  # a view that is counted at once
-    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small, link=close)
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=SMALL, link=close)
     rate = tab.evaluate("viewer.state.data.residue")
     assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
     filled = 0

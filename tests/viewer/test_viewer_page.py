@@ -1,7 +1,5 @@
 """The viewer's file: what it holds, what it refuses, and who may use it without a browser at hand."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64decode, b64encode

@@ -1,7 +1,5 @@
 """Traced rules, evaluated by the viewer's page in a browser, against the rules in Python: pair by pair, at any size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -215,12 +213,7 @@ def test_rules_of_custom_functions(tab, function):
     hold_window(tab, masks.custom(function), (3, 40, 40), [0, 2], (positions, positions))
 
 
-def whole_from_zero(case: Case) -> Case:
-    heads = case.num_heads_global
-    return Case(case.twin, heads, case.num_queries, case.num_keys, 0, 0, 0, heads)
-
-
-@given(cases(max_heads=3, largest=60).map(whole_from_zero).filter(lambda case: in_range(case.bind)))
+@given(cases(max_heads=3, largest=60).map(Case.from_zero).filter(lambda case: in_range(case.bind)))
 def test_tiles_are_counted_by_the_dense_rule(case):
     """The share of a tile, and whether it is empty or full; in a causal pattern half of the tiles are known."""
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,5 @@
 """Small models of each family, as users build them, with inputs; and the dense oracle, computed from a formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

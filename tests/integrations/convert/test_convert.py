@@ -1,7 +1,5 @@
 """What stays when a model is converted and what comes back; what convert leaves or refuses, and why."""
 
-from __future__ import annotations
-
 import copy
 import io
 from functools import partial

@@ -1,7 +1,5 @@
 """Converted models are what they were, or what they are with the dense mask; each option of x-transformers."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import cycle
 from typing import Any

@@ -5,8 +5,6 @@ NATTEN's neighbourhoods (https://github.com/SHI-Labs/NATTEN, its documentation o
 attention biases (https://github.com/facebookresearch/xformers, `xformers/ops/fmha/attn_bias.py` before mslk).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence

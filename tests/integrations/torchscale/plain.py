@@ -4,8 +4,6 @@ Written from the descriptions of microsoft/torchscale (architecture/encoder.py, 
 prov-gigapath/prov-gigapath (gigapath/slide_encoder.py, gigapath/pos_embed.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import floor
 

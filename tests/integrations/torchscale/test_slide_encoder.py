@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -22,6 +21,7 @@ from tests.integrations.torchscale import plain
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
+from tests.support.sharded_cases import line, summed
 
 BRANCHES = ((8, 20, 50), (1, 3, 4))
 LAYERS = LongNetEncoderConfig(24, 2, 3, *BRANCHES, padding="zeros")
@@ -143,8 +143,7 @@ def test_padded_slides_are_those_alone(pooling, padding, merge_grad) -> None:
     alone = torch.cat([model(tiles[i : i + 1, :n], corners[i : i + 1, :n]) for i, n in enumerate(lengths)])
     assert_close(out, alone, **TIGHT)
     gradients = [torch.autograd.grad(each.sin().sum(), list(model.parameters())) for each in (out, alone)]
-    for found, wanted in zip(*gradients, strict=True):
-        assert_close(found, wanted, **TIGHT)
+    assert_close(*gradients, **TIGHT)
     floats = torch.zeros(mask.shape).masked_fill(mask, -torch.inf)
     states = model(tiles, corners, key_padding_mask=floats, all_layers=True)
     for index, n in enumerate(lengths):
@@ -211,10 +210,6 @@ KINDS = [
 ]
 
 
-def line() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
-
-
 def encoder(config: SlideEncoderConfig, **options) -> SlideEncoder:
     torch.manual_seed(0)
     return SlideEncoder(config, **options).double()
@@ -228,12 +223,6 @@ def slides(padded: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(out.sin().sum(), list(model.parameters())))
-
-
-def summed(x: Tensor) -> Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total)
-    return total
 
 
 def encode_slides() -> None:

@@ -1,7 +1,5 @@
 """Lightning and fully_shard take the steps that plain PyTorch takes; torchtitan's layers take a pattern."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

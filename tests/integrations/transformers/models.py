@@ -1,7 +1,5 @@
 """Tiny models of transformers with random weights, a batch for each, and what is compared of a pass."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import cache
@@ -83,10 +81,7 @@ def batch_of(name: str, padding: str | None = None) -> dict[str, Tensor]:
         case "pixels":
             return {"pixel_values": torch.randn(2, 3, 32, 32, generator=random)}
         case "sound":
-            return {
-                "input_features": torch.randn(2, 16, 128, generator=random),
-                "decoder_input_ids": tokens(length=20),
-            }
+            return {"input_features": torch.randn(2, 16, 128, generator=random), "decoder_input_ids": tokens(length=20)}
     mask = torch.ones(2, 50, dtype=torch.long)
     if padding is not None:
         mask[1, {"left": slice(0, 17), "right": slice(33, None), "inside": slice(20, 24)}[padding]] = 0

@@ -6,8 +6,6 @@ The outcomes are kept in families.json, one class after another: a run does the 
 that are named.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import signal

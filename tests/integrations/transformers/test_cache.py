@@ -1,7 +1,5 @@
 """FlexdilatedCache: attention over all tokens, bounded memory, refusals; layers that share keys or hold states."""
 
-from __future__ import annotations
-
 from inspect import signature
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Documents in one row: where position_ids fall, another begins, and no token sees another document, in any call."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Models equal SDPA without a pattern, its dense mask with one; a family is served, or refused at once."""
 
-from __future__ import annotations
-
 import re
 from unittest.mock import patch
 
@@ -214,8 +212,6 @@ def as_read(function) -> Tensor:
 
 
 sizes = st.integers(1, _LENGTH + 3)
-
-
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 

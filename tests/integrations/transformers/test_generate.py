@@ -1,7 +1,5 @@
 """Generated tokens are those of SDPA without a pattern, and those of whole passes with one, by any cache."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of text and images, whole: the vision tower too, and tokens of one image that see each other."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

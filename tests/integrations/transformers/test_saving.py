@@ -1,7 +1,5 @@
 """A saved pattern is attended by after loading, or loading fails: in a process with this library and in one without."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Every family of transformers as a tiny model with random weights: its config made small, and inputs that fit it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What is attended to: keys of given queries, rows of single ones and the work of ranks, by the dense rule."""
 
-from __future__ import annotations
-
 import operator
 from itertools import pairwise
 from time import process_time

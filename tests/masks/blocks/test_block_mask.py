@@ -43,14 +43,8 @@ def table(counts: Tensor | None, indices: Tensor | None, columns: int) -> Tensor
 def verdicts(mask: BlockMask, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """(H, R, C) twice: EMPTY, PARTIAL or FULL, from the key side's lists and from the query side's."""
     H, R, C = shape
-    by_row = (
-        table(mask.kv_num_blocks, mask.kv_indices, C),
-        table(mask.full_kv_num_blocks, mask.full_kv_indices, C),
-    )
-    by_column = (
-        table(mask.q_num_blocks, mask.q_indices, R),
-        table(mask.full_q_num_blocks, mask.full_q_indices, R),
-    )
+    by_row = (table(mask.kv_num_blocks, mask.kv_indices, C), table(mask.full_kv_num_blocks, mask.full_kv_indices, C))
+    by_column = (table(mask.q_num_blocks, mask.q_indices, R), table(mask.full_q_num_blocks, mask.full_q_indices, R))
     found = []
     for partial, full in (by_row, tuple(x.mT for x in by_column)):
         assert not (partial & full).any()
@@ -193,12 +187,6 @@ def test_scattered_blocks_are_found_where_they_are_listed(monkeypatch):
     assert looked_at(masks.per_head([pattern & masks.causal()] * 3)) == drawn
     united = (pattern | masks.local_window(left=64, right=64) | masks.global_tokens(64)) & masks.causal()
     assert looked_at(united) < 4 * drawn
-
-
-# Kinds of blocks
-
-
-# Bytes
 
 
 LONGNET = masks.longnet([2048, 8192], [1, 4]) & masks.causal()

@@ -1,7 +1,5 @@
 """Plans under any mode of torch: made cold in one, they are those made without it, and serve calls outside of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache

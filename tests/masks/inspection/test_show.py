@@ -1,7 +1,5 @@
 """Cells of a coarse grid, counted exactly or within bounds; show: heat maps whose every character is the rule."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -101,14 +99,9 @@ def counted(way: str) -> Iterator[None]:
         yield
 
 
-def from_zero(case: Case) -> Case:
-    """The same over positions from 0 on: cells know no offset."""
-    return Case(case.twin, case.num_heads, case.num_queries, case.num_keys, 0, 0, 0, case.num_heads_global)
-
-
 @given(data=st.data())
 def test_cells_hold_the_pairs_of_the_dense_rule(data: st.DataObject) -> None:
-    case = data.draw(cases(largest=30).map(from_zero).filter(lambda case: in_range(case.bind)))
+    case = data.draw(cases(largest=30).map(Case.from_zero).filter(lambda case: in_range(case.bind)))
     heads, head = case.num_heads_global, data.draw(st.integers(0, case.num_heads_global - 1))
     question = data.draw(questions(case.twin.pattern, case.num_queries, case.num_keys))
     sizes = {"head": head, "num_heads": heads, "num_keys": case.num_keys}

@@ -1,7 +1,5 @@
 """Orders of tokens: layouts and tiles, their inverses and what they cost; rates of any size, exact."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import astuple, replace

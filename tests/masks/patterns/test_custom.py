@@ -1,7 +1,5 @@
 """Custom patterns: any mask_mod, exactly; known by code and captured values; refused where they are no rule."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Patterns written with masks.extend: outputs and gradients, eager and compiled."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Patterns of BlockMasks: the pairs that compiled FlexAttention computes, whatever lists, lengths and rule it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """What a pattern is: equality, JSON and printed expression tell the same patterns apart; how deep patterns nest."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -48,10 +48,7 @@ BY_HAND = {
         masks.dilated(5, 2, 1),
         "........ .#.#.... ........ .#.#.... ........ ........ ......#. ........",
     ),
-    "a window that stays whole at the ends": (
-        masks.neighborhood((6,), 1),
-        "###... ###... .###.. ..###. ...### ...###",
-    ),
+    "a window that stays whole at the ends": (masks.neighborhood((6,), 1), "###... ###... .###.. ..###. ...### ...###"),
     "every other token": (
         masks.neighborhood((7,), 1, rate=2),
         "#.#.#.. .#.#.#. #.#.#.. .#.#.#. ..#.#.# .#.#.#. ..#.#.#",

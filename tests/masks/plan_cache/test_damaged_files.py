@@ -1,7 +1,5 @@
 """Files and texts that are damaged in any way: each reader's own error."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Branches that nest are computed together, each pair once and weighted; others as lists over their active tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, product

@@ -1,7 +1,5 @@
 """Windows of run-time tensors: exact in any way that a rule has inside each; their cost grows with kinds of windows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice

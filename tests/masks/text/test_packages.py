@@ -1,7 +1,5 @@
 """Patterns of other packages: imports by entry points for unknown names only, and errors of these imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
