@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ import flexdilated as fd
 from flexdilated import masks
 
 from ._checks import assert_near
-from ._jobs import Attention, Job, Problem, Size, attention_job, interleave, race, ratio
+from ._jobs import Attention, Job, Problem, Size, attention_job, interleave, peak_bytes, race, ratio, train
 from ._measures import Row, at_most, measure
 from .features import alibi
 
@@ -77,7 +78,7 @@ def neighbour_lists(
         (Size(20000, num_heads=4, head_dim=32, repeats=3), 32),
     ),
 ) -> Iterator[Row]:
-    """What does attention to listed neighbours cost, over a softmax by scatter over edges, and over a dense mask?
+    """What do time and memory of listed neighbours come to, over a scatter softmax, a dense mask, and the tensors?
 
     Forward and backward.
     """
@@ -94,6 +95,23 @@ def neighbour_lists(
             yield race(
                 f"{what}: time of listed neighbours over {name}", at_most(target, "×"), jobs, repeats=size.repeats
             )
+        of_tensors = 4 * problem.q.nbytes + near.nbytes  # q, k, v, the gradient of the output, and the table
+        least = of_tensors + 4 * problem.q.nbytes  # and the output and three gradients
+        peak = of_tensors + peak_bytes(_step_of_neighbours, size, keys)
+        yield Row(f"{what}: peak memory over tensors, gradients and table", at_most(2, "×"), peak / least)
+
+
+def _step_of_neighbours(size: Size, keys: int) -> Callable[[], object]:
+    few = 2 * keys
+    for tokens in (few, size.num_tokens):  # first a small one, which sets up what lasts
+        # Spread over all tokens, and made without memory that would be free for the step.
+        start = torch.randint(tokens, (1, tokens, 1), generator=torch.Generator().manual_seed(0))
+        near = (start + torch.arange(keys) * (tokens // keys)) % tokens
+        way = partial(ours, pattern=masks.selected_keys(near))
+        problem = Problem.draw(replace(size, num_tokens=tokens))
+        if tokens == few:
+            train(way, problem)
+    return partial(train, way, problem)
 
 
 def _with_values(q: Tensor, k: Tensor, v: Tensor, *, values: Tensor, pattern: Any) -> Tensor:
