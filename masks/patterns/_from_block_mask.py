@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd
@@ -85,7 +85,6 @@ class PositionsBelow(Pattern):
         return as_ranges(keys)
 
 
-@outside_torch_modes
 def of_block_mask(
     block_mask: BlockMask, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> Pattern:
@@ -98,7 +97,16 @@ def of_block_mask(
     `b` although all batch entries share the lists.
     """
     partial, full = partial_and_full_blocks(block_mask)
+    # In the caller's modes: to record a function is to follow what torch calls.
     rules = rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
+    return _pattern_of_rules(rules, partial, full, block_mask)
+
+
+@outside_torch_modes
+def _pattern_of_rules(
+    rules: Sequence[Pattern], partial: Bool[Tensor, "B H R C"], full: Bool[Tensor, "B H R C"], block_mask: BlockMask
+) -> Pattern:
+    """Return the pattern of a BlockMask whose mask_mod is rules[b] in batch entry b."""
     made: list[Pattern] = []
     for entry, rule in enumerate(rules):
         if entry and rule is rules[entry - 1] and all(torch.equal(x[entry], x[entry - 1]) for x in (partial, full)):
@@ -198,6 +206,7 @@ def _lists_match_rule(
     return True
 
 
+@outside_torch_modes
 def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R C"], Bool[Tensor, "B H R C"]]:
     """Return (partial, full): the BlockMask's lists of partial and of full blocks as booleans on the CPU.
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexdilated import flex_attention as own
 from flexdilated import masks
@@ -154,6 +155,20 @@ def test_what_a_mask_holds_is_read_in_each_call() -> None:
     true = dense_of_lists(q, x, mask, factor)
     assert_close(second, true)
     assert not torch.allclose(first, second)
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), torch.inference_mode, torch.no_grad, FlopCounterMode])
+@pytest.mark.parametrize("made_by", [create_block_mask, torch_own.create_block_mask])
+def test_a_mask_is_read_in_any_mode_of_torch(mode: Any, made_by: Any) -> None:
+    """The first call of a mask, in lists of which no block is full."""
+    x, documents = torch.randn(1, 1, N, 8, dtype=torch.float64), torch.arange(N) // 23
+    mask = made_by(lambda b, h, q, k: (q >= k) & (documents[q] == documents[k]), None, None, N, N, "cpu", BLOCK_SIZE=64)
+    with mode():
+        found = flex_attention(x, x, x, block_mask=mask)
+    place = torch.arange(N)
+    allowed = (place[:, None] >= place) & (documents[:, None] == documents)
+    scores = (x @ x.mT * 8**-0.5).masked_fill(~allowed, -torch.inf)
+    assert_close(found.clone(), scores.softmax(-1) @ x)
 
 
 def dense_of_lists(q: Tensor, x: Tensor, mask: Any, factor: float) -> Tensor:
