@@ -133,6 +133,11 @@ class Pattern(Expression):
         """Return the run-time tensor that this leaf holds, as {name: tensor}; {} if it holds none."""
         return {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of tensors that this leaf keeps alive, apart from run-time tensors."""
+        return 0
+
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
         """Return this leaf with the values of its run-time tensor in place; self if it needs none.
 

@@ -111,6 +111,12 @@ class Custom(Pattern):
     def __hash__(self) -> int:
         return hash(self.text)
 
+    @property
+    def held_bytes(self) -> int:
+        """Those of the recorded functions; the caller's, which are kept too, may hold as much again."""
+        recorded = [each for each in (self.rule.recorded, self.rule.classify) if each is not None]
+        return sum(x.nbytes for each in recorded for x in each.tensors)
+
     def parameters(self) -> dict[str, Any]:
         return {"function": self.rule.digest, **({} if self.head is None else {"head": self.head})}
 

@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from ..core import Expression, bytes_text, require_expression, shortened, suspended_torch_modes
-from ..patterns import as_written
+from ..patterns import as_written, table_split
 from ..text import read_text
 
 BYTES_VARIABLE, ENTRIES_VARIABLE = "FLEXDILATED_CACHE_BYTES", "FLEXDILATED_CACHE_ENTRIES"
@@ -181,7 +181,7 @@ class Cache:
     ) -> T:
         """Return the value of `key`, from the cache or else from `build()`; a value above the budget is not kept.
 
-        nbytes: function that gives the bytes of a value.
+        nbytes: function that gives the bytes of a value; those that its pattern keeps alive are added.
         pattern: the pattern that the value depends on, or its text, for `forget`; patterns of enclosing builds are
             added.
         device: the device of a value that is a copy of other cached values, else None; copies are evicted first.
@@ -208,7 +208,7 @@ class Cache:
             self._misses += is_mine
             self._hits += not is_mine
         if is_mine:
-            return self._build(key, build, nbytes, building)
+            return self._build(key, build, lambda value: nbytes(value) + _held_bytes(pattern), building)
         assert building.thread != threading.get_ident(), f"a build asks for its own result: {key!r}"
         value = building.done.result()
         if suffices(value):
@@ -222,11 +222,12 @@ class Cache:
         built for the pattern are returned to their callers but not kept.
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
-        branches = require_expression(pattern).unpadded.branches()
-        texts = [_json_of(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
+        expression = require_expression(pattern).unpadded
+        split = table_split(expression)  # pairs beside a table of keys or blocks have a plan of their own
+        others = [] if split is None or split.others is None else [_texts_of_parts(split.others)]
 
         def concerns(built: Entry | _PendingBuild) -> bool:
-            return all(text in built.pattern for text in texts)
+            return any(all(text in built.pattern for text in texts) for texts in (_texts_of_parts(expression), *others))
 
         with self._lock:
             self._building = {key: each for key, each in self._building.items() if not concerns(each)}
@@ -367,6 +368,16 @@ def pattern_text(text: str) -> str:
 def in_line(value: object) -> str:
     """Return str(value), shortened to at most 160 characters and an ellipsis."""
     return shortened(str(value), _LONGEST)
+
+
+def _held_bytes(pattern: Expression | str) -> int:
+    """Return the bytes of tensors that a pattern, or that of a text, keeps alive."""
+    expression = read_text(pattern) if isinstance(pattern, str) and pattern else pattern
+    return 0 if isinstance(expression, str) else sum(leaf.held_bytes for leaf in set(expression.leaves()))
+
+
+def _texts_of_parts(expression: Expression) -> list[str]:
+    return [_json_of(part) for branch in expression.branches() for part in getattr(branch, "parts", (branch,))]
 
 
 def _json_of(pattern: Expression | str) -> str:

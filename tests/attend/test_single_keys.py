@@ -146,8 +146,8 @@ def test_a_graph_gathers_the_keys_of_a_table(beside: str) -> None:
     near, captured = masks.local_window(left=1, right=0) & ~masks.first_tokens(20), []
     pattern = masks.selected_keys("keys", most=4)
     pattern = pattern if beside == "alone" else pattern | near
-    q, bias = torch.randn(1, 2, 40, 8), torch.randn(2, 40, requires_grad=True)
-    kv = torch.randn(1, 1, 40, 8).index_fill(2, torch.arange(10), torch.nan).requires_grad_()
+    q, kv, bias = (torch.randn(shape).double() for shape in ((1, 2, 40, 8), (1, 1, 40, 8), (2, 40)))
+    kv, bias = kv.index_fill(2, torch.arange(10), torch.nan).requires_grad_(), bias.requires_grad_()
 
     def call(kv: Tensor, bias: Tensor) -> Tensor:
         def of_listed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

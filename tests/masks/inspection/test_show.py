@@ -1,5 +1,7 @@
 """Cells of a coarse grid, counted exactly or within bounds; show: heat maps whose every character is the rule."""
 
+from __future__ import annotations
+
 import io
 import re
 import sys

@@ -350,3 +350,12 @@ def test_eviction_neither_changes_results_nor_compiles_anew(cache, engine):
                 counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
             assert counts[0] == counts[1] == counts[2]
     assert cache.stats().entries == 0
+
+
+def test_tensors_that_a_rule_reads_count_with_its_plans() -> None:
+    """Otherwise rules over long documents, new in each step, would fill the memory within the budget."""
+    ids, q = torch.arange(300_000) // 50_000, torch.randn(1, 1, 64, 8)
+    masks.cache().clear()
+    fd.attend(q, q, q, masks.custom(lambda b, h, i, j: ids[i] == ids[j]))
+    stats = masks.cache().stats()
+    assert stats.bytes >= ids.nbytes
