@@ -64,8 +64,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as `torch.nn.attention.flex_attention.flex_attention`, computed by `attend`, forward and backward.
 
-    Returns the output (B, H, N, E), and beside it the natural lse (B, H, N) with return_lse, or an `AuxOutput` with
-    return_aux. A query without keys has output 0 and lse -inf.
+    Returns the output (B, H, N, E); with return_lse (output, natural lse (B, H, N)); with return_aux (output,
+    `AuxOutput`). A query without keys has output 0 and lse -inf.
 
     score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach all tensors that it reads.
     block_mask: from `create_block_mask`, or one of torch's; None for all pairs. Lists that do not follow from its
@@ -75,7 +75,8 @@ def flex_attention(
     kernel_options: as in torch, where Triton serves the device; without effect elsewhere.
     return_aux: max_scores is not computed.
 
-    Lists, rule and score_mod are read in each call, and later changes have no effect on its backward. In a function
+    Lists, rule and score_mod are read in each call, for which the host waits for an accelerator, and later changes have
+    no effect on its backward. In a function
     that torch.compile compiles, torch's own flex_attention is called where it trains (CUDA, XPU) or no gradient and no
     lse is wanted; elsewhere the graph breaks at this call, which runs eagerly.
 

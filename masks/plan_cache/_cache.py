@@ -223,7 +223,7 @@ class Cache:
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
         expression = require_expression(pattern).unpadded
-        split = table_split(expression)  # pairs beside a table of keys or blocks have a plan of their own
+        split = table_split(expression)  # the pairs that are not in a table of keys or blocks are planned separately
         others = [] if split is None or split.others is None else [_texts_of_parts(split.others)]
 
         def concerns(built: Entry | _PendingBuild) -> bool:
