@@ -189,7 +189,7 @@ def create_block_mask(
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
     B, H: batch entries and query heads with lists of their own; None for 1.
     Q_LEN, KV_LEN: numbers of queries and keys.
-    device: of the lists; None for torch's default device.
+    device: of the lists; None for the accelerator, if there is one, as in torch.
     BLOCK_SIZE: tokens of a block, or (queries, keys).
     _compile: without effect.
     separate_full_blocks: if False, full blocks are listed as partial ones.
@@ -203,7 +203,7 @@ def create_block_mask(
     entries, heads = B or 1, H or 1
     if isinstance(mask_mod, Mixture):
         raise ValueError("a BlockMask counts each pair once: give one pattern, or call attend with the mixture")
-    where = torch.empty(0).device if device is None else torch.device(device)
+    where = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     rules = [mask_mod] if isinstance(mask_mod, Pattern) else rules_of_mask_mod(mask_mod, entries)
     rules = rules[:1] if all(rule is rules[0] for rule in rules) else rules
     tables = []
