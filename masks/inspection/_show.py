@@ -36,7 +36,7 @@ from ._cells import Cells, count_cells, window_slots
 LEAST_COLUMNS, LEAST_LINES = 24, 12
 MOST_CELLS = 1 << 12  # per side
 _MOST_SIZE = 1 << 16  # columns or lines
-_BESIDE, _LEAST_MAP = 7, 4  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
+_BESIDE, _LEAST_MAP = 7, 1  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
 _TICK_ROWS, _TICK_COLUMNS = 3, 7  # lines and columns for each label
 _FRAME = 3  # columns of the frame, between labels and cells
 _LEAST_SIDE, _LEAST_SHARE = 6, 0.8  # number of cells; share of the cells that fit

@@ -1,7 +1,5 @@
 """Cells of a coarse grid, counted exactly or within bounds; show: heat maps whose every character is the rule."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -253,7 +251,8 @@ def test_it_fits_and_both_axes_have_one_unit(pattern, num_queries, num_keys, siz
     assert max(map(len, lines)) <= size[0]
     assert len(lines) < size[1]
     frame = next(index for index, line in enumerate(lines) if re.search("[+][+-]+[+]$", line))
-    beside = [line.split("+")[0] for line in lines[frame + 1 :] if re.match(" *[0-9]", line) and "+" in line]
+    end = next(index for index, line in enumerate(lines) if index > frame and re.search("[+]-+[+]$", line))
+    beside = [line.split("+")[0] for line in lines[frame + 1 : end] if re.match(" *[0-9]", line) and "+" in line]
     labels = re.findall(r"[0-9,]+[KM]?", " ".join([lines[frame - 1], *beside]))
     assert "0" in labels
     assert len({label.lstrip("0123456789,") for label in labels if label != "0"}) <= 1, labels
