@@ -164,7 +164,7 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"a number must be finite; got {text}")
 
 
-_METHODS = ("after", "per_document", "queries_from")
+_METHODS = ("after", "before", "per_document", "queries_from")
 _PREFIX = "masks."
 _MOST_BRACKETS = 2 * DEEPEST + 4  # printing uses up to two brackets per level, four for a block list
 _LARGEST = 2**63 - 1
@@ -180,7 +180,7 @@ _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 def parse(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
-    An expression calls constructors, recipes, and the methods `after`, `per_document` and `queries_from` of patterns,
+    An expression calls constructors, recipes, and the methods `after`, `before`, `per_document` and `queries_from` of patterns,
     with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and `|` with Python's precedence. It is
     parsed, never run. An unknown name imports the modules of all entry points of the group `flexdilated.patterns`, once
     per process. An expression has at most 4096 characters, and its brackets nest at most 68 deep, which is enough for

@@ -201,7 +201,10 @@ def _windows_along(
 
 
 # The simplest choice comes first: hypothesis shrinks towards it.
-_COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "after", "per_head", "LongNet", "groups", "and", "not")
+_COMPOSITIONS = (
+    *("leaf", "and", "or", "not", "blockwise", "after", "per_head", "LongNet", "groups"),
+    *("before", "and", "not"),
+)
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,7 @@ def _composed_sets(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
         "not": lambda: ~draw(part),
         "blockwise": lambda: words.blockwise(draw(part), draw(st.integers(1, min(6, number)))),
         "after": lambda: draw(part).after(draw(st.integers(0, number))),
+        "before": lambda: draw(part).before(draw(st.integers(1, 2 * number))),
         "per_head": lambda: words.per_head([draw(part) for _ in range(grammar.num_heads)]),
         "LongNet": lambda: draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads)),
         "groups": lambda: words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))]),

@@ -443,6 +443,20 @@ class Expression:
         """
         return KINDS["after"].of(self, start)
 
+    def before(self, stop: int) -> Any:
+        """Return the rule for positions below `stop`; later tokens see no key, and no query sees them.
+
+        Use it if tokens that another pattern covers, such as a text behind the video it describes, follow the sequence.
+        For a mixture this holds for each branch.
+
+        Raises ValueError for a stop below 1, and for a pattern with run-time tensors: intersect such a pattern with the
+        result instead.
+
+        >>> grid = masks.neighborhood((4, 8, 8), 1).before(256)
+        >>> text_behind = grid | ~masks.every().before(256)  # its tokens see all tokens and are seen by all
+        """
+        return KINDS["before"].of(self, stop)
+
     def queries_from(self, starts: Any, *, name: str = "starts") -> Any:
         """Return the pattern in which query i of batch entry b is at position starts[b] + i; keys keep their positions.
 

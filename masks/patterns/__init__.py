@@ -12,7 +12,7 @@ from ._mask import MaskTable, mask
 from ._neighborhood import Neighborhood, neighborhood
 from ._per_sample import per_sample, rules_of_entries, without_start
 from ._random_blocks import random_blocks
-from ._renumbered import After, Blockwise, PerDocument, blockwise, keys_in_blocks
+from ._renumbered import After, Before, Blockwise, PerDocument, blockwise, keys_in_blocks
 from ._run_time import (
     CarriedTensor,
     HeldRows,

@@ -182,7 +182,7 @@ class Neighborhood(Pattern):
             raise ValueError(
                 f"queries and keys must be within the {tokens} tokens of a {shape} grid; got queries up to position "
                 f"{queries.stop - 1} and keys up to position {keys.stop - 1}: for other tokens before the grid write "
-                "pattern.after(number), for others behind it pattern.per_document(ids), 0 on the grid and -1 behind it"
+                f"pattern.after(number), for others behind it pattern.before({tokens})"
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:

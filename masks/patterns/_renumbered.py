@@ -1,4 +1,4 @@
-"""Patterns that renumber positions for an inner pattern: from a start, within each document, or by block of tokens."""
+"""Patterns that renumber positions for an inner pattern, or limit them: a span, each document, blocks of tokens."""
 
 from __future__ import annotations
 
@@ -146,6 +146,66 @@ class After(_FromStart):
             return Reason(self, False, before)
         allowed, text, inner = self._reason_from(self.start, pair)
         return Reason(self, allowed, text, (inner,))
+
+
+@pattern_kind("before")
+class Before(_FromStart):
+    """Pattern that allows a pair iff both positions are below `stop` and `part` allows the pair."""
+
+    stop: int = at_least(1)
+
+    @staticmethod
+    def of(pattern: Expression, stop: int) -> Any:
+        require_int("stop", stop, minimum=1)
+        return Mixture.of(
+            *(
+                Before(part.part, min(part.stop, stop)) if isinstance(part, Before) else Before(part, stop)
+                for part in pattern.branches()
+            )
+        )
+
+    def method(self) -> str:
+        return f"before({self.stop})"
+
+    def origin(self) -> Hashable:
+        return "before", self.stop
+
+    def rates(self) -> tuple[int, ...]:
+        return self.part.rates()
+
+    def spacing(self) -> int:
+        return self.part.spacing()
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        keys = self._limited(keys)
+        return self.part.row(query, keys) if query < self.stop and keys else ()
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        self.part.check_tokens(self._limited(queries), self._limited(keys))
+
+    def _limited(self, positions: range) -> range:
+        return range(min(positions.start, self.stop), min(positions.stop, self.stop))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        stop, last = parameters(device, self.stop, self.stop - 1)
+
+        def before_stop(b, h, q, k):
+            # `part` may read tables that end at `stop`.
+            return (q < stop) & (k < stop) & inner(b, h, torch.minimum(q, last), torch.minimum(k, last))
+
+        return before_stop
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        q, k = (clip(side, 0, self.stop) for side in (box.q, box.k))
+        return self._count_from(0, box.head, q, k, num_heads)
+
+    def reason(self, pair: Pair) -> Reason:
+        if beyond := pair.those(lambda position: position >= self.stop, f"at position {self.stop} or later"):
+            return Reason(self, False, beyond)
+        inner = pair.reason_of(self.part)
+        verdict = "allowed" if inner.allowed else "forbidden"
+        return Reason(self, inner.allowed, f"before position {self.stop}, the pair is {verdict}", (inner,))
 
 
 @pattern_kind("per_document")

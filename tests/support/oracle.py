@@ -189,6 +189,19 @@ def after(inner: Rule, start: int) -> Rule:
     return rule
 
 
+def before(inner: Rule, stop: int) -> Rule:
+    """The rule over the tokens below `stop`; the others meet none."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        table = torch.zeros(len(q), len(k), dtype=torch.int64)
+        rows, columns = ((side < stop).nonzero().flatten() for side in (q, k))
+        if len(rows) and len(columns):
+            table[rows[:, None], columns[None, :]] = inner(h, H, q[rows], k[columns])
+        return table
+
+    return rule
+
+
 def documents(ids: Tensor) -> Rule:
     """Pairs within one document, by the id of each position; negative ids are padding."""
     return same_document(ids, ids)

@@ -53,6 +53,9 @@ class Twin:
     def after(self, start: int) -> Twin:
         return Twin(self.pattern.after(start), oracle.after(self.rule, start), (*self.special, *[start] * (start > 0)))
 
+    def before(self, stop: int) -> Twin:
+        return Twin(self.pattern.before(stop), oracle.before(self.rule, stop), (*self.special, stop))
+
     def per_document(self, spans: Any) -> Any:
         """By ids (batch or 1, positions) that `spans` holds beside its pattern: a rule for each batch entry."""
         rules = tuple(oracle.per_document(self.rule, row) for row in spans.ids)

@@ -11,7 +11,7 @@ from torch import nn
 from ...masks import Mixture, Pattern
 from ...masks.core import advises, instead_of_pattern
 from ...masks.patterns import names
-from . import _timm, _torch, _x_transformers
+from . import _diffusers, _timm, _torch, _x_transformers
 from ._rule import (
     Candidate,
     Converted,
@@ -30,7 +30,7 @@ Chosen = Callable[[str, nn.Module], AnyPattern | None]
 
 _LOOKED_FOR = (
     "nn.MultiheadAttention (in nn.TransformerEncoder, nn.Transformer, torchvision's ViT), attention of timm's ViTs and "
-    "EVA, Attention of x-transformers"
+    "EVA, Attention of x-transformers, attention of diffusers with a processor"
 )
 _NAMED_SO = re.compile("Attention|Attn")
 
@@ -109,7 +109,12 @@ def _attentions(model: nn.Module) -> list[Candidate]:
     found: dict[str, Candidate] = {}
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        each = _torch.find(name, module, model) or _timm.find(name, module) or _x_transformers.find(name, module, model)
+        each = (
+            _torch.find(name, module, model)
+            or _timm.find(name, module)
+            or _x_transformers.find(name, module, model)
+            or _diffusers.find(name, module, model)
+        )
         if each is not None:
             found[name] = each
         elif _NAMED_SO.search(original_class(module).__name__) and not any(_contains(outer, name) for outer in found):

@@ -102,11 +102,10 @@ _INSTEAD = "give convert another rule as part of the pattern, `pattern & other`"
 
 
 def call_rule(
-    given: GivenPattern, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool
+    pattern: Pattern | Mixture, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool
 ) -> Pattern | Mixture:
-    """Pattern of one call: the module's pattern, intersected with the call's mask and, if is_causal, causal order.
+    """Return the pattern of one call: `pattern`, intersected with the call's mask and, if is_causal, causal order.
 
-    given: settings of the converted module.
     shape: (B, N, M) of the call.
     mask: as `scaled_dot_product_attention` takes it, boolean, True for pairs to keep, or float, -inf for pairs to hide
         and 0 for others; None for no mask.
@@ -117,7 +116,7 @@ def call_rule(
     Raises ValueError or TypeError for any other mask.
     """
     batch, num_queries, num_keys = shape
-    pattern = given.pattern & causal() if is_causal else given.pattern
+    pattern = pattern & causal() if is_causal else pattern
     if mask is None:
         return pattern
     hidden = ~mask if mask.dtype == torch.bool else mask

@@ -7,15 +7,10 @@ only the attention call is replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-
-from ..._attend import attend
-from ._rule import Candidate, Converted, GivenPattern, call_rule, check_lengths, class_name, original_class
+from ._rule import Candidate, original_class
+from ._scaled_dot_product import ScaledDotProduct
 
 # Some classes have moved between versions.
 _SERVED = (
@@ -41,65 +36,13 @@ _REFUSED = {
 }
 
 
-class ScaledDotProduct(Converted):
-    """Converted module that runs its original forward with `scaled_dot_product_attention` replaced by `attend`."""
+class Attention(ScaledDotProduct):
+    """Converted attention module of timm."""
 
     @property
     def fused_attn(self) -> bool:
         """True: timm's modules then call `scaled_dot_product_attention`."""
         return True
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the original forward, with attention by the pattern.
-
-        Raises ValueError if that forward does not call `scaled_dot_product_attention`.
-        """
-        assert self._flexdilated is not None
-        served = _AttendMode(self._flexdilated)
-        with served:
-            out = super().forward(*args, **options)
-        if not served.calls:
-            raise ValueError(
-                f"{self._flexdilated.name} did not call scaled_dot_product_attention, which convert replaces: "
-                f"{class_name(self.original)} cannot be converted with these settings; give convert a function that "
-                "returns None for it"
-            )
-        return out
-
-
-class _AttendMode(TorchFunctionMode):
-    """Mode that replaces `scaled_dot_product_attention` by `attend` with the module's pattern; counts the calls."""
-
-    def __init__(self, given: GivenPattern) -> None:
-        super().__init__()
-        self.given = given
-        self.calls = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.calls += 1
-        return _attend_by_pattern(self.given, *args, **(kwargs or {}))
-
-
-def _attend_by_pattern(
-    given: GivenPattern,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    check_lengths(given, query.shape[2], key.shape[2])
-    shape = (query.shape[0], query.shape[2], key.shape[2])
-    pattern = call_rule(given, attn_mask, shape, is_causal=is_causal)
-    return attend(query, key, value, pattern, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
 def find(name: str, module: Any) -> Candidate | None:
@@ -114,7 +57,7 @@ def find(name: str, module: Any) -> Candidate | None:
     forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]
     if kind.forward in forwards:
         refused = "" if getattr(module, "relative_position_bias_table", None) is None else _REFUSED["RelPosAttention"]
-        return Candidate(name, module, module.num_heads, module, by=ScaledDotProduct, refused=refused)
+        return Candidate(name, module, module.num_heads, module, by=Attention, refused=refused)
     if kind.__module__.startswith("timm.") and kind.__name__ in _REFUSED:
         return Candidate(name, module, refused=_REFUSED[kind.__name__])
     return None

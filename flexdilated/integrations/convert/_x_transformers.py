@@ -89,7 +89,7 @@ class Attend(Converted):
         if not is_causal:
             check_lengths(given, q.shape[2], k.shape[2])
         mask = mask[:, None, None] if mask is not None and mask.dim() == 2 else mask
-        rule = call_rule(given, mask, (q.shape[0], q.shape[2], k.shape[2]), is_causal=is_causal)
+        rule = call_rule(given.pattern, mask, (q.shape[0], q.shape[2], k.shape[2]), is_causal=is_causal)
         if 1 < k.shape[1] < q.shape[1]:  # here query head h reads key head h mod G, unlike with enable_gqa
             k, v = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v))
         offset = k.shape[2] - q.shape[2] if is_causal else 0

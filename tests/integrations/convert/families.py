@@ -161,22 +161,22 @@ def dense_attention(times: Tensor) -> Iterator[list[int]]:
     own = F.scaled_dot_product_attention
 
     def weighed(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
         assert dropout_p == 0
-        if (q.shape[-2], k.shape[-2]) != times.shape[-2:]:
-            return own(q, k, v, attn_mask, dropout_p, is_causal, **options)
+        if (query.shape[-2], key.shape[-2]) != times.shape[-2:]:
+            return own(query, key, value, attn_mask, dropout_p, is_causal, **options)
         calls[0] += 1
-        scores = q @ k.mT * (options.get("scale") or q.shape[-1] ** -0.5)
+        scores = query @ key.mT * (options.get("scale") or query.shape[-1] ** -0.5)
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return (scores + (times.tril() if is_causal else times).log()).softmax(-1) @ v
+        return (scores + (times.tril() if is_causal else times).log()).softmax(-1) @ value
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", weighed)

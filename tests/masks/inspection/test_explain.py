@@ -219,6 +219,8 @@ TEXTS = [
     (SPARSE, (34, 30, 0, 1), False, "query 34 29 34 key 30 key"),
     (masks.causal().per_document(IDS[0]), (34, 33, 0, 1), True, "30 allowed"),
     (masks.causal().after(5), (34, 33, 0, 1), True, "5 allowed"),
+    (masks.causal().before(9), (8, 3, 0, 1), True, "before 9 allowed"),
+    (masks.causal().before(9), (9, 3, 0, 1), False, "query 9 9"),
     (masks.causal().after(5), (34, 3, 0, 1), False, "key 3 before 5"),
     (masks.blockwise(masks.causal(), 64), (3, 60, 0, 1), True, "query 3 block 0 64 key 60 block 0"),
     (masks.per_head([masks.causal(), ~masks.causal()]), (3, 2, 1, 2), False, "head 1 2 2"),

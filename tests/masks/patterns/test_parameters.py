@@ -38,6 +38,7 @@ NUMBERS = [
     ("stride", 1, masks.landmark_tokens),
     ("block", 1, lambda n: masks.blockwise(C, n)),
     ("start", 0, lambda n: C.after(n)),
+    ("stop", 1, lambda n: C.before(n)),
     ("longest", 1, lambda n: masks.documents("ids", longest=n)),
     ("block", 1, lambda n: masks.selected_blocks("chosen", block=(4, n), most=2)),
     ("most", 1, lambda n: masks.selected_blocks("chosen", block=4, most=n)),
