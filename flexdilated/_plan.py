@@ -167,7 +167,7 @@ class PlanReport(PlanSize):
         return model_memory(self.model, self.num_tokens, self._layer_attention_memory, checkpoint=checkpoint)
 
     def to_data(self) -> dict[str, Any]:
-        """The report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
+        """Return the report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
         call = self.attention_memory
         work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops", "block_list_bytes")
 

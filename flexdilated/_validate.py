@@ -221,7 +221,7 @@ Scale = float | Tensor | None  # argument `scale` of a call: see `scaled`
 
 
 class Place(NamedTuple):
-    """Where the tokens and heads of a call belong; fields as the arguments of `attend`."""
+    """Offsets of the tokens and heads of a call, their layout, and the block size: arguments of `attend`, by name."""
 
     q_offset: int = 0
     k_offset: int = 0
@@ -299,7 +299,10 @@ def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """Return the factor on the scores as a float: `scale`, which must be finite, or 1 / sqrt(head_dim) for None."""
+    """Return the factor on the scores as a float: `scale`, or 1 / sqrt(head_dim) for None.
+
+    Raises TypeError unless scale is a real number or None, and ValueError if it is not finite.
+    """
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -401,7 +404,7 @@ def _needed_names(pattern: str) -> tuple[str, ...]:
 
 @graph_constant
 def _names_left_on_device(pattern: str) -> tuple[str, ...]:
-    """Names of the run-time tensors that stay on their device: tables of selected blocks. pattern: JSON text."""
+    """Return the names of run-time tensors that stay on their device: tables of selected blocks. pattern: JSON."""
     return _names_of_block_tables(pattern) if '"kind":"selected_blocks"' in pattern else ()
 
 

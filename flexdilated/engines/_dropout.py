@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._score_mod import ScoreMod
 
-# Multipliers and shifts of the 32-bit hash "lowbias32", https://nullprogram.com/blog/2018/07/31/, as signed integers.
+# Multipliers of the 32-bit hash "lowbias32", https://nullprogram.com/blog/2018/07/31/, as signed integers.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 _STEP = 0x9E3779B9  # 2^32 over the golden ratio
 

@@ -322,7 +322,7 @@ def _head_runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun
     """Cut the heads of a term into head runs, each as long as possible.
 
     heads: head of the tensor that each head of the term reads.
-    starts: `start` of each head of the term, equal within a run; all 0 if every head has the same tokens.
+    starts: `HeadRun.start` of each head of the term; the heads of a run have equal ones.
     """
     runs: list[HeadRun] = []
     begin = 0

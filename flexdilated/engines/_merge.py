@@ -16,7 +16,7 @@ from ..masks.core import Expression
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which sums over keys and over partial results of x are computed: x's dtype, but at least float32."""
+    """Return the dtype of sums over keys and over partial results of x: x's dtype, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -58,7 +58,7 @@ def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] 
 
 
 def add(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor; an iterator's tensors are computed one at a time, when they are added.
+    """Return the sum of one or more tensors, which it takes from an iterator one at a time.
 
     Unlike `sum`, it does not start from 0, which would be an operation in a graph.
     """

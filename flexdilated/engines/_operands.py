@@ -72,7 +72,7 @@ def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n
 
 # E batch entries or 1 for all, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 
-_AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
+_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`, if it is given their masks
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
@@ -102,7 +102,7 @@ def one_width(
     return q, k, v
 
 
-# Kernels compiled for accelerators take offsets in 32 bits before torch 2.15; beyond, they would wrap.
+# Before torch 2.15, kernels compiled for accelerators have 32-bit offsets, which overflow beyond this many elements.
 MOST_ELEMENTS = (1 << 31) - 1
 _FAR_REACHING = torch.__version__ >= "2.15"
 
@@ -140,16 +140,16 @@ class HiddenSlots:
         return HiddenSlots(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
-        """Return x with `value` at hidden queries (those that attend to no key); x itself if there are none.
+        """Return x with `value` at hidden queries (those that attend to no key); x itself if `queries` is None.
 
         dim: axis of the queries in x.
         """
         return _fill_hidden(x, self.queries, dim, value)
 
     def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
-        """Return x with 0 at keys that are hidden from all query heads of their key/value head; x itself if none are.
+        """Return x with 0 at keys that are hidden from all query heads of their key/value head.
 
-        A key is hidden from a head if no query of the head attends to it.
+        A key is hidden from a head if no query of the head attends to it. If `keys` is None, x itself is returned.
 
         dim: axis of the keys in x.
         """

@@ -76,7 +76,12 @@ def _run_with_listed_keys(
     call: Call,
     features: Features,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the pairs of a table of single keys by engine portable, all others by engine flex, and merge them."""
+    """Return (out, natural lse) of a call: pairs of the table by engine portable, other pairs by flex, merged.
+
+    listed: split of the call's pattern.
+
+    The lse may be None without features.return_lse.
+    """
     if not listed.others:
         return portable(q, k, v, bindings, call, features)
     plain = features._replace(sinks=None, return_lse=True)

@@ -67,7 +67,7 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
 
 
 def plain_function(score_mod: ScoreMod) -> ScoreMod:
-    """Return a fixed score_mod as a plain function, which torch.compile takes best."""
+    """Return a fixed score_mod as a plain function, for torch.compile: that of a `Recorded`, else score_mod itself."""
     return score_mod.function if isinstance(score_mod, Recorded) else score_mod
 
 

@@ -1,10 +1,10 @@
-"""Triton kernels of attention over lists of single keys, which read each listed key and value where it is.
+"""Triton kernels of attention over lists of single keys, which copy no keys.
 
-A program computes one query, for some query heads that share its list and a key/value head. No key is copied, and the
-scores of a program exist for a few keys at a time.
+A program computes one query, for some query heads that share its list and a key/value head. It loads a few of the
+listed keys and values at a time, from k and v themselves.
 """
 
-# Triton comes with PyTorch only where it serves a device; what it compiles binds names in branches on constants.
+# Triton comes with PyTorch only where it serves a device; functions that it compiles bind names in some branches only.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_gradients_of_part(
     dk: Float[Tensor, "B G M D"],
     dv: Float[Tensor, "B G M E"],
 ) -> None:
-    """Write dq of the part's queries, and add to dk and dv, which are float32.
+    """Write the gradients of the part's queries to dq, and add those of their keys to dk and dv, which are float32.
 
     The additions are atomic, in no fixed order.
 
@@ -82,8 +82,8 @@ def add_gradients_of_part(
 class _Sizes:
     """Sizes of a launch.
 
-    numbers: arguments of the kernels by `_NUMBERS`.
-    constants: head dims, sizes of blocks and options of the compiler.
+    numbers: arguments of the kernels, in the order of `_NUMBERS`.
+    constants: compile-time arguments: head dims, numbers of heads and keys of a step, warps and stages.
     """
 
     grid: tuple[int]
@@ -122,9 +122,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _blocks(
     dtype: torch.dtype, dims: tuple[int, int], shared_bytes: int, *, backward: bool
 ) -> tuple[int, int, int, int] | None:
-    """Return (heads, keys, warps, stages) of a program with these head dims; None if none fits shared_bytes.
+    """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
 
-    The sizes are the largest of which ptxas spills few registers on compute capability 9.0.
+    heads and keys are the largest that fit and for which ptxas spills few registers on compute capability 9.0.
     """
     size, (dim, v_dim), width = dtype.itemsize, dims, max(dims)
     if size == 2:
@@ -151,19 +151,20 @@ def _shared_bytes(device: int) -> int:
 
 
 def _split(dim: int) -> tuple[int, int]:
-    """Return (a, b) with a + b >= dim, powers of two that kernels can multiply (16 or more), or b = 0."""
+    """Return (a, b) with a + b >= dim; each is a power of two of at least 16, as tl.dot needs, or b is 0."""
     main = max(16, 1 << dim.bit_length() - 1)
     return main, max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
 
 
-# first: of the queries. sets: head sets, heads that share a list and a key/value head; of a table, of a key/value head.
-# programs: for a query of a head set, which has of_set heads. tables: T, or 0 if all batch entries share lists.
+# first: index of the first query. keys_of_call: number of keys. sets: number of head sets, each of `of_set` heads that
+# share a list and a key/value head; sets_a_table, sets_a_group: of them, for each table and each key/value head.
+# programs: number for each query of a head set. tables: number of tables, or 0 if all batch entries share lists.
 _NUMBERS = ["first", "queries", "keys_of_call", "sets", "sets_a_table", "sets_a_group", "programs", "of_set", "tables"]
 
 
 @triton.jit
 def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, tables, HEADS: tl.constexpr):
-    """Return (batch entry, query, query heads, which of them exist, key/value head, index of the list) of a program."""
+    """Return (batch entry, query, query heads, mask of existing heads, key/value head, index of list) of a program."""
     at = tl.program_id(0)
     program, query, user = at % programs, at // programs % queries, at // programs // queries
     entry, head_set = user // sets, user % sets
@@ -174,7 +175,7 @@ def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, t
 
 @triton.jit
 def _listed(keys, place, count, keys_of_call):
-    """Return (keys at these places of a list, True for those that exist and are not repetitions)."""
+    """Return (keys at these places of a list, mask of keys that exist in the call and do not repeat the key before)."""
     key = tl.load(keys + place, place < count, other=-1).to(tl.int64)
     before = tl.load(keys + place - 1, (place > 0) & (place < count), other=-1).to(tl.int64)
     return key, (key >= 0) & (key < keys_of_call) & (key != before)
@@ -182,7 +183,7 @@ def _listed(keys, place, count, keys_of_call):
 
 @triton.jit
 def _rows(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Return channels FIRST to FIRST + WIDTH of rows of x that begin at `offset`; 0 for others and beyond DIM."""
+    """Load WIDTH channels, from FIRST on, of vectors of x at `offset`; 0 where not `there`, and from channel DIM on."""
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
 

@@ -42,7 +42,7 @@ class KernelTensors:
 def forward(
     x: KernelTensors, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
+    """Return (out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
 
     is_causal: query i sees keys 0 to i.
     bias: added to the scores, on CPU only; None: nothing.
@@ -66,7 +66,7 @@ def backward(
     is_causal: bool,
     bias: Float[Tensor, "#H #Q K"] | None = None,
 ) -> _kernel_cuda.ProblemGradients:
-    """(dq, dk, dv) of `forward`, shaped as q, k and v, in their dtype or float32, from its out and lse.
+    """Return (dq, dk, dv) of `forward`, in the dtype of q or float32, from its out and lse.
 
     If out and lse are of a softmax over more keys, the results are the gradients through the keys in x. A query without
     keys must have lse +inf; one whose keys are all hidden by x.visible may have any lse.
@@ -125,7 +125,7 @@ class _Folding:
 
 
 def _blind_queries(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
-    """True for queries whose keys are all hidden by x.visible; None for none. is_causal: query i has keys 0 to i."""
+    """Return a mask, True for queries whose keys are all hidden by x.visible; None if there is no such query."""
     if x.visible is None:
         return None
     if is_causal:
@@ -155,7 +155,7 @@ def flash_forward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-    """(out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
+    """Return (out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
 
     G may be a divisor of H.
 
@@ -185,7 +185,7 @@ def flash_backward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> _kernel_cuda.ProblemGradients:
-    """(dq, dk, dv) of `flash_forward`, in q's dtype or float32; out and lse may be of a softmax over more keys.
+    """Return (dq, dk, dv) of `flash_forward`, in q's dtype or float32; out and lse may be of a softmax over more keys.
 
     Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
     """
@@ -262,7 +262,7 @@ def _backward_on_cpu(
 
 
 def _device_kernels(x: Tensor) -> ModuleType | None:
-    """Module with the `forward` and `backward` of the device's kernels; None for the CPU kernels, called directly."""
+    """Return the module with `forward` and `backward` of the device's kernels; None if these are the CPU kernels."""
     return _OTHERS.get(device_kind(x.device).kernels)
 
 

@@ -1,4 +1,4 @@
-"""Lists of single keys as the kernels read them: problems of the portable kernel, which gathers the keys, and parts.
+"""Lists of single keys, as the portable kernel, which gathers the keys, and Triton's kernels read them.
 
 Query heads that share lists and a key/value head share a gather. Lists are computed in descending order of length, so
 that lists of a chunk have nearly equal lengths.
@@ -194,7 +194,9 @@ class ListProblems:
     def _keys_of(
         self, at: Int64[Tensor, " t"], begin: int, end: int, length: int
     ) -> tuple[Int64[Tensor, "t L"], Bool[Tensor, "1 t 1 L"] | None]:
-        """Return (keys of the lists `at`, as indices in the call, True for places after the end of a list).
+        """Return (keys of the lists `at`, as indices in the call; mask of the places after the end of a list).
+
+        The mask is None if all lists of the call are equally long.
 
         The lists are those from `begin` to `end` in the order of `_list_ranges`; the longest has `length` keys.
         """
@@ -210,8 +212,8 @@ class ListProblems:
 class ListedPart:
     """Lists of the keys of n consecutive queries, as Triton's kernels read them.
 
-    keys: indices of keys in the call, ascending in each list. A repeated one counts once, one that does
-        not exist not at all.
+    keys: indices of keys in the call, ascending in each list. A repeated index counts once; one that is not of a key
+        of the call is ignored.
     begins, counts: first place and number of places in `keys` of the list of query `first` + i, in batch entry e and
         table t, at (e * T + t) * n + i.
     shape: (b, T, n).

@@ -24,7 +24,7 @@ from .._score_mod import ScoreMod, apply_score_mod
 from ._key_lists import ENOUGH, ListChunk, ListProblems, PaddedProblems, few_of_each_kind
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
-# T lists, one for each query block of a mask's heads and batch entries, W entries of the longest; Q, K: a block
+# T lists, one for each query block of a mask's heads and batch entries, W blocks of the longest; Q, K tokens of a block
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
@@ -244,7 +244,7 @@ class BlockProblems:
         q: Tensor,
         k: Tensor,
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
+        """Return a mask, True for pairs that are not allowed: masked ones, and those after the last block or key.
 
         None if every pair is allowed: no list has a block with a mask, and none is shorter than the span's length.
 
@@ -282,7 +282,7 @@ def attention(
     dtype: torch.dtype | None = None,
     recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of attention over these problems, computed in float32 or wider, which lse has.
+    """Return (out, natural lse) of attention over these problems, computed in float32 or wider, the dtype of lse.
 
     G divides H. A query without keys has output 0 and lse -inf.
 
@@ -352,8 +352,7 @@ def gradients(
     """Return (dq, dk, dv, [gradient of each learned tensor]) of attention over these problems.
 
     dk and dv are in float32 or wider, dq is in the dtype of q. The problems may have only some keys of a query; lse,
-    grad_out and delta (see `WholeRows`) are over all its keys.
-    lse is inf for queries without keys.
+    grad_out and delta (see `WholeRows`) are over all its keys, and lse is inf for a query without keys.
     """
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
     lses = problems.by_query_block(lse, torch.inf)
