@@ -116,7 +116,7 @@ class MeasuredOption:
 class PlanReport(PlanSize):
     """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
-    useful_pairs: (query, key) pairs that the pattern allows.
+    useful_pairs: (query, key) pairs that the pattern allows; a pair counts once for each branch that allows it.
     computed_pairs: pairs in the blocks that are computed.
     all_pairs: pairs of dense attention.
     block_list_bytes: bytes of the block lists, which stay in the cache.
@@ -301,8 +301,8 @@ def plan(
         >>> peak = report.attention_memory.training_peak  # bytes
 
     With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
-    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of (query,
-    key) pairs that the pattern allows, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
+    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, counted as
+    `PlanReport.useful_pairs`, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
 
     order: as in `distributed.Sharding`.
     schedule, codec: as in `distributed.attend`, without codec "auto".

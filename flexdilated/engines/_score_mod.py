@@ -124,8 +124,8 @@ def apply_score_mod(
 
     b, h: batch entry and head of each problem.
     q, k: positions of queries and keys.
-    hidden: True for pairs that are not allowed, for which score_mod may fail. It gets the indices of an allowed pair of
-        the same Q queries and K keys instead, if there is one; callers must mask the result.
+    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair of
+        their group instead, if the group has one. Callers must mask the result.
     """
     if torch.compiler.is_compiling():
         score_mod = _with_one_element_score(score_mod)
