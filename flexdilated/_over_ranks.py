@@ -158,12 +158,12 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRa
     return None
 
 
-LONGEST = 400  # most characters of a pattern in a module's repr, so that a repr of several modules stays readable
+LONGEST_PATTERN_TEXT = 400  # characters, so that a repr of several modules stays readable
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
     """Return the repr of a pattern; if it is longer than 400 characters, its first 400 or fewer and an ellipsis."""
-    return shortened(repr(pattern), LONGEST)
+    return shortened(repr(pattern), LONGEST_PATTERN_TEXT)
 
 
 def engine_text(engine: str | None) -> str:

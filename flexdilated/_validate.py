@@ -111,7 +111,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         )
 
 
-def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (q, k, v) with k and v of batch 1 expanded to the batch of q; their gradients are sums over that batch.
 
     Other inputs are returned unchanged, also invalid ones, which `check_tensors` refuses.
@@ -231,11 +231,11 @@ class Place(NamedTuple):
     block_size: int | tuple[int, int] | None = None
 
 
-_WHOLE = Place()
+_DEFAULT_PLACE = Place()
 
 
 def check_zero_keys(
-    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, place: Place = _WHOLE
+    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, place: Place = _DEFAULT_PLACE
 ) -> None:
     """Raise ValueError if the pattern pads segments with zero keys and the call does not allow that.
 
@@ -312,7 +312,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def position(name: str, value: object) -> int:
+def offset_as_int(name: str, value: object) -> int:
     """Return an offset as a number: an integer tensor of shape () is read on the host.
 
     name: name of the argument, for errors.

@@ -72,7 +72,7 @@ def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n
 
 # E batch entries or 1 for all, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 
-_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`, if it is given their masks
+_BLOCKS_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`, if it is given their masks
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
@@ -104,7 +104,7 @@ def one_width(
 
 # Before torch 2.15, kernels compiled for accelerators have 32-bit offsets, which overflow beyond this many elements.
 MOST_ELEMENTS = (1 << 31) - 1
-_FAR_REACHING = torch.__version__ >= "2.15"
+_HAS_WIDE_OFFSETS = torch.__version__ >= "2.15"
 
 
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
@@ -115,7 +115,7 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 
     is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
-    if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
+    if not device_kind(x.device).flex_trains or (_HAS_WIDE_OFFSETS and not is_flash):
         return x
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x if last < MOST_ELEMENTS else x.contiguous()
@@ -278,5 +278,5 @@ def _slots_in_pairs(
             begin += len(tiles)
         return
     rows, columns = masks.any(2), masks.any(1)
-    for some in index.split(_AT_ONCE):
+    for some in index.split(_BLOCKS_AT_ONCE):
         yield some, rows[ids[some]], columns[ids[some]]

@@ -111,7 +111,7 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 # JSON and repr escape it. Inductor writes constants into comments of its code, which a line break would end.
-_BETWEEN = "\t"
+_SEPARATOR = "\t"
 
 
 def write_constants(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
@@ -122,12 +122,12 @@ def write_constants(texts: Sequence[str], values: Iterable[str | int | float | t
     texts: strings without tabs, such as patterns in JSON, which are stored unchanged.
     values: other constants, stored by their repr.
     """
-    return _BETWEEN.join([", ".join([f"{each!r}" for each in values]), *texts])
+    return _SEPARATOR.join([", ".join([f"{each!r}" for each in values]), *texts])
 
 
 def read_constants(constants: str) -> tuple[Any, ...]:
     """Read a text made by `write_constants`: returns (*texts, *values)."""
-    values, *texts = constants.split(_BETWEEN)
+    values, *texts = constants.split(_SEPARATOR)
     return *texts, *_parsed_values(values)
 
 
@@ -143,7 +143,7 @@ def functions_in(constants: str) -> object:
 
     Graphs hold the object as long as they need the functions.
     """
-    return [kept_functions(text) for text in constants.split(_BETWEEN)[1:]]
+    return [kept_functions(text) for text in constants.split(_SEPARATOR)[1:]]
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | None, over_ranks: bool = False) -> None:

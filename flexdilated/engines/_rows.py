@@ -150,7 +150,7 @@ class RowProgram:
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
         lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
         for part in self.parts:
-            out, lse = _attend(part, q, k, v, scale, score_mod)
+            out, lse = _attend_part(part, q, k, v, scale, score_mod)
             outs[part.level][:, part.group.query_heads, part.rows] = part.to_heads(out).to(outs.dtype)
             lses[part.level][:, part.group.query_heads, part.rows] = part.to_heads(lse)
         if levels == 1:
@@ -180,7 +180,7 @@ class RowProgram:
         return dq, dk, dv
 
 
-def _attend(
+def _attend_part(
     part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
 ) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)

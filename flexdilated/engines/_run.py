@@ -53,13 +53,13 @@ def run(
     if engine == "flash":
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
         features = features._replace(kernel_options=on_flash(features.kernel_options))
-    listed = _listed(call, features) if device_kind(q.device).flex_trains else None
+    listed = _split_by_key_table(call, features) if device_kind(q.device).flex_trains else None
     if listed is None:
         return flex(q, k, v, bindings, call, features)
     return _run_with_listed_keys(listed, q, k, v, bindings, call, features)
 
 
-def _listed(call: Call, features: Features) -> ListedParts | None:
+def _split_by_key_table(call: Call, features: Features) -> ListedParts | None:
     """Return the split of a call's pattern by its table of single keys; None if engine flex computes all pairs."""
     if call.placement or call.rate > 1 or (features.score_mod is not None and torch.compiler.is_compiling()):
         return None

@@ -97,12 +97,12 @@ class _Sizes:
         sets = lcm(tables, groups)
         of_set = heads // sets
         average = len(part.keys) // max(1, len(part.counts))
-        blocks = _blocks(q.dtype, (dim, v_dim), _shared_bytes(q.device.index), backward=backward)
+        blocks = _program_sizes(q.dtype, (dim, v_dim), _shared_bytes(q.device.index), backward=backward)
         assert blocks is not None, "see `serves`"
         at_once = min(blocks[0], max(16, triton.next_power_of_2(of_set)))
         programs = -(-of_set // at_once)
         numbers = (part.first, queries, keys, sets, sets // tables, sets // groups, programs, of_set)
-        (main, rest), (v_main, v_rest) = _split(dim), _split(v_dim)
+        (main, rest), (v_main, v_rest) = _split_head_dim(dim), _split_head_dim(v_dim)
         constants = {"DIM": dim, "MAIN": main, "REST": rest, "V_DIM": v_dim, "V_MAIN": v_main, "V_REST": v_rest}
         constants |= {"HEADS": at_once, "KEYS": min(blocks[1], max(16, triton.next_power_of_2(average)))}
         constants |= {"num_warps": blocks[2], "num_stages": blocks[3]}
@@ -115,11 +115,11 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         q.dtype in _DTYPES
         and q.dtype == k.dtype == v.dtype
-        and _blocks(q.dtype, dims, _shared_bytes(q.device.index), backward=True) is not None
+        and _program_sizes(q.dtype, dims, _shared_bytes(q.device.index), backward=True) is not None
     )
 
 
-def _blocks(
+def _program_sizes(
     dtype: torch.dtype, dims: tuple[int, int], shared_bytes: int, *, backward: bool
 ) -> tuple[int, int, int, int] | None:
     """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
@@ -150,7 +150,7 @@ def _shared_bytes(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def _split(dim: int) -> tuple[int, int]:
+def _split_head_dim(dim: int) -> tuple[int, int]:
     """Return (a, b) with a + b >= dim; each is a power of two of at least 16, as tl.dot needs, or b is 0."""
     main = max(16, 1 << dim.bit_length() - 1)
     return main, max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
@@ -174,7 +174,7 @@ def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, t
 
 
 @triton.jit
-def _listed(keys, place, count, keys_of_call):
+def _load_keys(keys, place, count, keys_of_call):
     """Return (keys at these places of a list, mask of keys that exist in the call and do not repeat the key before)."""
     key = tl.load(keys + place, place < count, other=-1).to(tl.int64)
     before = tl.load(keys + place - 1, (place > 0) & (place < count), other=-1).to(tl.int64)
@@ -182,7 +182,7 @@ def _listed(keys, place, count, keys_of_call):
 
 
 @triton.jit
-def _rows(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+def _load(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
     """Load WIDTH channels, from FIRST on, of vectors of x at `offset`; 0 where not `there`, and from channel DIM on."""
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
@@ -219,9 +219,9 @@ def _forward(
     b, n, h, exists, g, own = _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, tables, HEADS)
     begin, count = tl.load(begins + own), tl.load(counts + own)
     row = b * q_b + h.to(tl.int64) * q_h + n.to(tl.int64) * q_n
-    main = _rows(q, row, exists, 0, MAIN, DIM)
+    main = _load(q, row, exists, 0, MAIN, DIM)
     if REST:
-        rest = _rows(q, row, exists, MAIN, REST, DIM)
+        rest = _load(q, row, exists, MAIN, REST, DIM)
     k += b * k_b + g.to(tl.int64) * k_g
     v += b * v_b + g.to(tl.int64) * v_g
     top = tl.full([HEADS], float("-inf"), tl.float32)
@@ -230,19 +230,19 @@ def _forward(
     if V_REST:
         rest_sums = tl.zeros([HEADS, V_REST], tl.float32)
     for start in range(0, count, KEYS):
-        key, there = _listed(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
-        scores = _dot(main, tl.trans(_rows(k, key * k_m, there, 0, MAIN, DIM)))
+        key, there = _load_keys(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
+        scores = _dot(main, tl.trans(_load(k, key * k_m, there, 0, MAIN, DIM)))
         if REST:
-            scores += _dot(rest, tl.trans(_rows(k, key * k_m, there, MAIN, REST, DIM)))
+            scores += _dot(rest, tl.trans(_load(k, key * k_m, there, MAIN, REST, DIM)))
         scores = tl.where(there[None], scores * (scale * _LOG2_E), float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
         total = total * kept + tl.sum(weights, 1)
         weights = weights.to(v.dtype.element_ty)
-        sums = sums * kept[:, None] + _dot(weights, _rows(v, key * v_m, there, 0, V_MAIN, V_DIM))
+        sums = sums * kept[:, None] + _dot(weights, _load(v, key * v_m, there, 0, V_MAIN, V_DIM))
         if V_REST:
-            rest_sums = rest_sums * kept[:, None] + _dot(weights, _rows(v, key * v_m, there, V_MAIN, V_REST, V_DIM))
+            rest_sums = rest_sums * kept[:, None] + _dot(weights, _load(v, key * v_m, there, V_MAIN, V_REST, V_DIM))
         top = new
     some = tl.where(total == 0, 1.0, total)
     row = b * out_b + h.to(tl.int64) * out_h + n.to(tl.int64) * out_n
@@ -267,12 +267,12 @@ def _backward(
     begin, count = tl.load(begins + own), tl.load(counts + own)
     h, n, g = h.to(tl.int64), n.to(tl.int64), g.to(tl.int64)
     row, grad_row = b * q_b + h * q_h + n * q_n, b * grad_b + h * grad_h + n * grad_n
-    main, grad = _rows(q, row, exists, 0, MAIN, DIM), _rows(grad_out, grad_row, exists, 0, V_MAIN, V_DIM)
+    main, grad = _load(q, row, exists, 0, MAIN, DIM), _load(grad_out, grad_row, exists, 0, V_MAIN, V_DIM)
     if REST:
-        rest = _rows(q, row, exists, MAIN, REST, DIM)
+        rest = _load(q, row, exists, MAIN, REST, DIM)
         dq_rest = tl.zeros([HEADS, REST], tl.float32)
     if V_REST:
-        grad_rest = _rows(grad_out, grad_row, exists, V_MAIN, V_REST, V_DIM)
+        grad_rest = _load(grad_out, grad_row, exists, V_MAIN, V_REST, V_DIM)
     of_row = b * lse_b + h * lse_h + n * lse_n
     base = tl.load(lse + of_row, exists, other=float("inf")) * _LOG2_E
     less = tl.load(delta + of_row, exists, other=0.0)
@@ -282,15 +282,15 @@ def _backward(
     dv += b * dv_b + g * dv_g
     dq_main = tl.zeros([HEADS, MAIN], tl.float32)
     for start in range(0, count, KEYS):
-        key, there = _listed(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
-        k_main = _rows(k, key * k_m, there, 0, MAIN, DIM)
+        key, there = _load_keys(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
+        k_main = _load(k, key * k_m, there, 0, MAIN, DIM)
         scores = _dot(main, tl.trans(k_main))
-        of_weights = _dot(grad, tl.trans(_rows(v, key * v_m, there, 0, V_MAIN, V_DIM)))
+        of_weights = _dot(grad, tl.trans(_load(v, key * v_m, there, 0, V_MAIN, V_DIM)))
         if REST:
-            k_rest = _rows(k, key * k_m, there, MAIN, REST, DIM)
+            k_rest = _load(k, key * k_m, there, MAIN, REST, DIM)
             scores += _dot(rest, tl.trans(k_rest))
         if V_REST:
-            of_weights += _dot(grad_rest, tl.trans(_rows(v, key * v_m, there, V_MAIN, V_REST, V_DIM)))
+            of_weights += _dot(grad_rest, tl.trans(_load(v, key * v_m, there, V_MAIN, V_REST, V_DIM)))
         scores = tl.where(there[None], scores * (scale * _LOG2_E), float("-inf"))
         weights = tl.exp2(scores - base[:, None])
         of_scores = (weights * (of_weights - less[:, None]) * scale).to(k.dtype.element_ty)

@@ -19,8 +19,8 @@ from . import _kernel_cuda
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels keep the scale in float32; for a smaller one, scores are 0
 _ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of 256 rows; below, of 64 or 32
 _FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
-_ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
-_OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
+_META_CHUNKS = 2  # chunks that are run on the meta device: memory does not change after the second
+_KERNEL_MODULES = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def forward(
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
-    parts = (fold.enter(part) for part in (filled(x.q, blind), x.k, x.v))
+    parts = (fold.enter(part) for part in (fill_blind(x.q, blind), x.k, x.v))
     out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=mask)
-    return fold.leave(out), filled(fold.leave(lse), blind, -torch.inf)
+    return fold.leave(out), fill_blind(fold.leave(lse), blind, -torch.inf)
 
 
 def backward(
@@ -73,8 +73,8 @@ def backward(
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
-    grad_out, q, out = (filled(part, blind) for part in (grad_out, x.q, out))
-    parts = (fold.enter(part) for part in (grad_out, q, x.k, x.v, out, filled(lse, blind, torch.inf)))
+    grad_out, q, out = (fill_blind(part, blind) for part in (grad_out, x.q, out))
+    parts = (fold.enter(part) for part in (grad_out, q, x.k, x.v, out, fill_blind(lse, blind, torch.inf)))
     grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=mask)
     return fold.leave(grads[0]), fold.leave(grads[1]), fold.leave(grads[2])
 
@@ -136,7 +136,7 @@ def _blind_queries(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F 
     return blind.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1) if bool(blind.any()) else None
 
 
-def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
+def fill_blind(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
     """Return x with `value` at queries that are True in `blind`; x itself if blind is None.
 
     x has a number or a vector for each query.
@@ -231,7 +231,7 @@ def _backward_in_float32(
     at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
     begins = range(0, len(q), at_once)
     if q.is_meta:  # only memory matters, and it does not change after the second chunk
-        begins = begins[:_ENOUGH]
+        begins = begins[:_META_CHUNKS]
     for begin in begins:
         some = slice(begin, begin + at_once)
         few_grads, *few = (x[some].float() for x in (grad_out, q, k, v, out))
@@ -263,7 +263,7 @@ def _backward_on_cpu(
 
 def _device_kernels(x: Tensor) -> ModuleType | None:
     """Return the module with `forward` and `backward` of the device's kernels; None if these are the CPU kernels."""
-    return _OTHERS.get(device_kind(x.device).kernels)
+    return _KERNEL_MODULES.get(device_kind(x.device).kernels)
 
 
 def _positive_scale(scale: float, needed: bool) -> tuple[float, float]:

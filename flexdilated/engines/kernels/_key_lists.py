@@ -30,9 +30,9 @@ _BYTES_ON_DEVICE = 128 << 20  # of the keys and values that are gathered at once
 _MOST_PADDING = 2  # longest over shortest list of a chunk
 _BYTES_IN_GRAPHS = 64 << 20  # of the keys and values that a graph gathers at once
 _MOST_CHUNKS = 32  # of a graph, which has the operations of each
-ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
+META_CHUNKS = 2  # alike chunks that are run on the meta device: memory does not change after the second
 
-Span = TypeVar("Span")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class ListChunk:
     hidden: True for places after the end of a list; None if all lists of the call are equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    none: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
+    absent: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
     query: index of the query of each list for score_mod; None for that of `problem`. An empty list has, here and in
         `key`, a pair of another list, as score_mod may fail for pairs that are in none.
     """
@@ -56,7 +56,7 @@ class ListChunk:
     hidden: Bool[Tensor, "1 t 1 L"] | None
     key: Int64[Tensor, "t L"]
     first: tuple[int, int, int]
-    none: Bool[Tensor, "t L"] | None = None
+    absent: Bool[Tensor, "t L"] | None = None
     query: Int64[Tensor, "t 1"] | None = None
 
     @property
@@ -186,7 +186,7 @@ class ListProblems:
             first_key = (batch_entry * groups + head_set * groups // sets) * keys
             head = (head_set * (heads // sets))[..., None] + head_in_set
             together = max(1, self._keys_at_once // (length * (end - begin)))
-            for some in range(0, self._problems_per_list, together)[: ENOUGH if self.is_meta else None]:
+            for some in range(0, self._problems_per_list, together)[: META_CHUNKS if self.is_meta else None]:
                 users = slice(some, some + together)
                 problem = batch_entry[users, :, None], head[users], query[None, :, None]
                 yield ListChunk(problem, first_key[users, :, None] + key, hidden, key, self.first)
@@ -291,12 +291,12 @@ class PaddedProblems:
             yield ListChunk(problem, block, none[None, :, None], key, self.first, none, query)
 
 
-def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:
-    """Return the first `ENOUGH` spans of each kind, in order: for peak memory, further spans of a kind add nothing."""
+def few_of_each_kind(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[Item]:
+    """Return the first `META_CHUNKS` items of each kind, in order: further ones do not raise the peak memory."""
     alike: Counter[Hashable] = Counter()
     found = []
-    for span in spans:
-        alike[kind(span)] += 1
-        if alike[kind(span)] <= ENOUGH:
-            found.append(span)
+    for item in items:
+        alike[kind(item)] += 1
+        if alike[kind(item)] <= META_CHUNKS:
+            found.append(item)
     return found
