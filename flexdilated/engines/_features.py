@@ -1,4 +1,4 @@
-"""Features of a call beside its pattern and sizes: one value from the public functions down to the kernels."""
+"""Features of a call, apart from its pattern and sizes: one value from the public functions down to the kernels."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ListChunk:
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     absent: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
     query: index of the query of each list for score_mod; None for that of `problem`. An empty list has, here and in
-        `key`, a pair of another list, as score_mod may fail for pairs that are in none.
+        `key`, a pair of another list, as score_mod may fail for pairs in no list.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
@@ -214,8 +214,8 @@ class ListedPart:
 
     keys: indices of keys in the call, ascending in each list. A repeated index counts once; one that is not of a key
         of the call is ignored.
-    begins, counts: first place and number of places in `keys` of the list of query `first` + i, in batch entry e and
-        table t, at (e * T + t) * n + i.
+    begins, counts: index in `keys` at which each list begins, and its length. Entry (e * T + t) * n + i is for query
+        `first` + i in table t of batch entry e.
     shape: (b, T, n).
     first: index of the first query.
     """

@@ -320,7 +320,10 @@ def _chunk_attention(
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
-    """Return (out, natural lse) of a chunk's problems; queries, keys and values are those of all problems."""
+    """Return (out, natural lse) of a chunk's problems.
+
+    queries, keys, values: of all chunks; chunk.problem and chunk.block are indices of them.
+    """
     wide = sum_dtype(queries)
     scores = (queries[chunk.problem].to(wide) @ _gather_blocks(keys, chunk).mT).mul_(weighting.scale)
     if weighting.score_mod is not None:  # its result is not written to: autograd may keep it
@@ -384,7 +387,7 @@ def _chunk_gradients(
     """Return ((dq, dk, dv), gradient of each learned tensor or None for 0) of a chunk's problems.
 
     dq has the shape of `queries`. dk and dv have a vector for each listed key of each problem, (x, t, LK, D or E); the
-    caller adds up those of one key.
+    caller sums the vectors of one key.
 
     keys, values: blocks of all problems, from which chunk.block chooses. All other arguments are of this chunk alone.
     """
