@@ -22,8 +22,8 @@ from ._validate import (
     check_sizes,
     check_tensors,
     check_zero_keys,
-    in_batch,
-    position,
+    expand_batch,
+    offset_as_int,
     require_q_offset,
     run_time_tensors,
     scaled,
@@ -189,7 +189,7 @@ def attend(
     if isinstance(q, Pattern | Mixture):
         raise TypeError("attend takes (q, k, v, pattern), the pattern last; got a pattern as q")
     require_expression(pattern)
-    q, k, v = in_batch(*autocast(q, k, v))
+    q, k, v = expand_batch(*autocast(q, k, v))
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     check_score_mod(score_mod)
@@ -201,7 +201,7 @@ def attend(
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)
         q_offset = 0
-    first = position("q_offset", q_offset), position("k_offset", k_offset)
+    first = offset_as_int("q_offset", q_offset), offset_as_int("k_offset", k_offset)
     place = Place(*first, head_offset, num_heads_global, layout, block_size)
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], place)
     q, call, tensors, factor = checked_call(q, k, pattern, place, scale, bindings)

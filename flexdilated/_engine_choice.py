@@ -136,7 +136,7 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def _feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
-    """Tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
+    """Return the tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
     found = [] if features.sinks is None else [features.sinks]
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]
 

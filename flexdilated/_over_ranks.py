@@ -83,7 +83,7 @@ class OverRanks:
         return equal_shards(length, self.ranks) if self.sharding is None else self.sharding
 
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
-        """Positions, in the whole sequence, of the `length` tokens on this rank.
+        """Return the positions, in the whole sequence, of the `length` tokens on this rank.
 
         Raises ValueError if `sharding` assigns another number of tokens to this rank, or if it is None and length is 0.
         """
@@ -107,7 +107,7 @@ class OverRanks:
         bindings: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> Any:
-        """Attention of this rank's queries over the keys of all ranks.
+        """Compute attention of this rank's queries over the keys of all ranks.
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
         it, and run its backward.
@@ -158,19 +158,19 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRa
     return None
 
 
-LONGEST = 400  # characters of a pattern, so that a repr of several modules stays readable
+LONGEST_PATTERN_TEXT = 400  # characters, so that a repr of several modules stays readable
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """Repr of a pattern; a longer one is cut after at most 400 characters, and ends in an ellipsis."""
-    return shortened(repr(pattern), LONGEST)
+    """Return the repr of a pattern; if it is longer than 400 characters, its first 400 or fewer and an ellipsis."""
+    return shortened(repr(pattern), LONGEST_PATTERN_TEXT)
 
 
 def engine_text(engine: str | None) -> str:
-    """Text "engine=..." for a repr; after None it names the default engines of CPU and CUDA."""
+    """Return "engine=..." for a repr; for None with the default engines of CPU and CUDA."""
     return f"engine={engine!r}{' (aten on CPU, flex on CUDA)' if engine is None else ''}"
 
 
 def ranks_text(over_ranks: OverRanks | None) -> str:
-    """Text ", mesh=..., schedule=..." with all settings, to append to the repr of a module; "" for None."""
+    """Return ", mesh=..., schedule=..." with all settings, to append to the repr of a module; "" for None."""
     return "" if over_ranks is None else f", {over_ranks}"

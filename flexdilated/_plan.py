@@ -116,7 +116,7 @@ class MeasuredOption:
 class PlanReport(PlanSize):
     """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
-    useful_pairs: (query, key) pairs that the pattern allows.
+    useful_pairs: (query, key) pairs that the pattern allows; a pair counts once for each branch that allows it.
     computed_pairs: pairs in the blocks that are computed.
     all_pairs: pairs of dense attention.
     block_list_bytes: bytes of the block lists, which stay in the cache.
@@ -167,7 +167,7 @@ class PlanReport(PlanSize):
         return model_memory(self.model, self.num_tokens, self._layer_attention_memory, checkpoint=checkpoint)
 
     def to_data(self) -> dict[str, Any]:
-        """The report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
+        """Return the report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
         call = self.attention_memory
         work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops", "block_list_bytes")
 
@@ -292,8 +292,8 @@ def plan(
     dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
         dropout, and gradients of tensors that score_mod captures are not counted.
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
-        seconds are those of the device's default. A table of single keys is counted as read directly; one of
-        selected blocks, too, for "aten", else as block lists.
+        seconds are those of the device's default. A table of single keys is counted as read directly, a table of
+        selected blocks only for "aten", and otherwise as block lists.
     measure: True to time the alternatives on this machine's CPU. A way for a branch is not timed if it is predicted to
         take over 4 times as long as the cheapest way for that branch. False: no attention is computed.
 
@@ -301,8 +301,8 @@ def plan(
         >>> peak = report.attention_memory.training_peak  # bytes
 
     With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
-    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of (query,
-    key) pairs that the pattern allows, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
+    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, counted as
+    `PlanReport.useful_pairs`, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`.
 
     order: as in `distributed.Sharding`.
     schedule, codec: as in `distributed.attend`, without codec "auto".

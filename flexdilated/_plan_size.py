@@ -100,7 +100,7 @@ class PlanSize:
         return f"head dim {self.head_dim}" + (f", values {self.value_dim}" if self.value_dim != self.head_dim else "")
 
     def attention(self, num_tokens: int) -> AttentionSize:
-        """Sizes of a call of `attend` with num_tokens queries and keys, for the memory estimate."""
+        """Return the sizes of a call of `attend` with num_tokens queries and keys, for the memory estimate."""
         heads = self.num_heads, self.head_dim, self.dtype, self.batch, self.num_kv_heads
         return AttentionSize(num_tokens, *heads, value_dim=self.value_dim)
 

@@ -111,7 +111,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         )
 
 
-def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (q, k, v) with k and v of batch 1 expanded to the batch of q; their gradients are sums over that batch.
 
     Other inputs are returned unchanged, also invalid ones, which `check_tensors` refuses.
@@ -221,7 +221,7 @@ Scale = float | Tensor | None  # argument `scale` of a call: see `scaled`
 
 
 class Place(NamedTuple):
-    """Where the tokens and heads of a call belong; fields as the arguments of `attend`."""
+    """Offsets of the tokens and heads of a call, their layout, and the block size: arguments of `attend`, by name."""
 
     q_offset: int = 0
     k_offset: int = 0
@@ -231,11 +231,11 @@ class Place(NamedTuple):
     block_size: int | tuple[int, int] | None = None
 
 
-_WHOLE = Place()
+_DEFAULT_PLACE = Place()
 
 
 def check_zero_keys(
-    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, place: Place = _WHOLE
+    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, place: Place = _DEFAULT_PLACE
 ) -> None:
     """Raise ValueError if the pattern pads segments with zero keys and the call does not allow that.
 
@@ -299,7 +299,10 @@ def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """Return the factor on the scores as a float: `scale`, which must be finite, or 1 / sqrt(head_dim) for None."""
+    """Return the factor on the scores as a float: `scale`, or 1 / sqrt(head_dim) for None.
+
+    Raises TypeError unless scale is a real number or None, and ValueError if it is not finite.
+    """
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -309,7 +312,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def position(name: str, value: object) -> int:
+def offset_as_int(name: str, value: object) -> int:
     """Return an offset as a number: an integer tensor of shape () is read on the host.
 
     name: name of the argument, for errors.
@@ -401,7 +404,7 @@ def _needed_names(pattern: str) -> tuple[str, ...]:
 
 @graph_constant
 def _names_left_on_device(pattern: str) -> tuple[str, ...]:
-    """Names of the run-time tensors that stay on their device: tables of selected blocks. pattern: JSON text."""
+    """Return the names of run-time tensors that stay on their device: tables of selected blocks. pattern: JSON."""
     return _names_of_block_tables(pattern) if '"kind":"selected_blocks"' in pattern else ()
 
 

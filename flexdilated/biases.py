@@ -66,7 +66,8 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
         H = 1, one value serves all heads.
     pattern: the pattern of which these are the pairs; `attend` may combine it with others, whose pairs get no value.
 
-    It reads the pairs here: call it outside of functions that torch.compile compiles. The score_mod reads `values`.
+    `entries` itself reads the pairs: call it outside of functions that torch.compile compiles. The score_mod reads
+    `values` in each call.
 
     Raises TypeError for other patterns and in a graph, and ValueError for values of another shape, for a pattern with
     more than one matrix or table, and if it lists a pair twice.
@@ -179,7 +180,7 @@ def _bucket(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: boo
 def softcap(value: float) -> ScoreMod:
     """Return a score_mod that caps scores smoothly: value * tanh(score / value), as in Gemma 2, arXiv 2408.00118.
 
-    value: bound on the absolute scores, above 0. Raises TypeError or ValueError for others.
+    value: bound on the absolute scores, finite and above 0. Raises TypeError or ValueError for any other.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
     >>> fd.attend(q, k, v, masks.causal(), score_mod=fd.biases.softcap(50.0)).shape
@@ -196,7 +197,9 @@ def softcap(value: float) -> ScoreMod:
 
 
 def compose(*score_mods: ScoreMod) -> ScoreMod:
-    """Return a score_mod that applies score functions, at least one, in turn, the first to the scaled score.
+    """Return a score_mod that applies one or more score functions in turn, the first to the scaled score.
+
+    Raises TypeError without arguments and for an argument that is no function.
 
     >>> cap = fd.biases.softcap(30.0)
     >>> both = fd.biases.compose(fd.biases.alibi(fd.biases.slopes(4)), cap)

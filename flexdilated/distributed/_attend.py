@@ -22,7 +22,7 @@ from .._validate import (
     check_sinks,
     check_sizes,
     check_zero_keys,
-    in_batch,
+    expand_batch,
     run_time_tensors,
     scaled,
 )
@@ -185,7 +185,7 @@ def attend(
     require_bool("enable_gqa", enable_gqa)
     require_bool("return_lse", return_lse)
     dropout_p = constant_probability("dropout_p", dropout_p)
-    q, k, v = in_batch(*autocast(q, k, v))
+    q, k, v = expand_batch(*autocast(q, k, v))
     ranks = Ranks.of(mesh)
     shards = sharding
     if shards is None:  # any sharding will do for an invalid q: `check_shards` raises

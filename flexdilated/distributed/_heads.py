@@ -24,7 +24,7 @@ from .._validate import (
     check_sinks,
     check_sizes,
     check_zero_keys,
-    in_batch,
+    expand_batch,
     run_time_tensors,
     scaled,
 )
@@ -108,7 +108,7 @@ def attend_heads(
     """
     padded, dropout_p = require_expression(pattern), constant_probability("dropout_p", dropout_p)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
-    q, k, v = in_batch(*autocast(q, k, v))
+    q, k, v = expand_batch(*autocast(q, k, v))
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     check_score_mod(score_mod)

@@ -75,10 +75,7 @@ class Call(NamedTuple):
 
     @property
     def sizes_and_offsets(self) -> tuple[int, int, int, int, int, int]:
-        """Return the numbers of heads and tokens on this device and the two offsets, which the text lacks.
-
-        The text is the first of `arguments`.
-        """
+        """(num_heads, num_kv_heads, num_queries, num_keys, q_offset, k_offset), which the text in `arguments` lacks."""
         return self.num_heads, self.num_kv_heads, self.num_queries, self.num_keys, self.q_offset, self.k_offset
 
     @classmethod

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ._score_mod import ScoreMod
 
-# Multipliers and shifts of the 32-bit hash "lowbias32", https://nullprogram.com/blog/2018/07/31/, as signed integers.
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
-_STEP = 0x9E3779B9  # 2^32 over the golden ratio
+# Multipliers of the 32-bit hash "lowbias32", https://nullprogram.com/blog/2018/07/31/, as signed integers.
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_BRANCH_STEP = 0x9E3779B9  # 2^32 over the golden ratio
 
 
 class Dropout(NamedTuple):
@@ -41,12 +41,12 @@ class Dropout(NamedTuple):
             has the broadcast shape.
         """
         # The numbers of a row and of a key are hashed well; of a pair, of which there are many more, in few operations.
-        row = _hash(self.seed[0] + _as_int32(place * _STEP))
+        row = _hash(self.seed[0] + _as_int32(place * _BRANCH_STEP))
         for x in (b, h, q):
             row = _hash(row ^ x.to(torch.int32))
         # Odd factors are invertible modulo 2^32: no row or key maps all its pairs to one number.
         pair = (row | 1) * (_hash(self.seed[1] ^ k.to(torch.int32)) | 1)
-        pair = (pair ^ _shift_right(pair, 15)) * _SECOND
+        pair = (pair ^ _shift_right(pair, 15)) * _SECOND_MULTIPLIER
         # Uniform signed 32-bit numbers are below -2^31 + p * 2^32 with probability p.
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
@@ -95,8 +95,8 @@ def without_seed(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], Dro
 
 
 def _hash(x: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
-    x = (x ^ _shift_right(x, 16)) * _FIRST
-    x = (x ^ _shift_right(x, 15)) * _SECOND
+    x = (x ^ _shift_right(x, 16)) * _FIRST_MULTIPLIER
+    x = (x ^ _shift_right(x, 15)) * _SECOND_MULTIPLIER
     return x ^ _shift_right(x, 16)
 
 

@@ -1,4 +1,4 @@
-"""Features of a call beside its pattern and sizes: one value from the public functions down to the kernels."""
+"""Features of a call, apart from its pattern and sizes: one value from the public functions down to the kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Features(NamedTuple):
     """Features of a call of attention, apart from its pattern and sizes.
 
     scale: factor on the scores.
-    score_mod: as from `fixed_score_mod`, or None.
+    score_mod: result of `fixed_score_mod`, or None.
     sinks: a logit for each query head of q, or None.
     dropout_p: probability of dropping an attention weight.
     seed: seed of dropout, drawn after the engine is chosen; None before, and without dropout.
     return_lse: if False, the lse of the result may be None.
-    kernel_options: of flex_attention, as from `options_text`.
+    kernel_options: options of flex_attention as JSON, from `options_text`; "" for none.
     """
 
     scale: float
@@ -43,6 +43,6 @@ class Features(NamedTuple):
         return Dropout(self.dropout_p, self.seed)
 
     def with_dropout(self, dropout: Dropout | None) -> Features:
-        """Return these features with this dropout instead of their own; None: without dropout."""
+        """Return these features with `dropout` in place of their own; without dropout if it is None."""
         p, seed = (0.0, None) if dropout is None else dropout
         return self._replace(dropout_p=p, seed=seed)

@@ -38,7 +38,7 @@ class HeadRun:
 
 
 @dataclass(frozen=True)
-class Strands:
+class StridedSide:
     """Reader and writer of one side of a term whose slots are strided views of a tensor.
 
     layout: token in each slot.
@@ -243,7 +243,7 @@ class PickedSide:
                 yield x[:, some], index[0], slice(few.begin, few.end)
 
 
-TokenGather = Strands | WholeSide | PickedSide
+TokenGather = StridedSide | WholeSide | PickedSide
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
@@ -252,14 +252,14 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
     layout: token in each slot of the term.
     heads: head of the tensor that each head of the term reads.
 
-    The result is a WholeSide for an order of all tokens, Strands if the slots are strided views, else a PickedSide.
+    The result is a WholeSide for an order of all tokens, StridedSide if the slots are strided views, else a PickedSide.
     """
     if isinstance(layout, Permutation):
         return WholeSide(layout, given, heads)
     if isinstance(layout, Folded):
         return PickedSide(_without_repeats(heads), layout.tokens().int())
     if layout.fold_starts is None:
-        return Strands(layout, _head_runs(heads, layout.starts))
+        return StridedSide(layout, _head_runs(heads, layout.starts))
     if len(set(layout.starts)) > 1:
         return PickedSide(heads, layout.tokens().int())
     return PickedSide(_without_repeats(heads), layout.tokens()[:1].int())
@@ -322,7 +322,7 @@ def _head_runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun
     """Cut the heads of a term into head runs, each as long as possible.
 
     heads: head of the tensor that each head of the term reads.
-    starts: `start` of each head of the term, equal within a run; all 0 if every head has the same tokens.
+    starts: `HeadRun.start` of each head of the term; the heads of a run have equal ones.
     """
     runs: list[HeadRun] = []
     begin = 0
@@ -357,7 +357,7 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
 
 
-def _placed_key_side(term: Term, placement: Placement, groups: int) -> Strands | PickedSide:
+def _placed_key_side(term: Term, placement: Placement, groups: int) -> StridedSide | PickedSide:
     """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
     placement: positions of the tokens in k and v.
@@ -378,11 +378,11 @@ def _located_side(
     heads: tuple[int, ...],
     tensor_heads: tuple[int, ...],
     locate: Locate,
-) -> Strands | PickedSide:
+) -> StridedSide | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    The result is a Strands, of views, if the places in each fold are evenly spaced, the folds too, and both distances
-    are equal for all heads; else a PickedSide.
+    The result is a StridedSide, of views, if the places in each fold are evenly spaced, the folds too, and both
+    distances are equal for all heads; else a PickedSide.
 
     heads: the term's heads, or one of them for each key/value head.
     tensor_heads: head of the tensor that each of `heads` reads.
@@ -399,9 +399,9 @@ def _located_side(
     strided = _as_compact(slots, heads)
     if strided is None:
         return PickedSide(tensor_heads, slots.int())
-    strands = side_of(strided, Layout(1), tensor_heads)
-    assert isinstance(strands, Strands)
-    return strands
+    side = side_of(strided, Layout(1), tensor_heads)
+    assert isinstance(side, StridedSide)
+    return side
 
 
 def _as_compact(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:

@@ -16,7 +16,7 @@ from ..masks.core import Expression
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which sums over keys and over partial results of x are computed: x's dtype, but at least float32."""
+    """Return the dtype of sums over keys and over partial results of x: x's dtype, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -44,11 +44,11 @@ def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] 
         top = torch.maximum(top, lse.detach())
     top = torch.where(top == -torch.inf, 0.0, top)  # -inf - -inf would be NaN, also in gradients
     weights = [torch.exp(lse - top) for lse in lses]
-    total = add(weights)
+    total = sum_of(weights)
     empty = total == 0
     some = torch.where(empty, 1.0, total)
     shares = ((weight / some)[..., None] for weight in weights)
-    out = add(out.to(sum_dtype(out)) * share for (out, _), share in zip(parts, shares, strict=False))
+    out = sum_of(out.to(sum_dtype(out)) * share for (out, _), share in zip(parts, shares, strict=False))
     if scores:  # the scores' gradient must not read a NaN in the gradient of a row without keys
         seen = lses[0] > -torch.inf
         for lse in lses[1 : len(parts)]:
@@ -57,8 +57,8 @@ def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] 
     return out.to(parts[0][0].dtype), torch.where(empty, -torch.inf, top + torch.log(some))
 
 
-def add(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor; an iterator's tensors are computed one at a time, when they are added.
+def sum_of(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors, which it takes from an iterator one at a time.
 
     Unlike `sum`, it does not start from 0, which would be an operation in a graph.
     """

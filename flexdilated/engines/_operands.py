@@ -72,7 +72,7 @@ def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n
 
 # E batch entries or 1 for all, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 
-_AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
+_BLOCKS_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`, if it is given their masks
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
@@ -102,20 +102,20 @@ def one_width(
     return q, k, v
 
 
-# Kernels compiled for accelerators take offsets in 32 bits before torch 2.15; beyond, they would wrap.
+# Before torch 2.15, kernels compiled for accelerators have 32-bit offsets, which overflow beyond this many elements.
 MOST_ELEMENTS = (1 << 31) - 1
-_FAR_REACHING = torch.__version__ >= "2.15"
+_HAS_WIDE_OFFSETS = torch.__version__ >= "2.15"
 
 
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
-    It is copied on accelerators only, if the last element is 2**31 - 1 or more elements from the first. Such distances
-    occur in views of larger tensors, such as the values of a fused projection of a million tokens.
+    It is copied if the last element is 2**31 - 1 or more elements from the first, except on CPU. Such distances occur
+    in views of larger tensors, such as the values of a fused projection of a million tokens.
 
     is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
-    if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
+    if not device_kind(x.device).flex_trains or (_HAS_WIDE_OFFSETS and not is_flash):
         return x
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x if last < MOST_ELEMENTS else x.contiguous()
@@ -140,16 +140,16 @@ class HiddenSlots:
         return HiddenSlots(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
-        """Return x with `value` at hidden queries (those that attend to no key); x itself if there are none.
+        """Return x with `value` at hidden queries (those that attend to no key); x itself if `queries` is None.
 
         dim: axis of the queries in x.
         """
         return _fill_hidden(x, self.queries, dim, value)
 
     def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
-        """Return x with 0 at keys that are hidden from all query heads of their key/value head; x itself if none are.
+        """Return x with 0 at keys that are hidden from all query heads of their key/value head.
 
-        A key is hidden from a head if no query of the head attends to it.
+        A key is hidden from a head if no query of the head attends to it. If `keys` is None, x itself is returned.
 
         dim: axis of the keys in x.
         """
@@ -278,5 +278,5 @@ def _slots_in_pairs(
             begin += len(tiles)
         return
     rows, columns = masks.any(2), masks.any(1)
-    for some in index.split(_AT_ONCE):
+    for some in index.split(_BLOCKS_AT_ONCE):
         yield some, rows[ids[some]], columns[ids[some]]

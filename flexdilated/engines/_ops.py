@@ -111,7 +111,7 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 # JSON and repr escape it. Inductor writes constants into comments of its code, which a line break would end.
-_BETWEEN = "\t"
+_SEPARATOR = "\t"
 
 
 def write_constants(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
@@ -122,12 +122,12 @@ def write_constants(texts: Sequence[str], values: Iterable[str | int | float | t
     texts: strings without tabs, such as patterns in JSON, which are stored unchanged.
     values: other constants, stored by their repr.
     """
-    return _BETWEEN.join([", ".join([f"{each!r}" for each in values]), *texts])
+    return _SEPARATOR.join([", ".join([f"{each!r}" for each in values]), *texts])
 
 
 def read_constants(constants: str) -> tuple[Any, ...]:
     """Read a text made by `write_constants`: returns (*texts, *values)."""
-    values, *texts = constants.split(_BETWEEN)
+    values, *texts = constants.split(_SEPARATOR)
     return *texts, *_parsed_values(values)
 
 
@@ -143,7 +143,7 @@ def functions_in(constants: str) -> object:
 
     Graphs hold the object as long as they need the functions.
     """
-    return [kept_functions(text) for text in constants.split(_BETWEEN)[1:]]
+    return [kept_functions(text) for text in constants.split(_SEPARATOR)[1:]]
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | None, over_ranks: bool = False) -> None:
@@ -186,8 +186,8 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | No
 def autograd_on() -> Iterator[None]:
     """Context manager that lets autograd record in a custom op's kernel, where `torch.enable_grad` alone does not.
 
-    A kernel runs without autograd's dispatch keys, as the op registers its own backward. It needs them to
-    differentiate torch operations inside the kernel.
+    A kernel runs without autograd's dispatch keys, as the op registers its own backward. Torch operations inside the
+    kernel can be differentiated only with these keys.
     """
     keys, excluded = _torch_private.DispatchKey, _torch_private.dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
@@ -207,7 +207,7 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradients of an op's last arguments, which have none, as its backward must: ([None, ...], None, ...).
+    """Return the results of an op's backward for its last arguments, which get no gradient: ([None, ...], None, ...).
 
     bindings: the op's list of run-time tensors; its gradient is a list with one None for each tensor.
     options: the arguments after that list; the gradient of each is None, or [] for an option that is an empty list.

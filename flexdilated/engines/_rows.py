@@ -68,10 +68,10 @@ class RowPart:
     level: int
 
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
-        """Return the part's rows of x (queries, or values per query), grouped by key/value head.
+        """Return the part's rows of x (queries, or numbers for each query), grouped by key/value head.
 
-        Each of the g key/value heads has R rows: for one of its query heads after another, the part's queries. Blind
-        rows, which see no key of the part, are filled with `empty`, as their values could be NaN.
+        The R rows of a key/value head are the part's queries in its first query head, then in its second, and so on.
+        Blind rows, which see no key of the part, are filled with `empty`, as their values could be NaN.
         """
         heads = x[:, self.group.query_heads, self.rows]
         if self.blind is not None:
@@ -150,7 +150,7 @@ class RowProgram:
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
         lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
         for part in self.parts:
-            out, lse = _attend(part, q, k, v, scale, score_mod)
+            out, lse = _attend_part(part, q, k, v, scale, score_mod)
             outs[part.level][:, part.group.query_heads, part.rows] = part.to_heads(out).to(outs.dtype)
             lses[part.level][:, part.group.query_heads, part.rows] = part.to_heads(lse)
         if levels == 1:
@@ -180,7 +180,7 @@ class RowProgram:
         return dq, dk, dv
 
 
-def _attend(
+def _attend_part(
     part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
 ) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
@@ -207,7 +207,7 @@ def matrix_forward(
 ) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     """Return (out, natural lse) of attention in float32 or wider, by two matrix products: for a few rows on any device.
 
-    A row without visible keys has output 0 and lse -inf. R: the queries of each query head of a key/value head in turn.
+    A row without visible keys has output 0 and lse -inf. The R rows are in the order of `RowPart.of_rows`.
 
     bias: added to the scores; -inf hides a pair.
     """
@@ -338,9 +338,9 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop, numbers.step)
 
 
-MOST_ROWS = 16  # most queries of a call that is computed without a plan
+MOST_ROWS = 16  # most queries (of each head) of a call that is computed without a plan
 _MOST_VIEWS = 4  # most ranges of keys that are read as views; more are gathered by index
-_GROUP_BYTES = 1000
+_GROUP_BYTES = 1000  # assumed size of a head group in the cache
 
 
 def needs_no_plan(call: Call) -> bool:

@@ -53,13 +53,13 @@ def run(
     if engine == "flash":
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
         features = features._replace(kernel_options=on_flash(features.kernel_options))
-    listed = _listed(call, features) if device_kind(q.device).flex_trains else None
+    listed = _split_by_key_table(call, features) if device_kind(q.device).flex_trains else None
     if listed is None:
         return flex(q, k, v, bindings, call, features)
     return _run_with_listed_keys(listed, q, k, v, bindings, call, features)
 
 
-def _listed(call: Call, features: Features) -> ListedParts | None:
+def _split_by_key_table(call: Call, features: Features) -> ListedParts | None:
     """Return the split of a call's pattern by its table of single keys; None if engine flex computes all pairs."""
     if call.placement or call.rate > 1 or (features.score_mod is not None and torch.compiler.is_compiling()):
         return None
@@ -76,7 +76,12 @@ def _run_with_listed_keys(
     call: Call,
     features: Features,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the pairs of a table of single keys by engine portable, all others by engine flex, and merge them."""
+    """Return (out, natural lse) of a call: pairs of the table by engine portable, other pairs by flex, merged.
+
+    listed: split of the call's pattern.
+
+    The lse may be None without features.return_lse.
+    """
     if not listed.others:
         return portable(q, k, v, bindings, call, features)
     plain = features._replace(sinks=None, return_lse=True)

@@ -21,7 +21,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Indices:
+class IndexMap:
     """Map from a kernel's (batch, head, query, key) indices to batch entry, global head and positions.
 
     The kernel computes one term, a part of a plan, and has indices of its own. translate(function, *numbers) returns a
@@ -36,8 +36,8 @@ class Indices:
         """Bytes of the map's tensors that grow with the number of tokens or heads; single numbers are not counted."""
         return sum(each.nbytes for each in self.numbers if each.dim())
 
-    def on(self, device: torch.device) -> Indices:
-        return Indices(self.translate, tuple(x.to(device) for x in self.numbers))
+    def on(self, device: torch.device) -> IndexMap:
+        return IndexMap(self.translate, tuple(x.to(device) for x in self.numbers))
 
     def at_positions(self, function: ScoreMod) -> ScoreMod:
         return self.translate(function, *self.numbers)
@@ -67,7 +67,7 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
 
 
 def plain_function(score_mod: ScoreMod) -> ScoreMod:
-    """Return a fixed score_mod as a plain function, which torch.compile takes best."""
+    """Return a fixed score_mod as a plain function, for torch.compile: that of a `Recorded`, else score_mod itself."""
     return score_mod.function if isinstance(score_mod, Recorded) else score_mod
 
 
@@ -124,8 +124,8 @@ def apply_score_mod(
 
     b, h: batch entry and head of each problem.
     q, k: positions of queries and keys.
-    hidden: True for pairs that are not allowed, for which score_mod may fail. It gets the indices of an allowed pair of
-        the same Q queries and K keys instead, if there is one; callers must mask the result.
+    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair of
+        their group instead, if the group has one. Callers must mask the result.
     """
     if torch.compiler.is_compiling():
         score_mod = _with_one_element_score(score_mod)
@@ -171,7 +171,7 @@ def _replace_hidden_pairs(
     return q.gather(2, row), torch.where(shown, k, instead[..., None])
 
 
-def indices_of(term: Term, device: torch.device) -> Indices:
+def index_map_of(term: Term, device: torch.device) -> IndexMap:
     """Return the map from a term's kernel indices to global heads and positions, in the form of least memory."""
 
     def scalar(value: int) -> Tensor:
@@ -183,14 +183,14 @@ def indices_of(term: Term, device: torch.device) -> Indices:
         ends = ((side.begin + offset, side.end - 1 + offset) for side, offset in sides)
         starts = (torch.tensor(side.offsets, device=device) + side.start + offset for side, offset in sides)
         numbers = map(scalar, (term.q.width, term.q.segment, term.q.step, *chain(*ends)))
-        return Indices(in_segments, (heads, *starts, *numbers))
+        return IndexMap(in_segments, (heads, *starts, *numbers))
     if term.q.is_natural and term.k.is_natural:
-        return Indices(at_offsets, (heads, scalar(term.q_offset), scalar(term.k_offset)))
+        return IndexMap(at_offsets, (heads, scalar(term.q_offset), scalar(term.k_offset)))
     positions = (
         side.tokens(device)[:, 0].clamp(min=0).expand(len(term.heads), -1) + offset
         for side, offset in ((term.q, term.q_offset), (term.k, term.k_offset))
     )
-    return Indices(in_order, (heads, *positions))
+    return IndexMap(in_order, (heads, *positions))
 
 
 # FlexAttention takes a plain closure; its parameters are tensors so that other values need no recompilation.

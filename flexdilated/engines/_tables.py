@@ -61,7 +61,10 @@ class ListedParts(NamedTuple):
 
     @property
     def keeps_places(self) -> bool:
-        """True if the branches of both patterns have their indices in the whole pattern, by which dropout differs."""
+        """True if each branch has the same index in `own` or `others` as in the whole pattern.
+
+        Dropout depends on that index.
+        """
         return self.place == 0 and self.places == tuple(range(len(self.places)))
 
 

@@ -23,7 +23,7 @@ class TuningKey(NamedTuple):
         return cls(call, q.device.type, str(q.dtype), int(q.shape[-1]))  # symbolic in a trace
 
 
-results: dict[TuningKey, tuple[Choice, bool]] = {}  # the fastest; True if it was measured with the backward
+results: dict[TuningKey, tuple[Choice, bool]] = {}  # fastest choice; True if it was measured with the backward
 
 
 def measured_choice(call: Call, q: Tensor) -> Choice | None:

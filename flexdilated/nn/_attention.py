@@ -13,7 +13,7 @@ from .. import masks
 from .._attend import attend, autocast
 from .._engine_choice import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
-from .._validate import OTHER_KEYWORDS, check_tensors, in_batch, resolve_scale
+from .._validate import OTHER_KEYWORDS, check_tensors, expand_batch, resolve_scale
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, WIDTH, advises, require_bool, require_expression, require_int, require_probability
@@ -149,7 +149,7 @@ class BlockSparseAttention(nn.Module):
         """
         pattern = self.pattern
         if key_padding_mask is not None:
-            q, k, v = in_batch(q, k, v)
+            q, k, v = expand_batch(q, k, v)
             if self.over_ranks is None:
                 check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
             tokens = k.shape[2] if self.over_ranks is None else self.over_ranks.sharding_of(k.shape[2]).num_tokens

@@ -12,7 +12,7 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from .._attend import autocast, checked_call
 from .._engine_choice import choose_engine
-from .._validate import Place, Scale, check_lse, check_tensors, in_batch
+from .._validate import Place, Scale, check_lse, check_tensors, expand_batch
 from ..engines import Call, Features, aten_backward, refuse_transforms, run, sum_dtype
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import advises, device_kind, require_below, require_expression, require_int
@@ -74,7 +74,7 @@ def attention_received(
     torch.Size([1, 4, 256])
     """
     require_expression(pattern)
-    q, k, _ = in_batch(*autocast(q, k, k))
+    q, k, _ = expand_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     place = Place(q_offset, k_offset, head_offset, num_heads_global, layout, block_size)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._attend import autocast, checked_call
-from .._validate import Place, Scale, check_lse, check_tensors, in_batch, resolve_scale
+from .._validate import Place, Scale, check_lse, check_tensors, expand_batch, resolve_scale
 from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
@@ -71,7 +71,7 @@ def block_mass(
     >>> torch.testing.assert_close(mass.sum(-1), torch.ones(4, 4))
     """
     require_expression(pattern)
-    q, k, _ = in_batch(*autocast(q, k, k))
+    q, k, _ = expand_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     sides = block_sides(block)
@@ -126,7 +126,7 @@ def pooled_scores(
     >>> fd.pooled_scores(q, k, block=64).shape
     torch.Size([4, 4, 4])
     """
-    q, k, _ = in_batch(*autocast(q, k, k))
+    q, k, _ = expand_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     sides, factor = block_sides(block), resolve_scale(scale, q.shape[-1])
     if lse is not None:

@@ -62,7 +62,7 @@ def test_one_head_that_is_too_large():
 
 def test_views_that_reach_too_far_are_copied(monkeypatch):
     """Of two batch entries the second one's heads lie behind all heads of the first; a projection holds q, k and v."""
-    monkeypatch.setattr(_operands, "_FAR_REACHING", False)
+    monkeypatch.setattr(_operands, "_HAS_WIDE_OFFSETS", False)
     q = on_meta(2, 16, 1 << 20, 128)
     assert within_reach(heads_of_part(q, range(3, 6), 16), is_flash=False).is_contiguous()
     assert within_reach(heads_of_part(q[:1], range(3, 6), 16), is_flash=False).storage_offset() == 3 << 27
@@ -75,7 +75,7 @@ def test_views_that_reach_too_far_are_copied(monkeypatch):
         model(torch.zeros(1, 1 << 20, dtype=torch.int64, device="meta"))
     assert max(map(reach, handed)) > 1 << 31, "or this test needs another model"
     assert max(reach(within_reach(x, is_flash=False)) for x in handed) < 1 << 31
-    monkeypatch.setattr(_operands, "_FAR_REACHING", True)
+    monkeypatch.setattr(_operands, "_HAS_WIDE_OFFSETS", True)
     assert all(within_reach(x, is_flash=False) is x for x in handed)
     assert max(reach(within_reach(x, is_flash=True)) for x in handed) < 1 << 31
 

@@ -15,7 +15,7 @@ from ...masks.core import device_kind
 from ...masks.planning import KeyLists
 from .._merge import WholeRows, sum_dtype
 from ..kernels._kernel import flash_backward, flash_forward
-from ..kernels._key_lists import ENOUGH, ListProblems
+from ..kernels._key_lists import META_CHUNKS, ListProblems
 from ..kernels._portable import Weighting, attention, gradients
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -141,12 +141,12 @@ class _DenseMask:
         """Yield (slice of the queries, slice of the first keys, see `KeyLists.stop`, mask of their pairs).
 
         The masks are additive. The slices of queries are all queries together. For meta tensors, only the first
-        `ENOUGH` are yielded, with all keys, and the masks hide all pairs.
+        `META_CHUNKS` are yielded, with all keys, and the masks hide all pairs.
         """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads
         at_once = max(16, _MASK_BYTES // (entries * heads * self.num_keys * q.element_size()))
-        for begin in range(0, queries, at_once)[: ENOUGH if q.is_meta else None]:
+        for begin in range(0, queries, at_once)[: META_CHUNKS if q.is_meta else None]:
             end = min(queries, begin + at_once)
             parts = [] if q.is_meta else [self._listed(matrix, begin, end) for matrix in range(entries * tables)]
             keys = slice(0, self.lists.stop(end) if parts else self.num_keys)

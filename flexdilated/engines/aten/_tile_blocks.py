@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ...masks.planning import GATHERED_BYTES
 from .._merge import sum_dtype
 from .._operands import additive_mask
-from ..kernels._kernel import KernelTensors, filled, flash_backward, flash_forward
+from ..kernels._kernel import KernelTensors, fill_blind, flash_backward, flash_forward
 from ._tile_calls import KernelCall, KernelCalls
 
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
@@ -59,9 +59,9 @@ def forward(
         queries, keys = each.call.queries, each.call.keys
         tile_q = queries.of(q[each.at_q])
         tile_k, tile_v = (_as_problems(keys.of(part[each.at_k])) for part in (k, v))
-        few_q = filled(_as_problems(tile_q), each.blind)
+        few_q = fill_blind(_as_problems(tile_q), each.blind)
         part, part_lse = flash_forward(few_q, tile_k, tile_v, scale=scale, mask=each.mask)
-        part_lse = filled(part_lse, each.blind, -torch.inf)
+        part_lse = fill_blind(part_lse, each.blind, -torch.inf)
         part, part_lse = part.reshape(tile_q.shape), part_lse.reshape(tile_q.shape[:-1])
         queries.put(out[each.at_q], part)
         queries.put(lse[each.at_q], part_lse)
@@ -82,8 +82,10 @@ def backward(
         queries, keys = each.call.queries, each.call.keys
         tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
         tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
-        row_lse = filled(_as_problems(queries.of(lse[each.at_q])), each.blind, torch.inf)
-        few_grad, few_q, few_out = (filled(_as_problems(part), each.blind) for part in (tile_grad, tile_q, tile_out))
+        row_lse = fill_blind(_as_problems(queries.of(lse[each.at_q])), each.blind, torch.inf)
+        few_grad, few_q, few_out = (
+            fill_blind(_as_problems(part), each.blind) for part in (tile_grad, tile_q, tile_out)
+        )
         grad_q, grad_k, grad_v = flash_backward(
             few_grad, few_q, _as_problems(tile_k), _as_problems(tile_v), few_out, row_lse, scale=scale, mask=each.mask
         )

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ..._torch_private import equal_sizes_apart
 from ...masks.core import Recorded, device_kind
 from .._features import Features
-from .._merge import add, merge, without_keys
+from .._merge import merge, sum_of, without_keys
 from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import plain_function
@@ -216,7 +216,7 @@ def _run(
         sinks = [] if features.sinks is None else [features.sinks[:, None]]
         out, lse = merge(list(zip(parts, lses, strict=True)), sinks)
     else:
-        out, lse = add(parts), None
+        out, lse = sum_of(parts), None
     if enter is not None:
         slots, rows, _ = enter[0]
         out = slots.put(out, rows, 0, tokens, 0.0)

@@ -25,7 +25,7 @@ from ...masks.orders import Placement
 from ...masks.patterns import HeldRows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import HiddenSlots, hidden_of_blocks
-from .._score_mod import Indices, function_key, indices_of
+from .._score_mod import IndexMap, function_key, index_map_of
 from ..kernels._portable import ListLengths
 from ._flash import HOPPER, capability
 from ._slots import SideGather, SlotRule, natural_order_gather, sides_of
@@ -93,7 +93,7 @@ class FlexStep:
     hidden: HiddenSlots
     term: Term
     held: tuple[HeldRows, ...]
-    indices: Indices
+    indices: IndexMap
     queries: SideGather
     keys: SideGather
     structure: Structure
@@ -303,7 +303,7 @@ def _make_step(
     is_complex = _is_complex(mask.mask_mod, device)
     slots = sides[0].slots, sides[1].slots
     structure = Structure(*slots, block_size, places, term.multiplicity, lead, heads, is_complex)
-    return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
+    return FlexStep(mask, hidden, term, held, index_map_of(term, device), *sides, structure)
 
 
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:

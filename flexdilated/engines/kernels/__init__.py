@@ -1,1 +1,1 @@
-"""Attention kernels: ATen's on CPU and CUDA, and one in plain torch operations for any device."""
+"""Attention kernels: ATen's on CPU and CUDA, one in torch operations, and Triton's over lists of single keys."""

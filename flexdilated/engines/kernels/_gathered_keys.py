@@ -1,10 +1,10 @@
-"""Triton kernels of attention over lists of single keys, which read each listed key and value where it is.
+"""Triton kernels of attention over lists of single keys, which copy no keys.
 
-A program computes one query, for some query heads that share its list and a key/value head. No key is copied, and the
-scores of a program exist for a few keys at a time.
+A program computes one query, for some query heads that share its list and a key/value head. It loads a few of the
+listed keys and values at a time, from k and v themselves.
 """
 
-# Triton comes with PyTorch only where it serves a device; what it compiles binds names in branches on constants.
+# Triton comes with PyTorch only where it serves a device; functions that it compiles bind names in some branches only.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_gradients_of_part(
     dk: Float[Tensor, "B G M D"],
     dv: Float[Tensor, "B G M E"],
 ) -> None:
-    """Write dq of the part's queries, and add to dk and dv, which are float32.
+    """Write the gradients of the part's queries to dq, and add those of their keys to dk and dv, which are float32.
 
     The additions are atomic, in no fixed order.
 
@@ -82,8 +82,8 @@ def add_gradients_of_part(
 class _Sizes:
     """Sizes of a launch.
 
-    numbers: arguments of the kernels by `_NUMBERS`.
-    constants: head dims, sizes of blocks and options of the compiler.
+    numbers: arguments of the kernels, in the order of `_NUMBERS`.
+    constants: compile-time arguments: head dims, numbers of heads and keys of a step, warps and stages.
     """
 
     grid: tuple[int]
@@ -97,12 +97,12 @@ class _Sizes:
         sets = lcm(tables, groups)
         of_set = heads // sets
         average = len(part.keys) // max(1, len(part.counts))
-        blocks = _blocks(q.dtype, (dim, v_dim), _shared_bytes(q.device.index), backward=backward)
+        blocks = _program_sizes(q.dtype, (dim, v_dim), _shared_bytes(q.device.index), backward=backward)
         assert blocks is not None, "see `serves`"
         at_once = min(blocks[0], max(16, triton.next_power_of_2(of_set)))
         programs = -(-of_set // at_once)
         numbers = (part.first, queries, keys, sets, sets // tables, sets // groups, programs, of_set)
-        (main, rest), (v_main, v_rest) = _split(dim), _split(v_dim)
+        (main, rest), (v_main, v_rest) = _split_head_dim(dim), _split_head_dim(v_dim)
         constants = {"DIM": dim, "MAIN": main, "REST": rest, "V_DIM": v_dim, "V_MAIN": v_main, "V_REST": v_rest}
         constants |= {"HEADS": at_once, "KEYS": min(blocks[1], max(16, triton.next_power_of_2(average)))}
         constants |= {"num_warps": blocks[2], "num_stages": blocks[3]}
@@ -115,16 +115,16 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         q.dtype in _DTYPES
         and q.dtype == k.dtype == v.dtype
-        and _blocks(q.dtype, dims, _shared_bytes(q.device.index), backward=True) is not None
+        and _program_sizes(q.dtype, dims, _shared_bytes(q.device.index), backward=True) is not None
     )
 
 
-def _blocks(
+def _program_sizes(
     dtype: torch.dtype, dims: tuple[int, int], shared_bytes: int, *, backward: bool
 ) -> tuple[int, int, int, int] | None:
-    """Return (heads, keys, warps, stages) of a program with these head dims; None if none fits shared_bytes.
+    """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
 
-    The sizes are the largest of which ptxas spills few registers on compute capability 9.0.
+    heads and keys are the largest that fit and for which ptxas spills few registers on compute capability 9.0.
     """
     size, (dim, v_dim), width = dtype.itemsize, dims, max(dims)
     if size == 2:
@@ -150,20 +150,21 @@ def _shared_bytes(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def _split(dim: int) -> tuple[int, int]:
-    """Return (a, b) with a + b >= dim, powers of two that kernels can multiply (16 or more), or b = 0."""
+def _split_head_dim(dim: int) -> tuple[int, int]:
+    """Return (a, b) with a + b >= dim; each is a power of two of at least 16, as tl.dot needs, or b is 0."""
     main = max(16, 1 << dim.bit_length() - 1)
     return main, max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
 
 
-# first: of the queries. sets: head sets, heads that share a list and a key/value head; of a table, of a key/value head.
-# programs: for a query of a head set, which has of_set heads. tables: T, or 0 if all batch entries share lists.
+# first: index of the first query. keys_of_call: number of keys. sets: number of head sets, each of `of_set` heads that
+# share a list and a key/value head; sets_a_table, sets_a_group: of them, for each table and each key/value head.
+# programs: number for each query of a head set. tables: number of tables, or 0 if all batch entries share lists.
 _NUMBERS = ["first", "queries", "keys_of_call", "sets", "sets_a_table", "sets_a_group", "programs", "of_set", "tables"]
 
 
 @triton.jit
 def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, tables, HEADS: tl.constexpr):
-    """Return (batch entry, query, query heads, which of them exist, key/value head, index of the list) of a program."""
+    """Return (batch entry, query, query heads, mask of existing heads, key/value head, index of list) of a program."""
     at = tl.program_id(0)
     program, query, user = at % programs, at // programs % queries, at // programs // queries
     entry, head_set = user // sets, user % sets
@@ -173,16 +174,16 @@ def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, t
 
 
 @triton.jit
-def _listed(keys, place, count, keys_of_call):
-    """Return (keys at these places of a list, True for those that exist and are not repetitions)."""
+def _load_keys(keys, place, count, keys_of_call):
+    """Return (keys at these places of a list, mask of keys that exist in the call and do not repeat the key before)."""
     key = tl.load(keys + place, place < count, other=-1).to(tl.int64)
     before = tl.load(keys + place - 1, (place > 0) & (place < count), other=-1).to(tl.int64)
     return key, (key >= 0) & (key < keys_of_call) & (key != before)
 
 
 @triton.jit
-def _rows(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Return channels FIRST to FIRST + WIDTH of rows of x that begin at `offset`; 0 for others and beyond DIM."""
+def _load(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Load WIDTH channels, from FIRST on, of vectors of x at `offset`; 0 where not `there`, and from channel DIM on."""
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
 
@@ -218,9 +219,9 @@ def _forward(
     b, n, h, exists, g, own = _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, tables, HEADS)
     begin, count = tl.load(begins + own), tl.load(counts + own)
     row = b * q_b + h.to(tl.int64) * q_h + n.to(tl.int64) * q_n
-    main = _rows(q, row, exists, 0, MAIN, DIM)
+    main = _load(q, row, exists, 0, MAIN, DIM)
     if REST:
-        rest = _rows(q, row, exists, MAIN, REST, DIM)
+        rest = _load(q, row, exists, MAIN, REST, DIM)
     k += b * k_b + g.to(tl.int64) * k_g
     v += b * v_b + g.to(tl.int64) * v_g
     top = tl.full([HEADS], float("-inf"), tl.float32)
@@ -229,19 +230,19 @@ def _forward(
     if V_REST:
         rest_sums = tl.zeros([HEADS, V_REST], tl.float32)
     for start in range(0, count, KEYS):
-        key, there = _listed(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
-        scores = _dot(main, tl.trans(_rows(k, key * k_m, there, 0, MAIN, DIM)))
+        key, there = _load_keys(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
+        scores = _dot(main, tl.trans(_load(k, key * k_m, there, 0, MAIN, DIM)))
         if REST:
-            scores += _dot(rest, tl.trans(_rows(k, key * k_m, there, MAIN, REST, DIM)))
+            scores += _dot(rest, tl.trans(_load(k, key * k_m, there, MAIN, REST, DIM)))
         scores = tl.where(there[None], scores * (scale * _LOG2_E), float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
         total = total * kept + tl.sum(weights, 1)
         weights = weights.to(v.dtype.element_ty)
-        sums = sums * kept[:, None] + _dot(weights, _rows(v, key * v_m, there, 0, V_MAIN, V_DIM))
+        sums = sums * kept[:, None] + _dot(weights, _load(v, key * v_m, there, 0, V_MAIN, V_DIM))
         if V_REST:
-            rest_sums = rest_sums * kept[:, None] + _dot(weights, _rows(v, key * v_m, there, V_MAIN, V_REST, V_DIM))
+            rest_sums = rest_sums * kept[:, None] + _dot(weights, _load(v, key * v_m, there, V_MAIN, V_REST, V_DIM))
         top = new
     some = tl.where(total == 0, 1.0, total)
     row = b * out_b + h.to(tl.int64) * out_h + n.to(tl.int64) * out_n
@@ -266,12 +267,12 @@ def _backward(
     begin, count = tl.load(begins + own), tl.load(counts + own)
     h, n, g = h.to(tl.int64), n.to(tl.int64), g.to(tl.int64)
     row, grad_row = b * q_b + h * q_h + n * q_n, b * grad_b + h * grad_h + n * grad_n
-    main, grad = _rows(q, row, exists, 0, MAIN, DIM), _rows(grad_out, grad_row, exists, 0, V_MAIN, V_DIM)
+    main, grad = _load(q, row, exists, 0, MAIN, DIM), _load(grad_out, grad_row, exists, 0, V_MAIN, V_DIM)
     if REST:
-        rest = _rows(q, row, exists, MAIN, REST, DIM)
+        rest = _load(q, row, exists, MAIN, REST, DIM)
         dq_rest = tl.zeros([HEADS, REST], tl.float32)
     if V_REST:
-        grad_rest = _rows(grad_out, grad_row, exists, V_MAIN, V_REST, V_DIM)
+        grad_rest = _load(grad_out, grad_row, exists, V_MAIN, V_REST, V_DIM)
     of_row = b * lse_b + h * lse_h + n * lse_n
     base = tl.load(lse + of_row, exists, other=float("inf")) * _LOG2_E
     less = tl.load(delta + of_row, exists, other=0.0)
@@ -281,15 +282,15 @@ def _backward(
     dv += b * dv_b + g * dv_g
     dq_main = tl.zeros([HEADS, MAIN], tl.float32)
     for start in range(0, count, KEYS):
-        key, there = _listed(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
-        k_main = _rows(k, key * k_m, there, 0, MAIN, DIM)
+        key, there = _load_keys(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
+        k_main = _load(k, key * k_m, there, 0, MAIN, DIM)
         scores = _dot(main, tl.trans(k_main))
-        of_weights = _dot(grad, tl.trans(_rows(v, key * v_m, there, 0, V_MAIN, V_DIM)))
+        of_weights = _dot(grad, tl.trans(_load(v, key * v_m, there, 0, V_MAIN, V_DIM)))
         if REST:
-            k_rest = _rows(k, key * k_m, there, MAIN, REST, DIM)
+            k_rest = _load(k, key * k_m, there, MAIN, REST, DIM)
             scores += _dot(rest, tl.trans(k_rest))
         if V_REST:
-            of_weights += _dot(grad_rest, tl.trans(_rows(v, key * v_m, there, V_MAIN, V_REST, V_DIM)))
+            of_weights += _dot(grad_rest, tl.trans(_load(v, key * v_m, there, V_MAIN, V_REST, V_DIM)))
         scores = tl.where(there[None], scores * (scale * _LOG2_E), float("-inf"))
         weights = tl.exp2(scores - base[:, None])
         of_scores = (weights * (of_weights - less[:, None]) * scale).to(k.dtype.element_ty)

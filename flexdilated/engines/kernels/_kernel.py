@@ -19,8 +19,8 @@ from . import _kernel_cuda
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels keep the scale in float32; for a smaller one, scores are 0
 _ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of 256 rows; below, of 64 or 32
 _FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
-_ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
-_OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
+_META_CHUNKS = 2  # chunks that are run on the meta device: memory does not change after the second
+_KERNEL_MODULES = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class KernelTensors:
 def forward(
     x: KernelTensors, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
+    """Return (out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
 
     is_causal: query i sees keys 0 to i.
     bias: added to the scores, on CPU only; None: nothing.
@@ -51,9 +51,9 @@ def forward(
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
-    parts = (fold.enter(part) for part in (filled(x.q, blind), x.k, x.v))
+    parts = (fold.enter(part) for part in (fill_blind(x.q, blind), x.k, x.v))
     out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=mask)
-    return fold.leave(out), filled(fold.leave(lse), blind, -torch.inf)
+    return fold.leave(out), fill_blind(fold.leave(lse), blind, -torch.inf)
 
 
 def backward(
@@ -66,15 +66,15 @@ def backward(
     is_causal: bool,
     bias: Float[Tensor, "#H #Q K"] | None = None,
 ) -> _kernel_cuda.ProblemGradients:
-    """(dq, dk, dv) of `forward`, shaped as q, k and v, in their dtype or float32, from its out and lse.
+    """Return (dq, dk, dv) of `forward`, in the dtype of q or float32, from its out and lse.
 
     If out and lse are of a softmax over more keys, the results are the gradients through the keys in x. A query without
     keys must have lse +inf; one whose keys are all hidden by x.visible may have any lse.
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
-    grad_out, q, out = (filled(part, blind) for part in (grad_out, x.q, out))
-    parts = (fold.enter(part) for part in (grad_out, q, x.k, x.v, out, filled(lse, blind, torch.inf)))
+    grad_out, q, out = (fill_blind(part, blind) for part in (grad_out, x.q, out))
+    parts = (fold.enter(part) for part in (grad_out, q, x.k, x.v, out, fill_blind(lse, blind, torch.inf)))
     grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=mask)
     return fold.leave(grads[0]), fold.leave(grads[1]), fold.leave(grads[2])
 
@@ -125,7 +125,7 @@ class _Folding:
 
 
 def _blind_queries(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
-    """True for queries whose keys are all hidden by x.visible; None for none. is_causal: query i has keys 0 to i."""
+    """Return a mask, True for queries whose keys are all hidden by x.visible; None if there is no such query."""
     if x.visible is None:
         return None
     if is_causal:
@@ -136,7 +136,7 @@ def _blind_queries(x: KernelTensors, *, is_causal: bool) -> Bool[Tensor, "B H F 
     return blind.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1) if bool(blind.any()) else None
 
 
-def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
+def fill_blind(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
     """Return x with `value` at queries that are True in `blind`; x itself if blind is None.
 
     x has a number or a vector for each query.
@@ -155,7 +155,7 @@ def flash_forward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-    """(out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
+    """Return (out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
 
     G may be a divisor of H.
 
@@ -185,7 +185,7 @@ def flash_backward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> _kernel_cuda.ProblemGradients:
-    """(dq, dk, dv) of `flash_forward`, in q's dtype or float32; out and lse may be of a softmax over more keys.
+    """Return (dq, dk, dv) of `flash_forward`, in q's dtype or float32; out and lse may be of a softmax over more keys.
 
     Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
     """
@@ -231,7 +231,7 @@ def _backward_in_float32(
     at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
     begins = range(0, len(q), at_once)
     if q.is_meta:  # only memory matters, and it does not change after the second chunk
-        begins = begins[:_ENOUGH]
+        begins = begins[:_META_CHUNKS]
     for begin in begins:
         some = slice(begin, begin + at_once)
         few_grads, *few = (x[some].float() for x in (grad_out, q, k, v, out))
@@ -262,8 +262,8 @@ def _backward_on_cpu(
 
 
 def _device_kernels(x: Tensor) -> ModuleType | None:
-    """Module with the `forward` and `backward` of the device's kernels; None for the CPU kernels, called directly."""
-    return _OTHERS.get(device_kind(x.device).kernels)
+    """Return the module with `forward` and `backward` of the device's kernels; None if these are the CPU kernels."""
+    return _KERNEL_MODULES.get(device_kind(x.device).kernels)
 
 
 def _positive_scale(scale: float, needed: bool) -> tuple[float, float]:

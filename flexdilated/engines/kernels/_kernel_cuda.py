@@ -81,7 +81,7 @@ def _kernels_by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, natural lse in float32) of q (B, H, Q, D) over k and v (B, G, K, D) on CUDA; G divides H.
+    """Return (out, natural lse in float32) of q (B, H, Q, D) over k and v (B, G, K, D) on CUDA; G divides H.
 
     Raises ValueError if no kernel supports the problem.
 
@@ -104,7 +104,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, is_causal: bool
 ) -> ProblemGradients:
-    """(dq, dk, dv) of `forward`, shaped as q, k and v; out and lse may be of a softmax over more keys."""
+    """Return (dq, dk, dv) of `forward`, shaped as q, k and v; out and lse may be of a softmax over more keys."""
     kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
     grad_out, q, k, v, out = (_make_loadable(x) for x in (grad_out, q, k, v, out))

@@ -1,4 +1,4 @@
-"""Lists of single keys as the kernels read them: problems of the portable kernel, which gathers the keys, and parts.
+"""Lists of single keys, as the portable kernel, which gathers the keys, and Triton's kernels read them.
 
 Query heads that share lists and a key/value head share a gather. Lists are computed in descending order of length, so
 that lists of a chunk have nearly equal lengths.
@@ -30,9 +30,9 @@ _BYTES_ON_DEVICE = 128 << 20  # of the keys and values that are gathered at once
 _MOST_PADDING = 2  # longest over shortest list of a chunk
 _BYTES_IN_GRAPHS = 64 << 20  # of the keys and values that a graph gathers at once
 _MOST_CHUNKS = 32  # of a graph, which has the operations of each
-ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
+META_CHUNKS = 2  # alike chunks that are run on the meta device: memory does not change after the second
 
-Span = TypeVar("Span")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class ListChunk:
     hidden: True for places after the end of a list; None if all lists of the call are equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    none: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
+    absent: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
     query: index of the query of each list for score_mod; None for that of `problem`. An empty list has, here and in
-        `key`, a pair of another list, as score_mod may fail for pairs that are in none.
+        `key`, a pair of another list, as score_mod may fail for pairs in no list.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
@@ -56,7 +56,7 @@ class ListChunk:
     hidden: Bool[Tensor, "1 t 1 L"] | None
     key: Int64[Tensor, "t L"]
     first: tuple[int, int, int]
-    none: Bool[Tensor, "t L"] | None = None
+    absent: Bool[Tensor, "t L"] | None = None
     query: Int64[Tensor, "t 1"] | None = None
 
     @property
@@ -186,7 +186,7 @@ class ListProblems:
             first_key = (batch_entry * groups + head_set * groups // sets) * keys
             head = (head_set * (heads // sets))[..., None] + head_in_set
             together = max(1, self._keys_at_once // (length * (end - begin)))
-            for some in range(0, self._problems_per_list, together)[: ENOUGH if self.is_meta else None]:
+            for some in range(0, self._problems_per_list, together)[: META_CHUNKS if self.is_meta else None]:
                 users = slice(some, some + together)
                 problem = batch_entry[users, :, None], head[users], query[None, :, None]
                 yield ListChunk(problem, first_key[users, :, None] + key, hidden, key, self.first)
@@ -194,7 +194,9 @@ class ListProblems:
     def _keys_of(
         self, at: Int64[Tensor, " t"], begin: int, end: int, length: int
     ) -> tuple[Int64[Tensor, "t L"], Bool[Tensor, "1 t 1 L"] | None]:
-        """Return (keys of the lists `at`, as indices in the call, True for places after the end of a list).
+        """Return (keys of the lists `at`, as indices in the call; mask of the places after the end of a list).
+
+        The mask is None if all lists of the call are equally long.
 
         The lists are those from `begin` to `end` in the order of `_list_ranges`; the longest has `length` keys.
         """
@@ -210,10 +212,10 @@ class ListProblems:
 class ListedPart:
     """Lists of the keys of n consecutive queries, as Triton's kernels read them.
 
-    keys: indices of keys in the call, ascending in each list. A repeated one counts once, one that does
-        not exist not at all.
-    begins, counts: first place and number of places in `keys` of the list of query `first` + i, in batch entry e and
-        table t, at (e * T + t) * n + i.
+    keys: indices of keys in the call, ascending in each list. A repeated index counts once; one that is not of a key
+        of the call is ignored.
+    begins, counts: index in `keys` at which each list begins, and its length. Entry (e * T + t) * n + i is for query
+        `first` + i in table t of batch entry e.
     shape: (b, T, n).
     first: index of the first query.
     """
@@ -289,12 +291,12 @@ class PaddedProblems:
             yield ListChunk(problem, block, none[None, :, None], key, self.first, none, query)
 
 
-def few_of_each_kind(spans: Sequence[Span], kind: Callable[[Span], Hashable]) -> list[Span]:
-    """Return the first `ENOUGH` spans of each kind, in order: for peak memory, further spans of a kind add nothing."""
+def few_of_each_kind(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[Item]:
+    """Return the first `META_CHUNKS` items of each kind, in order: further ones do not raise the peak memory."""
     alike: Counter[Hashable] = Counter()
     found = []
-    for span in spans:
-        alike[kind(span)] += 1
-        if alike[kind(span)] <= ENOUGH:
-            found.append(span)
+    for item in items:
+        alike[kind(item)] += 1
+        if alike[kind(item)] <= META_CHUNKS:
+            found.append(item)
     return found

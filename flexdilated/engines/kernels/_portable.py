@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .._merge import sum_dtype
 from .._score_mod import ScoreMod, apply_score_mod
-from ._key_lists import ENOUGH, ListChunk, ListProblems, PaddedProblems, few_of_each_kind
+from ._key_lists import META_CHUNKS, ListChunk, ListProblems, PaddedProblems, few_of_each_kind
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
-# T lists, one for each query block of a mask's heads and batch entries, W entries of the longest; Q, K: a block
+# T lists, one for each query block of a mask's heads and batch entries, W blocks of the longest; Q, K tokens of a block
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
@@ -138,7 +138,7 @@ class _BlockChunk:
     block: Int64[Tensor, "x t L"]
     hidden: Bool[Tensor, "y t _ LK"] | None
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
-    none = None  # each place names a key
+    absent = None  # each place names a key
 
     def with_score_mod(self, score_mod: ScoreMod, scores: Float[Tensor, "x t Q LK"]) -> Float[Tensor, "x t Q LK"]:
         return apply_score_mod(score_mod, scores, *self.places, self.hidden)
@@ -227,7 +227,7 @@ class BlockProblems:
             beyond = (key_slots >= keys) | (
                 self.count[at][:, None] <= torch.arange(length, device=device)
             ).repeat_interleave(k_side, 1)
-            for first in range(0, shared, span.problems)[: ENOUGH if self.is_meta else None]:
+            for first in range(0, shared, span.problems)[: META_CHUNKS if self.is_meta else None]:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
                 yield _BlockChunk(
@@ -244,7 +244,7 @@ class BlockProblems:
         q: Tensor,
         k: Tensor,
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
+        """Return a mask, True for pairs that are not allowed: masked ones, and those after the last block or key.
 
         None if every pair is allowed: no list has a block with a mask, and none is shorter than the span's length.
 
@@ -282,7 +282,7 @@ def attention(
     dtype: torch.dtype | None = None,
     recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of attention over these problems, computed in float32 or wider, which lse has.
+    """Return (out, natural lse) of attention over these problems, computed in float32 or wider, the dtype of lse.
 
     G divides H. A query without keys has output 0 and lse -inf.
 
@@ -320,9 +320,12 @@ def _chunk_attention(
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
-    """Return (out, natural lse) of a chunk's problems; queries, keys and values are those of all problems."""
+    """Return (out, natural lse) of a chunk's problems.
+
+    queries, keys, values: of all chunks; chunk.problem and chunk.block are indices of them.
+    """
     wide = sum_dtype(queries)
-    scores = (queries[chunk.problem].to(wide) @ _gathered(keys, chunk).mT).mul_(weighting.scale)
+    scores = (queries[chunk.problem].to(wide) @ _gather_blocks(keys, chunk).mT).mul_(weighting.scale)
     if weighting.score_mod is not None:  # its result is not written to: autograd may keep it
         scores = chunk.with_score_mod(weighting.score_mod, scores)
         scores = scores.clone() if chunk.hidden is None else scores.masked_fill(chunk.hidden, -torch.inf)
@@ -335,7 +338,7 @@ def _chunk_attention(
         weights = weights * chunk.shares_of_pairs(weighting.shares)
     empty = total == 0
     some = total.masked_fill(empty, 1.0)
-    rows = (weights @ _gathered(values, chunk)) * (weighting.factor / some)
+    rows = (weights @ _gather_blocks(values, chunk)) * (weighting.factor / some)
     return rows, (some.log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
@@ -352,8 +355,7 @@ def gradients(
     """Return (dq, dk, dv, [gradient of each learned tensor]) of attention over these problems.
 
     dk and dv are in float32 or wider, dq is in the dtype of q. The problems may have only some keys of a query; lse,
-    grad_out and delta (see `WholeRows`) are over all its keys.
-    lse is inf for queries without keys.
+    grad_out and delta (see `WholeRows`) are over all its keys, and lse is inf for a query without keys.
     """
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
     lses = problems.by_query_block(lse, torch.inf)
@@ -385,17 +387,17 @@ def _chunk_gradients(
     """Return ((dq, dk, dv), gradient of each learned tensor or None for 0) of a chunk's problems.
 
     dq has the shape of `queries`. dk and dv have a vector for each listed key of each problem, (x, t, LK, D or E); the
-    caller adds up those of one key.
+    caller sums the vectors of one key.
 
     keys, values: blocks of all problems, from which chunk.block chooses. All other arguments are of this chunk alone.
     """
-    learns, keys = weighting.score_mod is not None, _gathered(keys, chunk)
+    learns, keys = weighting.score_mod is not None, _gather_blocks(keys, chunk)
     with torch.set_grad_enabled(learns):
         plain = (queries @ keys.mT).mul_(weighting.scale).requires_grad_(learns)
         new = plain if weighting.score_mod is None else chunk.with_score_mod(weighting.score_mod, plain)
     weights = new.detach() - lse[..., None]
     weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
-    of_scores, kept = grad_out @ _gathered(values, chunk).mT, weights
+    of_scores, kept = grad_out @ _gather_blocks(values, chunk).mT, weights
     if weighting.shares is not None:
         shares = chunk.shares_of_pairs(weighting.shares).to(weights.dtype).mul_(weighting.factor)
         of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
@@ -415,10 +417,10 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return x.mul_(log2(e)).exp2_()
 
 
-def _gathered(x: Float[Tensor, "n K D"], chunk: _BlockChunk | ListChunk) -> Float[Tensor, "x t LK D"]:
+def _gather_blocks(x: Float[Tensor, "n K D"], chunk: _BlockChunk | ListChunk) -> Float[Tensor, "x t LK D"]:
     """Return the chunk's blocks of x in float32 or wider, with 0 at places that name no key."""
     found = x.index_select(0, chunk.block.flatten()).view(*chunk.block.shape[:2], -1, x.shape[2]).to(sum_dtype(x))
-    return found if chunk.none is None else found.masked_fill(chunk.none[..., None], 0.0)
+    return found if chunk.absent is None else found.masked_fill(chunk.absent[..., None], 0.0)
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:

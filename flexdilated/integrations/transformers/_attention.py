@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ... import biases
 from ..._attend import attend
-from ..._validate import position
+from ..._validate import offset_as_int
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, documents, every, selected_blocks, selected_keys, visible_keys
 from ...masks.core import advises
@@ -244,7 +244,7 @@ def visibility(
         begin, unpadded, tensors = _padding_patterns(_on_host(attention_mask), kv_offset + kv_length)
     is_known = not (isinstance(q_offset, Tensor) and torch.compiler.is_compiling())
     # A tensor is the cache's counter, which it increments before attention is called.
-    q_offset = position("q_offset", q_offset)
+    q_offset = offset_as_int("q_offset", q_offset)
     shape = (batch_size, 1, q_length, kv_length)
     return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, device, is_known)
 
@@ -440,7 +440,7 @@ def _attend_selected(
     Raises ValueError for a `FlexdilatedCache`, for a model's rule that is a mixture, and for queries after cached keys
     whose choice would depend on other queries of their block.
     """
-    own, begun = layer.selector, position("q_offset", mask.q_offset)
+    own, begun = layer.selector, offset_as_int("q_offset", mask.q_offset)
     if origin_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
     if begun and own.future_in_choice:

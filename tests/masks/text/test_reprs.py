@@ -7,7 +7,7 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._over_ranks import LONGEST
+from flexdilated._over_ranks import LONGEST_PATTERN_TEXT
 from flexdilated.distributed import BufferPool
 from flexdilated.masks.core._check import bytes_text
 from flexdilated.masks.planning._planner import plan
@@ -75,7 +75,7 @@ def test_long_patterns_are_cut() -> None:
     for text in (fd.BlockSparseAttention(long).extra_repr(), repr(fd.KVCache(long, num_heads=4))):
         assert "longnet((1, 2, 3, 4, 5, 6, " in text
         assert "engine=None" in text.partition("…")[2]
-        assert len(text) < LONGEST + 250
+        assert len(text) < LONGEST_PATTERN_TEXT + 250
 
 
 def test_a_key_value_cache() -> None:
