@@ -158,7 +158,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
 
 
 def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """Peak bytes of this process during step(n), including those held before; None if it runs out of memory.
+    """Return the peak bytes of this process during step(n), with those held before; None if it runs out of memory.
 
     On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
     Raises ValueError where that is not possible.
@@ -195,7 +195,7 @@ def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | 
 
 
 def _held_bytes(device: torch.device) -> int:
-    """Current bytes of this process: allocated by tensors on CUDA, resident on CPU."""
+    """Return the current bytes of this process: allocated by tensors on CUDA, resident on CPU."""
     if device_kind(device).is_cuda:
         return torch.cuda.memory_allocated(device)
     _return_freed_pages()
@@ -208,7 +208,7 @@ def _return_freed_pages() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
+    """Return the bytes that this process can still allocate; on CUDA including unused memory in its allocator.
 
     On CPU: the machine's available memory, or less if the limits of the process's control groups leave less.
 

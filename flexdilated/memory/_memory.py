@@ -1,4 +1,4 @@
-"""Predict the memory of one attention call: aten and portable by a run on meta tensors, flex by compiled buffers."""
+"""Predict the memory of one attention call: aten and portable run on meta tensors; flex's buffers are computed."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _on_meta(x: Any) -> Any:
 
 
 def nbytes(*tensors: Tensor) -> int:
-    """Bytes of the tensors' elements."""
+    """Return the bytes of all elements of the tensors."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
@@ -197,7 +197,7 @@ class AttentionSize:
         )
 
     def operands(self, engine: str) -> OperandSizes:
-        """Sizes on which the planner's costs depend: bytes of an element, head dim, query heads per key/value head.
+        """Return the sizes on which plan costs depend: bytes of an element, head dim, query heads per key/value head.
 
         The head dim is that of the queries in the engine's kernels: head_dim, or for "aten", which pads q, k and v to
         one head dim, the wider of head_dim and value_dim.
@@ -484,7 +484,8 @@ def _portable_memory(
 def _one_after_the_other(first: _Found, second: _Found, size: AttentionSize) -> _Found:
     """Return the memory of two parts of a call that are computed one after the other and merged eagerly.
 
-    The merge converts both outputs to float32, which autograd keeps if they are narrower, and adds their products.
+    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower,
+    autograd keeps the converted ones.
 
     Parts and result: (lse, kept, inference peak, forward peak, backward peak), in bytes.
     """
@@ -636,7 +637,10 @@ def _count_kernel_backwards(
 
 
 def _step_bytes(step: FlexStep, size: AttentionSize) -> _StepBytes:
-    """Bytes of one kernel call. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
+    """Return the bytes of one kernel call.
+
+    Queries or keys are read without a copy if the kernel reads all tokens in order and none is zeroed.
+    """
     by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
     assert by_column is not None
     queries = step.queries, size.num_heads, step.mask.kv_num_blocks.shape[2] * q_side, step.hidden.queries

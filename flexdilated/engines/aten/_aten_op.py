@@ -99,7 +99,7 @@ def aten(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, natural lse) of q (B, H, N, D) over k and v (B, G, M, D): out in the dtype of q, lse float32 or wider.
+    """Return (out, natural lse) of a call for q, k and v: out in the dtype of q, lse in float32 or wider.
 
     The plan is looked up when the op runs, so other sizes need no retracing.
 
@@ -126,7 +126,7 @@ def attention(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
+    """Return (out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
 
     call: pattern and sizes of the call.
     sinks: for each head the logit of an extra key with value 0; None for no sinks.
@@ -189,7 +189,7 @@ def aten_backward(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of the op `aten`, in the dtypes of q, k and v, from its arguments and its results out and lse.
+    """Return (dq, dk, dv) of the op `aten`, in the dtypes of q, k and v, from its arguments and results out and lse.
 
     grad_out, grad_lse: gradients of out and lse; grad_lse None counts as 0.
     """
@@ -210,7 +210,7 @@ def gradients(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
+    """Return (dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
 
     call: pattern and sizes of the call.
     bindings: run-time tensors of the pattern, sorted by name.

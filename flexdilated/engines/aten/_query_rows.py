@@ -116,7 +116,7 @@ class QueryRows:
     def forward(
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], scale: float
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b H N"]]:
-        """(out, natural lse) of b batch entries, in float32 or wider; a query without keys has output 0, lse -inf."""
+        """Return (out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         found = [self._forward(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
         out, lse = zip(*found, strict=True)
         return _stack_entries(out), _stack_entries(lse)
@@ -147,7 +147,7 @@ class QueryRows:
     def _attend(
         self, each: Problems, rows: Tensor, blocks: _KeyValues, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
     ) -> None:
-        """Write the results of a batch of problems; begin: index of each problem's first result in parts and lses."""
+        """Write out and lse of each query of a batch of problems to parts and lses, at index begin + each.place."""
         groups = rows.shape[2]
         found = (
             (self._keys_from_tokens(each, x) for x in blocks)
@@ -166,7 +166,7 @@ class QueryRows:
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b G M D"], Float[Tensor, "b G M D"]]:  # fmt: skip
-        """(dq, dk, dv) of b batch entries, in float32 or wider.
+        """Return (dq, dk, dv) in float32 or wider.
 
         whole: out, lse and their gradients, of rows that may have more keys than the table selects.
         """

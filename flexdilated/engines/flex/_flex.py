@@ -82,7 +82,7 @@ def as_arguments(features: Features) -> tuple[Any, ...]:
 
 
 def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *others: Any) -> Features:
-    """Return the features that `as_arguments` wrote."""
+    """Return the Features whose `as_arguments` are these values; their score_mod is a plain function or None."""
     return Features(float(scale), score_mod, sinks, float(dropout_p), *others)
 
 
@@ -92,7 +92,7 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequenc
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
     accelerators it has instead the numbers of heads, the head dim, True for a batch of 1, and for each kernel call True
-    if both lengths are whole blocks.
+    if the numbers of queries and keys are multiples of the block's.
 
     blocks: (queries, keys) of a block, for each kernel call.
     """
@@ -117,7 +117,7 @@ def compiled_flex(
     Both kinds of functions are kept in LRU caches. Each compiled function has a separate code object: torch counts
     recompilations per code object and stops compiling at a limit, which all callers of the code would share.
 
-    structure: such as `FlexProgram.structure`.
+    structure: key of a program, such as `FlexProgram.structure`.
     function: code to compile; None for the code that runs a FlexProgram.
     """
 

@@ -1,9 +1,9 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-It keeps q, k, v, the output, its lse, and small tensors (sinks, run-time tensors, dropout's seed) for the backward. A
-call without a score_mod is a custom op. Ops take no functions, so a call with a score_mod is, eagerly, an autograd
-function of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the
-score_mod is traced.
+It keeps q, k, v, the output, its lse, sinks, copies of run-time tensors, and dropout's seed for the backward. A call
+without a score_mod is a custom op. Ops take no functions, so a call with a score_mod is, eagerly, an autograd function
+of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the score_mod is
+traced.
 """
 
 from __future__ import annotations

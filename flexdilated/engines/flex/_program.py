@@ -115,7 +115,7 @@ class FlexProgram:
 
     shares_rows: True if several steps may contribute to one row.
     enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
-    packed: concatenated block tables of all steps, on accelerators.
+    packed: concatenated block tables of all steps, on accelerators; None on CPU, and for a program of `with_tables`.
     sizes: four numbers for each step, as from `_sizes`, all in one tuple; empty without `packed`.
     """
 
@@ -136,9 +136,9 @@ class FlexProgram:
     def structure(self) -> Hashable:
         """Key of the compiled function, equal for programs that differ only in lengths and in tensors that masks read.
 
-        A mask reads its pattern's numbers from such tensors, so they are not in the key. It has the
-        constants of the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such
-        as block sizes and the step of a gather, which is a dilation rate.
+        A mask reads its pattern's numbers from such tensors, so they are not in the key. The key has the constants of
+        the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such as block
+        sizes and the step of a gather, which is a dilation rate.
         """
         steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps

@@ -41,7 +41,8 @@ def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) ->
     return f"{what} {q.device.type} {q.device.index} {sizes} {call.arguments[0]}"
 
 
-# By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
+# For each kind of object, a function (call, q, bindings) -> the object for a trace of the call, which does not depend
+# on the values of run-time tensors.
 MAKERS: dict[str, Callable[[Call, Tensor, list[Tensor]], Any]] = {}
 
 
