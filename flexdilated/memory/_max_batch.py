@@ -12,11 +12,11 @@ import torch
 
 from ..masks.core import advises, bytes_text, device_kind, require_int
 
-_SHARE = 0.8  # of free memory, if no budget is given
+_BUDGET_SHARE = 0.8  # of free memory, if no budget is given
 _ROOT = Path("/")
 # Files of a control group: its limit, its usage, and the field of memory.stat with the droppable part.
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def max_batch(
     gc.collect()
     free, start = free_bytes(where), _held_bytes(where)
     if budget is None:
-        budget = int(_SHARE * free)
+        budget = int(_BUDGET_SHARE * free)
     elif require_int("budget", budget, minimum=1, maximum=1 << 62) > free:
         raise ValueError(f"budget must be within the {bytes_text(free)} that are free; got {bytes_text(budget)}")
     trials: list[Trial] = []
@@ -244,7 +244,7 @@ def _bytes_left_in_groups() -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         top = _ROOT / "sys/fs/cgroup" / ("memory" if controllers else "")
-        limit, usage, droppable = _VERSION_1 if controllers else _VERSION_2
+        limit, usage, droppable = _CGROUP_V1 if controllers else _CGROUP_V2
         inner = top / path.lstrip("/")
         for group in (each for each in (inner, *inner.parents) if each.is_relative_to(top)):
             try:

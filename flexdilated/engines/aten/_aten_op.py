@@ -42,7 +42,7 @@ _Executable = Program | QueryRows | SingleKeys | RowProgram
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a small share of its memory
 
 
-def portions_on(kind: str) -> dict[str, int]:
+def portion_limits_on(kind: str) -> dict[str, int]:
     """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, for its defaults.
 
     kind: kind of device, such as "cpu".
@@ -360,7 +360,7 @@ def program_of(
     def build() -> Program:
         # With a requested block size, short sequences use block lists too, not one dense mask.
         allowed = Allowed(masks=not call.block_size, key_weights=not hides_keys)
-        sizes = {"num_kv_heads": call.num_kv_heads, "block_size": call.block_size, **portions_on(kind)}
+        sizes = {"num_kv_heads": call.num_kv_heads, "block_size": call.block_size, **portion_limits_on(kind)}
         if call.placement:
             planned = call.plan(rule, operands=operands)
             return make_program(planned, call.layout, placement=Placement.read(call.placement), **sizes)

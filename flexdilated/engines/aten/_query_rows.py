@@ -155,7 +155,7 @@ class QueryRows:
             else self._keys_and_values(each, blocks)
         )
         keys, values = (each.clear_keys_(x) for x in found)
-        own = each.clear_rows_(picked(rows, each.rows(rows.shape[1])), groups, 0.0)
+        own = each.clear_rows_(gather_for_problems(rows, each.rows(rows.shape[1])), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
         lse = each.clear_rows_(lse, groups, -torch.inf)
         place, there = each.without_padding(begin[:, None] + each.place)
@@ -199,7 +199,7 @@ class QueryRows:
         groups, dtype = whole[0].shape[2], totals[0].dtype
         keys, values = (each.clear_keys_(x) for x in self._keys_and_values(each, blocks))
         at = each.rows(whole[0].shape[1])
-        own, grad, result, lse = (picked(x, at) for x in whole)
+        own, grad, result, lse = (gather_for_problems(x, at) for x in whole)
         own, grad, result = (each.clear_rows_(x, groups, 0.0) for x in (own, grad, result))
         lse, mask = each.clear_rows_(lse, groups, torch.inf), each.mask(groups, own.dtype)
         found = flash_backward(grad, own, keys, values, result, lse, scale=scale, mask=mask)
@@ -213,7 +213,7 @@ class QueryRows:
 
     def _keys_and_values(self, each: Problems, blocks: _KeyValues) -> list[Float[Tensor, "n 1 LK D"]]:
         at = self._block_index(each, blocks[0].shape[1])
-        return [picked(x, at) for x in blocks]
+        return [gather_for_problems(x, at) for x in blocks]
 
     def _block_index(self, each: Problems, num_blocks: int) -> Int64[Tensor, "n L"]:
         """Return the index of each key block in the flattened (key/value heads, num_blocks)."""
@@ -269,6 +269,6 @@ def _stack_entries(entries: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(entries)) if len(entries) > 1 else entries[0].unsqueeze(0)  # without a copy
 
 
-def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
+def gather_for_problems(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
     """Gather the entries index[i] of x.flatten(0, 1) for each problem i, concatenated along their first dim."""
     return x.flatten(0, 1).index_select(0, index.flatten()).view(len(index), 1, -1, *x.shape[3:])

@@ -148,14 +148,14 @@ class _DenseMask:
         at_once = max(16, _MASK_BYTES // (entries * heads * self.num_keys * q.element_size()))
         for begin in range(0, queries, at_once)[: ENOUGH if q.is_meta else None]:
             end = min(queries, begin + at_once)
-            parts = [] if q.is_meta else [self._listed(matrix, begin, end) for matrix in range(entries * tables)]
+            parts = [] if q.is_meta else [self._listed_pairs(matrix, begin, end) for matrix in range(entries * tables)]
             keys = slice(0, self.lists.stop(end) if parts else self.num_keys)
             mask = q.new_full((entries, tables, end - begin, keys.stop), -torch.inf)
             for matrix, (row, key) in enumerate(parts):
                 mask[matrix // tables, matrix % tables][row, key] = 0.0
             yield slice(begin, end), keys, mask.repeat_interleave(heads // tables, 1)
 
-    def _listed(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def _listed_pairs(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Return (query - begin, key) of the pairs that a table lists for the queries from `begin` to end - 1.
 
         matrix: index of the table: that of its batch entry times the number of tables, plus its own.

@@ -99,7 +99,7 @@ class BlockRanges:
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
-Stretches = EvenRanges | BlockRanges
+TokenRanges = EvenRanges | BlockRanges
 
 
 def even_ranges(starts: list[int] | Tensor, length: int) -> EvenRanges | None:
@@ -130,8 +130,8 @@ class KernelCall:
     table: int
     row: Int64[Tensor, " n"]
     columns: Int32[Tensor, "n L"]
-    queries: Stretches
-    keys: Stretches
+    queries: TokenRanges
+    keys: TokenRanges
     masks: Int32[Tensor, "m L"] | None
 
     @property
@@ -378,8 +378,8 @@ def _kernel_call(
 ) -> KernelCall:
     length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
     unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
-    queries: Stretches | None = even_ranges(chosen.row * blocks.q_block, height)
-    keys: Stretches | None = even_ranges(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
+    queries: TokenRanges | None = even_ranges(chosen.row * blocks.q_block, height)
+    keys: TokenRanges | None = even_ranges(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
     if queries is None:
         rows = chosen.row[:, None] + torch.arange(-(-height // blocks.q_block))
         queries = BlockRanges(rows, blocks.q_block, height)

@@ -68,7 +68,7 @@ def run_flex(
         out, lse = compiled(program.steps, tables, program.enter, q, k, v, *as_arguments(features))
     else:
         found = [tables_of(step) for step in program.steps]
-        out, lse = _run(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
+        out, lse = _run_steps(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
     return out, lse if returns_lse else None
 
 
@@ -183,10 +183,10 @@ def _call_program(steps, tables, enter, q, k, v, *features):
         found = [tables_of(step) for step in steps]
     else:
         found = unpack_tables(packed, [step.structure.lead for step in steps], sizes)
-    return _run(steps, found, enter, q, k, v, from_arguments(*features), flex_in_graph)
+    return _run_steps(steps, found, enter, q, k, v, from_arguments(*features), flex_in_graph)
 
 
-def _run(
+def _run_steps(
     steps: Sequence[FlexStep],
     tables: Sequence[Tables],
     enter: tuple[SideGather, SideGather] | None,
@@ -204,7 +204,7 @@ def _run(
         )
     tokens, dtype = q.shape[2], q.dtype
     q, k, v = in_plan_order(enter, q, k, v)
-    found = [_attend(step, own, q, k, v, features, kernel) for step, own in zip(steps, tables, strict=True)]
+    found = [_run_step(step, own, q, k, v, features, kernel) for step, own in zip(steps, tables, strict=True)]
 
     def whole(x: Tensor, step: FlexStep, empty: float) -> Tensor:
         return step.structure.queries.put(x, step.queries.rows, step.queries.start, tokens, empty)
@@ -224,7 +224,7 @@ def _run(
     return out.to(dtype), lse
 
 
-def _attend(
+def _run_step(
     step: FlexStep,
     tables: Tables,
     q: Tensor,

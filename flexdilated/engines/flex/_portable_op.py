@@ -52,13 +52,13 @@ def portable(
         tensors, p = with_seed(bindings, features.dropout)
         return portable_op(q, k, v, features.sinks, tensors, *call.arguments, features.scale, p)
     if torch.compiler.is_compiling():
-        run = _run_in_graph(q, k, bindings, call, features)
+        run = _portable_in_graph(q, k, bindings, call, features)
         with torch.autocast(q.device.type, enabled=False):
             return run.forward(q, k, v, recorded=True)
     return run_with_score_mod(portable_run(call, q, bindings, features), q, k, v)
 
 
-def _run_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
+def _portable_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
     """Return the `Portable` of a call in a graph of torch.compile.
 
     Single keys are gathered if the shape of their table bounds the keys of a query, else computed by block lists.

@@ -56,11 +56,11 @@ def selected_parts(text: str) -> SelectedParts | None:
     A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
     Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.
     """
-    return _parts_of(text)
+    return _selected_parts(text)
 
 
 @lru_cache(maxsize=256)
-def _parts_of(text: str) -> SelectedParts | None:
+def _selected_parts(text: str) -> SelectedParts | None:
     selection = table_split_in_text(text)
     if selection is None or not isinstance(selection.leaf, SelectedBlocks):
         return None  # rows of a sparse matrix differ in length
