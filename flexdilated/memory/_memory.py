@@ -62,7 +62,7 @@ NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 # Longest call that is run on meta tensors. For more tokens every count is linear in the tokens: whole tensors are, and
 # gathers are bounded.
 LARGEST_RUN = 1 << 20
-_ENDING_PERIOD = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
+_ENDING_PERIOD = 1 << 15  # lengths that differ by a multiple of it have equally long incomplete segments at the end
 _STEPS_PER_KIND = 3  # steps of a kind that are run, so that one has neighbours on both sides
 _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
@@ -302,7 +302,7 @@ def attention_memory(
 
 @dataclass(frozen=True)
 class _CallSettings:
-    """How a call is computed.
+    """Settings of the call whose memory is predicted.
 
     device: kind of device, such as "cpu".
     drops: True with dropout.
@@ -533,7 +533,7 @@ def _with_few_steps(program: Program, key_bytes: int) -> Program:
 def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
-    A step is one kernel call. Its results, out and a float32 lse, are a part; several parts are merged by their lse. In
+    A step is one kernel call. Its out and float32 lse together are called a part; several parts are merged by lse. In
     the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
     allocates only its result. The operands of the next step are gathered before those of a step are freed.
 

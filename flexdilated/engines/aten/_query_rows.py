@@ -108,7 +108,7 @@ class Problems:
 class QueryRows:
     """Attention over a table of selected blocks, for batch entries with equal tables and rules.
 
-    of: the table's problems, the same for each of these batch entries.
+    of: the table's problems, equal for all these batch entries.
     """
 
     of: TableProblems
@@ -133,7 +133,7 @@ class QueryRows:
                 rows.new_zeros(*shape, rows.shape[3], dtype=wide),
                 rows.new_full(shape, -torch.inf, dtype=wide),
             )
-            for each in self._problems(sets, queries, rows):  # a call a batch, so that its tensors are freed after it
+            for each in self._problems(sets, queries, rows):  # batches are computed in calls, which free their tensors
                 begin = (each.set - sets.start) * len(queries) * entries
                 self._attend(each, rows, blocks, scale, parts.flatten(0, 2), lses.flatten(0, 2), begin)
             at = slice(sets.start, sets.stop), slice(queries.start, queries.stop)

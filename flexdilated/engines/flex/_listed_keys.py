@@ -24,7 +24,7 @@ from ..kernels._portable import Weighting, attention, gradients
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # b batch entries with lists of their own, T tables, R rows of a table, W entries of a row
 
-_ENTRIES_AT_ONCE = 1 << 21  # of a table that is put in order on an accelerator
+_ENTRIES_AT_ONCE = 1 << 21  # table entries that are sorted at once, on an accelerator
 
 
 @dataclass(frozen=True, eq=False)
