@@ -125,7 +125,7 @@ class Program:
                     continue
                 sums = _uninitialised_rows(q) if self.complete else _rows_without_keys(q)
             if step.fresh:
-                assert not isinstance(step.queries, WholeSide)  # a fresh WholeSide comes first, and its result becomes `sums`
+                assert not isinstance(step.queries, WholeSide)  # a fresh one comes first, and its result becomes `sums`
                 step.queries.put(sums[0], part[0])
                 step.queries.put(sums[1], part[1])
             else:

@@ -133,7 +133,7 @@ class QueryRows:
                 rows.new_zeros(*shape, rows.shape[3], dtype=wide),
                 rows.new_full(shape, -torch.inf, dtype=wide),
             )
-            for each in self._problems(sets, queries, rows):  # batches are computed in calls, which free their tensors
+            for each in self._problems(sets, queries, rows):  # `_attend` frees its tensors after each batch
                 begin = (each.set - sets.start) * len(queries) * entries
                 self._attend(each, rows, blocks, scale, parts.flatten(0, 2), lses.flatten(0, 2), begin)
             at = slice(sets.start, sets.stop), slice(queries.start, queries.stop)
