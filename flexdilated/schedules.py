@@ -48,7 +48,7 @@ class Schedule:
             require_int(name, getattr(self, name), minimum=minimum)
 
     def __call__(self, step: int) -> int:
-        """The value at this step, counted from 0.
+        """Return the value at this step, counted from 0.
 
         Raises TypeError or ValueError unless `step` is an integer >= 0.
         """
@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """At most `widths` values from `start` to `end`, to which the curve is rounded; few steps may skip some."""
+        """Up to `widths` values from `start` to `end`, to which the curve is rounded; short schedules may skip some."""
         return tuple(dict.fromkeys(map(self._value, range(self._last_level + 1))))
 
     @property

@@ -12,11 +12,11 @@ import torch
 
 from ..masks.core import advises, bytes_text, device_kind, require_int
 
-_SHARE = 0.8  # of free memory, if no budget is given
+_BUDGET_SHARE = 0.8  # of free memory, if no budget is given
 _ROOT = Path("/")
 # Files of a control group: its limit, its usage, and the field of memory.stat with the droppable part.
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def max_batch(
     gc.collect()
     free, start = free_bytes(where), _held_bytes(where)
     if budget is None:
-        budget = int(_SHARE * free)
+        budget = int(_BUDGET_SHARE * free)
     elif require_int("budget", budget, minimum=1, maximum=1 << 62) > free:
         raise ValueError(f"budget must be within the {bytes_text(free)} that are free; got {bytes_text(budget)}")
     trials: list[Trial] = []
@@ -158,7 +158,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
 
 
 def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """Peak bytes of this process during step(n), including those held before; None if it runs out of memory.
+    """Return the peak bytes of this process during step(n), with those held before; None if it runs out of memory.
 
     On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
     Raises ValueError where that is not possible.
@@ -195,7 +195,7 @@ def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | 
 
 
 def _held_bytes(device: torch.device) -> int:
-    """Current bytes of this process: allocated by tensors on CUDA, resident on CPU."""
+    """Return the current bytes of this process: allocated by tensors on CUDA, resident on CPU."""
     if device_kind(device).is_cuda:
         return torch.cuda.memory_allocated(device)
     _return_freed_pages()
@@ -208,7 +208,7 @@ def _return_freed_pages() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
+    """Return the bytes that this process can still allocate; on CUDA including unused memory in its allocator.
 
     On CPU: the machine's available memory, or less if the limits of the process's control groups leave less.
 
@@ -244,7 +244,7 @@ def _bytes_left_in_groups() -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         top = _ROOT / "sys/fs/cgroup" / ("memory" if controllers else "")
-        limit, usage, droppable = _VERSION_1 if controllers else _VERSION_2
+        limit, usage, droppable = _CGROUP_V1 if controllers else _CGROUP_V2
         inner = top / path.lstrip("/")
         for group in (each for each in (inner, *inner.parents) if each.is_relative_to(top)):
             try:

@@ -1,4 +1,4 @@
-"""Predict the memory of one attention call: aten and portable by a run on meta tensors, flex by compiled buffers."""
+"""Predict the memory of one attention call: aten and portable run on meta tensors; flex's buffers are computed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 # Longest call that is run on meta tensors. For more tokens every count is linear in the tokens: whole tensors are, and
 # gathers are bounded.
 LARGEST_RUN = 1 << 20
-_SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
-_ALIKE = 3  # steps of a kind that are run, so that one has neighbours on both sides
+_ENDING_PERIOD = 1 << 15  # lengths that differ by a multiple of it have equally long incomplete segments at the end
+_STEPS_PER_KIND = 3  # steps of a kind that are run, so that one has neighbours on both sides
 _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
 
@@ -148,7 +148,7 @@ def _on_meta(x: Any) -> Any:
 
 
 def nbytes(*tensors: Tensor) -> int:
-    """Bytes of the tensors' elements."""
+    """Return the bytes of all elements of the tensors."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
@@ -197,7 +197,7 @@ class AttentionSize:
         )
 
     def operands(self, engine: str) -> OperandSizes:
-        """Sizes on which the planner's costs depend: bytes of an element, head dim, query heads per key/value head.
+        """Return the sizes on which plan costs depend: bytes of an element, head dim, query heads per key/value head.
 
         The head dim is that of the queries in the engine's kernels: head_dim, or for "aten", which pads q, k and v to
         one head dim, the wider of head_dim and value_dim.
@@ -289,7 +289,7 @@ def attention_memory(
     settings = _CallSettings(device, engine or device_kind(device).engine, drops, score_mod, planned)
     if size.num_tokens <= LARGEST_RUN:
         return _planned_memory(settings, pattern, size)
-    ending = size.num_tokens % _SAME_ENDING
+    ending = size.num_tokens % _ENDING_PERIOD
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
     # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
     best = settings.plan(pattern, size)
@@ -302,7 +302,7 @@ def attention_memory(
 
 @dataclass(frozen=True)
 class _CallSettings:
-    """How a call is computed.
+    """Settings of the call whose memory is predicted.
 
     device: kind of device, such as "cpu".
     drops: True with dropout.
@@ -354,13 +354,13 @@ def _planned_memory(settings: _CallSettings, pattern: Expression, size: Attentio
     else:
         found = _flex_memory(program, size)
         if table is not None:  # merged with the other pairs: both results are kept
-            found = _one_after_the_other(
+            found = _memory_of_two_parts(
                 found, _portable_memory(replace(program, steps=()), table, size, settings), size
             )
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
-_Found = tuple[int, int, int, int, int]
+_CallBytes = tuple[int, int, int, int, int]
 _Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
 
@@ -481,10 +481,11 @@ def _portable_memory(
     return _dry_run(size, forward, backward, pads=False)
 
 
-def _one_after_the_other(first: _Found, second: _Found, size: AttentionSize) -> _Found:
+def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionSize) -> _CallBytes:
     """Return the memory of two parts of a call that are computed one after the other and merged eagerly.
 
-    The merge converts both outputs to float32, which autograd keeps if they are narrower, and adds their products.
+    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower,
+    autograd keeps the converted ones.
 
     Parts and result: (lse, kept, inference peak, forward peak, backward peak), in bytes.
     """
@@ -521,7 +522,7 @@ def _with_few_steps(program: Program, key_bytes: int) -> Program:
         sizes = len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
         kind = term.shape, sizes, term.multiplicity, step.fresh, type(step.queries), id(calls)
         taken[kind] += 1
-        if taken[kind] <= _ALIKE:
+        if taken[kind] <= _STEPS_PER_KIND:
             if calls is not None:
                 most = ((call, 1 + 2 * GATHERED_BYTES // (call.keys.length * key_bytes)) for call in calls.calls)
                 calls = replace(calls, calls=tuple(next(call.parts(count), call) for call, count in most))
@@ -532,7 +533,7 @@ def _with_few_steps(program: Program, key_bytes: int) -> Program:
 def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
-    A step is one kernel call. Its results, out and a float32 lse, are a part; several parts are merged by their lse. In
+    A step is one kernel call. Its out and float32 lse together are called a part; several parts are merged by lse. In
     the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
     allocates only its result. The operands of the next step are gathered before those of a step are freed.
 
@@ -636,7 +637,10 @@ def _count_kernel_backwards(
 
 
 def _step_bytes(step: FlexStep, size: AttentionSize) -> _StepBytes:
-    """Bytes of one kernel call. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
+    """Return the bytes of one kernel call.
+
+    Queries or keys are read without a copy if the kernel reads all tokens in order and none is zeroed.
+    """
     by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
     assert by_column is not None
     queries = step.queries, size.num_heads, step.mask.kv_num_blocks.shape[2] * q_side, step.hidden.queries
@@ -646,7 +650,7 @@ def _step_bytes(step: FlexStep, size: AttentionSize) -> _StepBytes:
         if slots.kind != "all":
             heads = heads * slots.numbers[0] if index.heads is None else len(index.heads)
         if slots.kind != "segments":
-            length = size.num_tokens if index.listed is None else index.listed.shape[1]
+            length = size.num_tokens if index.token_of_slot is None else index.token_of_slot.shape[1]
         found.append((size.batch * heads * length, slots.kind != "all" or hidden is not None))
     (q, q_copied), (k, k_copied) = found
     key, value = (dim * size.dtype.itemsize for dim in size.dims)

@@ -13,7 +13,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines.aten import _aten_op
-from flexdilated.engines.aten._aten_op import plan_aten, portions_on
+from flexdilated.engines.aten._aten_op import plan_aten, portion_limits_on
 from flexdilated.engines.aten._program import make_program
 from flexdilated.masks import Bound, Layout
 from flexdilated.masks.patterns import KeySet
@@ -55,7 +55,7 @@ def test_a_program_over_a_million_tokens_is_made_in_seconds():
     bound = pattern.bind(num_heads=16, num_queries=1 << 20, num_keys=1 << 20)
     plan = plan_aten(bound, tokens, "cpu", None)
     begin = process_time()
-    program = make_program(plan, tokens, num_kv_heads=16, block_size=(), **portions_on("cpu"))
+    program = make_program(plan, tokens, num_kv_heads=16, block_size=(), **portion_limits_on("cpu"))
     assert process_time() - begin < 15
     assert len(program.steps) > 100
     assert program.complete

@@ -42,7 +42,7 @@ _Executable = Program | QueryRows | SingleKeys | RowProgram
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a small share of its memory
 
 
-def portions_on(kind: str) -> dict[str, int]:
+def portion_limits_on(kind: str) -> dict[str, int]:
     """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, for its defaults.
 
     kind: kind of device, such as "cpu".
@@ -99,7 +99,7 @@ def aten(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, natural lse) of q (B, H, N, D) over k and v (B, G, M, D): out in the dtype of q, lse float32 or wider.
+    """Return (out, natural lse) of a call for q, k and v: out in the dtype of q, lse in float32 or wider.
 
     The plan is looked up when the op runs, so other sizes need no retracing.
 
@@ -126,7 +126,7 @@ def attention(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
+    """Return (out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
 
     call: pattern and sizes of the call.
     sinks: for each head the logit of an extra key with value 0; None for no sinks.
@@ -189,7 +189,7 @@ def aten_backward(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of the op `aten`, in the dtypes of q, k and v, from its arguments and its results out and lse.
+    """Return (dq, dk, dv) of the op `aten`, in the dtypes of q, k and v, from its arguments and results out and lse.
 
     grad_out, grad_lse: gradients of out and lse; grad_lse None counts as 0.
     """
@@ -210,7 +210,7 @@ def gradients(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
+    """Return (dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
 
     call: pattern and sizes of the call.
     bindings: run-time tensors of the pattern, sorted by name.
@@ -360,7 +360,7 @@ def program_of(
     def build() -> Program:
         # With a requested block size, short sequences use block lists too, not one dense mask.
         allowed = Allowed(masks=not call.block_size, key_weights=not hides_keys)
-        sizes = {"num_kv_heads": call.num_kv_heads, "block_size": call.block_size, **portions_on(kind)}
+        sizes = {"num_kv_heads": call.num_kv_heads, "block_size": call.block_size, **portion_limits_on(kind)}
         if call.placement:
             planned = call.plan(rule, operands=operands)
             return make_program(planned, call.layout, placement=Placement.read(call.placement), **sizes)

@@ -72,13 +72,13 @@ class Step:
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
     def _clear_hidden(self, x: KernelTensors) -> KernelTensors:
-        """Zero queries without a key and keys without a query: kernels compute whole blocks and would spread a NaN."""
+        """Return x with 0 at hidden queries and keys: kernels compute whole blocks and would spread a NaN."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
         return KernelTensors(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
 
     @property
     def _is_causal(self) -> bool:
-        """True if the kernel's causal mode hides later keys: -inf added to an infinite score would only make it NaN."""
+        """True if the kernel has to run in causal mode: a bias of -inf cannot hide a later key of infinite score."""
         weights = self.term.weights
         return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 
@@ -94,7 +94,7 @@ class Program:
     layout: token order of the plan.
     steps: one for each term, or for each portion of a term that was split.
     complete: True if the steps that are `fresh` (first to write their rows) write every row of the output.
-    visible: False for keys that are hidden in addition to the plan's mask, in the order `given`; None: none are.
+    visible: False for keys that are hidden in addition to the plan's mask, in the order `given`; None if none are.
     """
 
     given: Layout
@@ -113,7 +113,7 @@ class Program:
     def forward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
+        """Return (out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         q, k, v = (self._to_plan_order(readable(x)) for x in (q, self._clear_keys(k), self._clear_keys(v)))
         sums: tuple[Tensor, Tensor] | None = None
         for step, operands in self._steps_with_operands(q, k, v):
@@ -125,7 +125,7 @@ class Program:
                     continue
                 sums = _uninitialised_rows(q) if self.complete else _rows_without_keys(q)
             if step.fresh:
-                assert not isinstance(step.queries, WholeSide)  # a fresh one comes first, and its result is the sum
+                assert not isinstance(step.queries, WholeSide)  # a fresh one comes first, and its result becomes `sums`
                 step.queries.put(sums[0], part[0])
                 step.queries.put(sums[1], part[1])
             else:
@@ -137,7 +137,7 @@ class Program:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
-        """(dq, dk, dv) in float32 or wider, the sums over all steps.
+        """Return (dq, dk, dv) in float32 or wider, the sums over all steps.
 
         whole: out, lse and their gradients, of rows that may have more keys than the program.
         """
@@ -171,7 +171,7 @@ class Program:
             yield step, KernelTensors(step.queries.take(q), *keys)
 
     def _clear_keys(self, x: Tensor) -> Tensor:
-        """Zero the keys that `visible` hides, in x (B, G, M, D): a weight of 0 times NaN would be NaN in a kernel."""
+        """Return x (B, G, M, D) with 0 at keys that `visible` hides: in a kernel, a weight of 0 times NaN is NaN."""
         return x if self.visible is None else x.masked_fill(~self.visible[:, None, :, None], 0)
 
     def _to_plan_order(self, x: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class EntryRange:
     entries: slice
 
     def rows_of(self, table: Shaped[Tensor, "#B L"]) -> Shaped[Tensor, "#b L"]:
-        """Rows of these entries in a table of all batch entries; a table of a single row is returned unchanged."""
+        """Return table[entries], or `table` itself if it has a single item for all batch entries."""
         return table if len(table) == 1 else table[self.entries]
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
@@ -300,13 +300,13 @@ def _result_by_token(side: TokenGather, slots: Tensor, x: Tensor) -> Tensor | No
 
 
 def _uninitialised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse) for queries x (B, H, N, D): shapes (B, H, N, D) and (B, H, N), float32 or wider."""
+    """Return uninitialised (out, lse) for queries x (B, H, N, D), in float32 or wider."""
     wide = sum_dtype(x)
     return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
 
 
 def _rows_without_keys(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries x (B, H, N, D) without any keys: zeros as x, and -inf (B, H, N), in float32 or wider."""
+    """Return (out, lse) of queries x (B, H, N, D) without any keys: 0 and -inf, in float32 or wider."""
     out = torch.zeros_like(x, dtype=sum_dtype(x))
     return out, out.new_full(x.shape[:3], -torch.inf)
 

@@ -108,7 +108,7 @@ class Problems:
 class QueryRows:
     """Attention over a table of selected blocks, for batch entries with equal tables and rules.
 
-    of: the table's problems, the same for each of these batch entries.
+    of: the table's problems, equal for all these batch entries.
     """
 
     of: TableProblems
@@ -116,7 +116,7 @@ class QueryRows:
     def forward(
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], scale: float
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b H N"]]:
-        """(out, natural lse) of b batch entries, in float32 or wider; a query without keys has output 0, lse -inf."""
+        """Return (out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         found = [self._forward(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
         out, lse = zip(*found, strict=True)
         return _stack_entries(out), _stack_entries(lse)
@@ -133,7 +133,7 @@ class QueryRows:
                 rows.new_zeros(*shape, rows.shape[3], dtype=wide),
                 rows.new_full(shape, -torch.inf, dtype=wide),
             )
-            for each in self._problems(sets, queries, rows):  # a call a batch, so that its tensors are freed after it
+            for each in self._problems(sets, queries, rows):  # `_attend` frees its tensors after each batch
                 begin = (each.set - sets.start) * len(queries) * entries
                 self._attend(each, rows, blocks, scale, parts.flatten(0, 2), lses.flatten(0, 2), begin)
             at = slice(sets.start, sets.stop), slice(queries.start, queries.stop)
@@ -147,7 +147,7 @@ class QueryRows:
     def _attend(
         self, each: Problems, rows: Tensor, blocks: _KeyValues, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
     ) -> None:
-        """Write the results of a batch of problems; begin: index of each problem's first result in parts and lses."""
+        """Write out and lse of each query of a batch of problems to parts and lses, at index begin + each.place."""
         groups = rows.shape[2]
         found = (
             (self._keys_from_tokens(each, x) for x in blocks)
@@ -155,7 +155,7 @@ class QueryRows:
             else self._keys_and_values(each, blocks)
         )
         keys, values = (each.clear_keys_(x) for x in found)
-        own = each.clear_rows_(picked(rows, each.rows(rows.shape[1])), groups, 0.0)
+        own = each.clear_rows_(gather_for_problems(rows, each.rows(rows.shape[1])), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
         lse = each.clear_rows_(lse, groups, -torch.inf)
         place, there = each.without_padding(begin[:, None] + each.place)
@@ -166,7 +166,7 @@ class QueryRows:
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b G M D"], Float[Tensor, "b G M D"]]:  # fmt: skip
-        """(dq, dk, dv) of b batch entries, in float32 or wider.
+        """Return (dq, dk, dv) in float32 or wider.
 
         whole: out, lse and their gradients, of rows that may have more keys than the table selects.
         """
@@ -199,7 +199,7 @@ class QueryRows:
         groups, dtype = whole[0].shape[2], totals[0].dtype
         keys, values = (each.clear_keys_(x) for x in self._keys_and_values(each, blocks))
         at = each.rows(whole[0].shape[1])
-        own, grad, result, lse = (picked(x, at) for x in whole)
+        own, grad, result, lse = (gather_for_problems(x, at) for x in whole)
         own, grad, result = (each.clear_rows_(x, groups, 0.0) for x in (own, grad, result))
         lse, mask = each.clear_rows_(lse, groups, torch.inf), each.mask(groups, own.dtype)
         found = flash_backward(grad, own, keys, values, result, lse, scale=scale, mask=mask)
@@ -213,7 +213,7 @@ class QueryRows:
 
     def _keys_and_values(self, each: Problems, blocks: _KeyValues) -> list[Float[Tensor, "n 1 LK D"]]:
         at = self._block_index(each, blocks[0].shape[1])
-        return [picked(x, at) for x in blocks]
+        return [gather_for_problems(x, at) for x in blocks]
 
     def _block_index(self, each: Problems, num_blocks: int) -> Int64[Tensor, "n L"]:
         """Return the index of each key block in the flattened (key/value heads, num_blocks)."""
@@ -269,6 +269,6 @@ def _stack_entries(entries: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(entries)) if len(entries) > 1 else entries[0].unsqueeze(0)  # without a copy
 
 
-def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
+def gather_for_problems(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
     """Gather the entries index[i] of x.flatten(0, 1) for each problem i, concatenated along their first dim."""
     return x.flatten(0, 1).index_select(0, index.flatten()).view(len(index), 1, -1, *x.shape[3:])

@@ -37,7 +37,7 @@ class SingleKeys:
     def forward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
+        """Return (out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         wide = sum_dtype(q)
         if self._gathers(q, k):
             return attention(ListProblems.of(self.lists, self.offsets, q, k, v), Weighting(scale), q, k, v)
@@ -53,7 +53,7 @@ class SingleKeys:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
-        """(dq, dk, dv) in float32 or wider.
+        """Return (dq, dk, dv) in float32 or wider.
 
         whole: out, lse and their gradients, of rows that may have more keys than the lists.
         """
@@ -140,23 +140,24 @@ class _DenseMask:
     def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, slice, Float[Tensor, "#B #H n m"]]]:
         """Yield (slice of the queries, slice of the first keys, see `KeyLists.stop`, mask of their pairs).
 
-        The masks are additive. The slices of queries are all queries together. For meta tensors, only the first
-        `META_CHUNKS` are yielded, with all keys, and the masks hide all pairs.
+        The masks are additive. Together the slices have all queries; for meta tensors, only the first
+        `META_CHUNKS` slices
+        are yielded, with all keys, and the masks hide all pairs.
         """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads
         at_once = max(16, _MASK_BYTES // (entries * heads * self.num_keys * q.element_size()))
         for begin in range(0, queries, at_once)[: META_CHUNKS if q.is_meta else None]:
             end = min(queries, begin + at_once)
-            parts = [] if q.is_meta else [self._listed(matrix, begin, end) for matrix in range(entries * tables)]
+            parts = [] if q.is_meta else [self._listed_pairs(matrix, begin, end) for matrix in range(entries * tables)]
             keys = slice(0, self.lists.stop(end) if parts else self.num_keys)
             mask = q.new_full((entries, tables, end - begin, keys.stop), -torch.inf)
             for matrix, (row, key) in enumerate(parts):
                 mask[matrix // tables, matrix % tables][row, key] = 0.0
             yield slice(begin, end), keys, mask.repeat_interleave(heads // tables, 1)
 
-    def _listed(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return (query, counted from `begin`, key) of the pairs that a table lists for queries from `begin` to `end`.
+    def _listed_pairs(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return (query - begin, key) of the pairs that a table lists for the queries from `begin` to end - 1.
 
         matrix: index of the table: that of its batch entry times the number of tables, plus its own.
         """

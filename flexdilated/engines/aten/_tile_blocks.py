@@ -47,7 +47,7 @@ class _Portion:
 def forward(
     x: KernelTensors, calls: KernelCalls, *, scale: float
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse) of attention under the block mask of `calls`; out in the dtype of q, lse in float32 or wider.
+    """Return (out, natural lse) of attention under the mask of `calls`: out in q's dtype, lse in float32 or wider.
 
     A query without a listed block has output 0 and lse -inf. A query whose listed blocks allow it no key must be 0 in
     x.q; its lse may be 0, which the caller must replace by -inf.
@@ -71,7 +71,7 @@ def forward(
 def backward(
     x: KernelTensors, calls: KernelCalls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `forward` in the dtype of lse, float32 or wider, shaped as q, k and v.
+    """Return (dq, dk, dv) of `forward` in the dtype of lse, float32 or wider.
 
     out and lse may belong to a softmax over more keys. lse must be +inf, not -inf, for a query without keys.
     """

@@ -38,18 +38,18 @@ class EvenRanges:
         return replace(self, start=self.start + begin * self.step, count=min(end, self.count) - begin)
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
-        """View of x with one row per range of tokens, n = count, L = length; rows may share memory."""
+        """Return a view of x with the tokens of each range, n = count, L = length; ranges may share memory."""
         if self.step == 0:
             one = x[:, None, self.start : self.start + self.length]
             return one.expand(-1, self.count, *one.shape[2:])
         return x[:, self.start :].unfold(1, self.length, self.step)[:, : self.count].movedim(-1, 2)
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Copy row i of `part` to range i of x, in place; ranges must not overlap."""
+        """Copy part[:, i] to range i of x, in place; ranges must not overlap."""
         self.of(x).copy_(part)
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Add row i of `part` to range i of x, in place; where ranges overlap, all are summed."""
+        """Add part[:, i] to range i of x, in place; where ranges overlap, all are summed."""
         if self.step == 0:
             x[:, self.start : self.start + self.length].add_(part.sum(1))
             return
@@ -75,16 +75,16 @@ class BlockRanges:
         return replace(self, blocks=self.blocks[begin:end])
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
-        """Gather the listed blocks into n rows of `length` tokens; every listed block must be complete in x."""
+        """Return the tokens of each range, gathered from x; every listed block must be complete in x."""
         picked = self._in_blocks(x).index_select(1, self.blocks.flatten())
         return picked.unflatten(1, self.blocks.shape).flatten(2, 3)[:, :, : self.length]
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Copy row i of `part`, which must be whole blocks, to range i of x, in place; no block may be listed twice."""
+        """Copy part[:, i], which must be whole blocks, to range i of x, in place; no block may be listed twice."""
         self._in_blocks(x).index_copy_(1, self.blocks.flatten().long(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Add row i of `part` to range i of x, in place; a block in several ranges gets the sum."""
+        """Add part[:, i] to range i of x, in place; a block in several ranges gets the sum."""
         missing = self.blocks.shape[1] * self.side - self.length
         if missing:  # index_add_ takes whole blocks, and the last listed one may be cut off at `length`
             dims_after = part.dim() - 3
@@ -99,7 +99,7 @@ class BlockRanges:
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
-Stretches = EvenRanges | BlockRanges
+TokenRanges = EvenRanges | BlockRanges
 
 
 def even_ranges(starts: list[int] | Tensor, length: int) -> EvenRanges | None:
@@ -130,8 +130,8 @@ class KernelCall:
     table: int
     row: Int64[Tensor, " n"]
     columns: Int32[Tensor, "n L"]
-    queries: Stretches
-    keys: Stretches
+    queries: TokenRanges
+    keys: TokenRanges
     masks: Int32[Tensor, "m L"] | None
 
     @property
@@ -180,7 +180,7 @@ class KernelCalls:
         return sum(x.nbytes for x in (*numbers, self.masks, self.hidden) if x is not None)
 
     def mask_of(self, call: KernelCall, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
-        """Additive masks (0 or -inf) of a call's n problems; None if every pair is allowed.
+        """Return the additive masks (0 or -inf) of a call's n problems; None if every pair is allowed.
 
         m = n, or m = 1 if all problems have equal masks.
         """
@@ -227,6 +227,7 @@ class _BlockLists:
 
     A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
+    table, row: index of the list's block-sparse mask, and its first query block.
     num_queries, num_keys: number of tokens.
     masked: True if a block is only partly allowed.
     code: fingerprint of the list's masks, equal for lists of equal length with equal masks, or unique to each list if
@@ -259,7 +260,9 @@ def _block_lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) 
 
 
 def _mask_fingerprints(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
-    """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs.
+    """Return a 64-bit fingerprint of each list of mask indices.
+
+    Two unequal lists of equal length have equal fingerprints with a probability of at most 2^-57.
 
     ids: mask indices of all lists, concatenated.
     length: number of indices in each list.
@@ -375,8 +378,8 @@ def _kernel_call(
 ) -> KernelCall:
     length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
     unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
-    queries: Stretches | None = even_ranges(chosen.row * blocks.q_block, height)
-    keys: Stretches | None = even_ranges(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
+    queries: TokenRanges | None = even_ranges(chosen.row * blocks.q_block, height)
+    keys: TokenRanges | None = even_ranges(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
     if queries is None:
         rows = chosen.row[:, None] + torch.arange(-(-height // blocks.q_block))
         queries = BlockRanges(rows, blocks.q_block, height)

@@ -1,4 +1,4 @@
-"""The flex engine: the terms of a plan as calls of FlexAttention with BlockMasks."""
+"""Engine "flex", calls of FlexAttention with BlockMasks, and engine "portable", plain torch operations."""
 
 from ._flash import flash_cannot, flash_sides
 from ._flex import missing_compiler, run_flex

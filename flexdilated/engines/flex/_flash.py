@@ -27,8 +27,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 PACKAGE, OLDEST_PACKAGE = "flash-attn-4", "4.0.0b17"  # the first version whose functions may capture numbers
 _OLDEST_TORCH = "2.14"  # before, block lists were ignored under a mask that is true everywhere
-_ALIGNED = 8  # half-precision numbers in 16 bytes
-_LEAST = 16  # smallest head dim of FlexAttention on accelerators
+_HEAD_DIM_MULTIPLE = 8  # half-precision numbers in 16 bytes
+_LEAST_HEAD_DIM = 16  # smallest head dim of FlexAttention on accelerators
 
 # Major compute capability -> (largest head dim, (query side, key side)): the smallest blocks that are whole tiles of
 # the forward and the backward kernel. On Blackwell and later a block may have several tiles of keys.
@@ -59,8 +59,9 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
         return reason
     major, _ = capability(device)
     most, _ = _SIDES[major][-1]
-    if head_dim % _ALIGNED or not _LEAST <= head_dim <= most:
-        rule = f"flash takes head dims that are multiples of {_ALIGNED}, {_LEAST} to {most} on capability {major}.x"
+    if head_dim % _HEAD_DIM_MULTIPLE or not _LEAST_HEAD_DIM <= head_dim <= most:
+        dims = f"multiples of {_HEAD_DIM_MULTIPLE}, {_LEAST_HEAD_DIM} to {most}"
+        rule = f"flash takes head dims that are {dims} on capability {major}.x"
         return f"{rule}; got {head_dim}: pad q, k and v with zeros and keep the scale, or engine='flex'"
     own = flash_sides(device, head_dim)
     if sides and not _sides_fit(sides, own, major):
@@ -73,7 +74,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 
 @graph_constant
 def _why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason that engine "flash" cannot serve this dtype on this device or with the installed packages, or None."""
+    """Return the reason that engine "flash" cannot serve this device or dtype, or lacks packages; None if it can."""
     if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None chooses an engine for that device"
     serves = f"engine={'portable' if dtype == torch.float64 else 'flex'!r} serves it"

@@ -68,7 +68,7 @@ def run_flex(
         out, lse = compiled(program.steps, tables, program.enter, q, k, v, *as_arguments(features))
     else:
         found = [tables_of(step) for step in program.steps]
-        out, lse = _run(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
+        out, lse = _run_steps(program.steps, found, program.enter, q, k, v, features, kernel or flex_in_graph)
     return out, lse if returns_lse else None
 
 
@@ -82,7 +82,7 @@ def as_arguments(features: Features) -> tuple[Any, ...]:
 
 
 def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *others: Any) -> Features:
-    """Return the features that `as_arguments` wrote."""
+    """Return the Features whose `as_arguments` are these values; their score_mod is a plain function or None."""
     return Features(float(scale), score_mod, sinks, float(dropout_p), *others)
 
 
@@ -92,7 +92,7 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequenc
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
     accelerators it has instead the numbers of heads, the head dim, True for a batch of 1, and for each kernel call True
-    if both lengths are whole blocks.
+    if the numbers of queries and keys are multiples of the block's.
 
     blocks: (queries, keys) of a block, for each kernel call.
     """
@@ -117,7 +117,7 @@ def compiled_flex(
     Both kinds of functions are kept in LRU caches. Each compiled function has a separate code object: torch counts
     recompilations per code object and stops compiling at a limit, which all callers of the code would share.
 
-    structure: such as `FlexProgram.structure`.
+    structure: key of a program, such as `FlexProgram.structure`.
     function: code to compile; None for the code that runs a FlexProgram.
     """
 
@@ -183,10 +183,10 @@ def _call_program(steps, tables, enter, q, k, v, *features):
         found = [tables_of(step) for step in steps]
     else:
         found = unpack_tables(packed, [step.structure.lead for step in steps], sizes)
-    return _run(steps, found, enter, q, k, v, from_arguments(*features), flex_in_graph)
+    return _run_steps(steps, found, enter, q, k, v, from_arguments(*features), flex_in_graph)
 
 
-def _run(
+def _run_steps(
     steps: Sequence[FlexStep],
     tables: Sequence[Tables],
     enter: tuple[SideGather, SideGather] | None,
@@ -204,7 +204,7 @@ def _run(
         )
     tokens, dtype = q.shape[2], q.dtype
     q, k, v = in_plan_order(enter, q, k, v)
-    found = [_attend(step, own, q, k, v, features, kernel) for step, own in zip(steps, tables, strict=True)]
+    found = [_run_step(step, own, q, k, v, features, kernel) for step, own in zip(steps, tables, strict=True)]
 
     def whole(x: Tensor, step: FlexStep, empty: float) -> Tensor:
         return step.structure.queries.put(x, step.queries.rows, step.queries.start, tokens, empty)
@@ -224,7 +224,7 @@ def _run(
     return out.to(dtype), lse
 
 
-def _attend(
+def _run_step(
     step: FlexStep,
     tables: Tables,
     q: Tensor,

@@ -24,7 +24,7 @@ from ..kernels._portable import Weighting, attention, gradients
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # b batch entries with lists of their own, T tables, R rows of a table, W entries of a row
 
-_ENTRIES_AT_ONCE = 1 << 21  # of a table that is put in order on an accelerator
+_ENTRIES_AT_ONCE = 1 << 21  # table entries that are sorted at once, on an accelerator
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,8 @@ class ListedKeys:
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     place: index, in the call's pattern, of the branch with the table.
     places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
-    on_triton: whether Triton's kernels compute the pairs; None: if they can. A score_mod or dropout they cannot.
+    on_triton: True if Triton's kernels compute the pairs, False if plain operations do; None: Triton's kernels if they
+        support the call. With a score_mod or dropout, plain operations always do.
     """
 
     source: KeyLists | KeyTable | PaddedRows
@@ -140,7 +141,7 @@ def _with_channels_together(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class KeyTable:
-    """A run-time table of single keys on an accelerator, whose values the host does not read.
+    """A run-time table of single keys on an accelerator; only `lists` copies its values to the host.
 
     rows: keys of each query of the call, as positions, in any order; negative for none.
     rule: further restricts the pairs.
@@ -157,7 +158,7 @@ class KeyTable:
 
     @classmethod
     def of(cls, call: Call, selection: TableSplit, bindings: Sequence[Tensor], q: Tensor) -> KeyTable | None:
-        """Return the table of a call; None if it is not on q's accelerator, or lists other than single keys.
+        """Return the table of a call; None unless it has blocks of one query and one key, on the same accelerator as q.
 
         Arguments are those of `ListedKeys.of`.
 
@@ -177,12 +178,12 @@ class KeyTable:
         return cls(call, selection, bindings, len(q), rows, rule, max(each, key=len))
 
     def lists(self) -> KeyLists:
-        """Return the keys of all queries as lists; the host reads the table."""
+        """Return, for each query, the keys that the table lists and `rule` allows; copies the table to the host."""
         return key_lists(self.call, self.selection, self.bindings, self.batch).on(self.rows.device)
 
     @outside_torch_modes
     def parts(self) -> Iterator[ListedPart]:
-        """Yield the lists of consecutive queries, by which a bounded number of entries is in memory at one time."""
+        """Yield the lists of some consecutive queries at a time, to bound the table entries that are copied at once."""
         device, (_, tables, queries, width) = self.rows.device, self.rows.shape
         rows = self.rows if self.groups == list(range(tables)) else self.rows[:, self.groups]
         entries = max(len(rows), self.rule.num_entries())
@@ -208,9 +209,9 @@ class KeyTable:
 def _checked_table(
     call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int
 ) -> tuple[Int64[Tensor, "*b T R W"], int]:
-    """Return (table of a call, query block of its row 0), of which only the shape is checked, and no value.
+    """Return (table of a call, query block of its row 0).
 
-    Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
+    Raises TypeError or ValueError for a table whose shape or dtype does not fit the call. Its values are not checked.
     """
     leaf = selection.leaf
     (table,) = tensors_of(call, leaf, bindings)
@@ -225,11 +226,12 @@ def _checked_table(
 def listed_rows(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int, width: int
 ) -> Tensor:
-    """Return the keys that a table of single keys lists for each query, (b, t, N, width), as indices in the call.
+    """Return the keys of each query in a table of single keys, as indices in the call: (b, t, N, width).
 
-    Keys are in ascending order, then -1 for none. The shape depends on the shapes of the run-time tensors only.
+    Keys that the rest of the pattern forbids are left out. Keys are in ascending order, followed by -1 for none. The
+    shape depends on the shapes of the run-time tensors only.
 
-    bindings: the run-time tensors of a pattern without other pairs, sorted by name.
+    bindings: the run-time tensors of the pattern, which has no pairs outside the table, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.
     width: most keys of a query, as in `ListedParts`.
     """
@@ -259,7 +261,10 @@ def _(q, k, bindings, constants, q_offset, k_offset, width):
 def _shape_of_rows(
     call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, width: int
 ) -> tuple[int, int, int, int]:
-    """Return the shape of `listed_rows`: all batch entries and heads where values could tell that some are equal.
+    """Return the shape of the result of `listed_rows`.
+
+    It has every batch entry and every head if the rest of the pattern, which restricts the table's pairs, has run-time
+    tensors: which entries and heads have equal keys then depends on values.
 
     Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
     """

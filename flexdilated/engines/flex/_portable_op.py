@@ -1,9 +1,9 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-It keeps q, k, v, the output, its lse, and small tensors (sinks, run-time tensors, dropout's seed) for the backward. A
-call without a score_mod is a custom op. Ops take no functions, so a call with a score_mod is, eagerly, an autograd
-function of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the
-score_mod is traced.
+It keeps q, k, v, the output, its lse, sinks, copies of run-time tensors, and dropout's seed for the backward. A call
+without a score_mod is a custom op. Ops take no functions, so a call with a score_mod is, eagerly, an autograd function
+of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the score_mod is
+traced.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def portable(
         tensors, p = with_seed(bindings, features.dropout)
         return portable_op(q, k, v, features.sinks, tensors, *call.arguments, features.scale, p)
     if torch.compiler.is_compiling():
-        run = _run_in_graph(q, k, bindings, call, features)
+        run = _portable_in_graph(q, k, bindings, call, features)
         with torch.autocast(q.device.type, enabled=False):
             return run.forward(q, k, v, recorded=True)
     return run_with_score_mod(portable_run(call, q, bindings, features), q, k, v)
 
 
-def _run_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
+def _portable_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
     """Return the `Portable` of a call in a graph of torch.compile.
 
     Single keys are gathered if the shape of their table bounds the keys of a query, else computed by block lists.

@@ -1,4 +1,4 @@
-"""The run of engine "portable": a program of engine flex, and a table of single keys, by plain torch operations."""
+"""`Portable` runs a program of engine flex, and the pairs of a table of single keys, by plain torch operations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ._program import FlexProgram, FlexStep, tables_of
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A program with the features of one call.
+    """Executable call of engine "portable": a program, features, and the pairs of a table of single keys.
 
-    features: with a score_mod that is a `Recorded`, or in a graph a function.
-    spans: of each step, in a graph; None eagerly, where they follow from the lengths of the steps' block lists.
-    of_table: pairs that are not in the program; None for none.
+    features: their score_mod is None, a `Recorded` or, in a graph, a function.
+    spans: in a graph, the spans of each step; None eagerly, where they follow from the lengths of its block lists.
+    of_table: the table's pairs, which are not in the program; None without a table.
     """
 
     program: FlexProgram

@@ -37,7 +37,7 @@ Tables = dict[str, Tensor]
 
 _DEPTH = 64  # most levels of nested functions: patterns of patterns
 _MOST_NUMBERS = 1 << 22  # most numbers in the block lists of a term
-_SIMPLE = 9  # most operations of a mask for which kernels have enough registers
+_MOST_OPERATIONS = 9  # most operations of a mask for which kernels have enough registers
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -115,8 +115,8 @@ class FlexProgram:
 
     shares_rows: True if several steps may contribute to one row.
     enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
-    packed: concatenated block tables of all steps, on accelerators.
-    sizes: four numbers for each step, as from `_sizes`, all in one tuple; empty without `packed`.
+    packed: concatenated block tables of all steps, on accelerators; None on CPU, and for a program of `with_tables`.
+    sizes: four numbers for each step, as from `_table_sizes`, all in one tuple; empty without `packed`.
     """
 
     steps: tuple[FlexStep, ...]
@@ -136,9 +136,9 @@ class FlexProgram:
     def structure(self) -> Hashable:
         """Key of the compiled function, equal for programs that differ only in lengths and in tensors that masks read.
 
-        A mask reads its pattern's numbers from such tensors, so they are not in the key. It has the
-        constants of the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such
-        as block sizes and the step of a gather, which is a dilation rate.
+        A mask reads its pattern's numbers from such tensors, so they are not in the key. The key has the constants of
+        the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such as block
+        sizes and the step of a gather, which is a dilation rate.
         """
         steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
@@ -173,7 +173,7 @@ def make_flex_program(
     if device_kind(device).flex_trains and steps:
         tables = [_widen_lists(tables_of(step)) for step in steps]
         packed = torch.cat([each.flatten() for own in tables for each in own.values()])
-        sizes = tuple(size for own in tables for size in _sizes(own))
+        sizes = tuple(size for own in tables for size in _table_sizes(own))
         found = unpack_tables(packed, [step.structure.lead for step in steps], sizes)
         steps = [replace(step, mask=mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
     enter = None
@@ -252,7 +252,7 @@ def _widen_lists(tables: Tables) -> Tables:
     }
 
 
-def _sizes(tables: Tables) -> tuple[int, int, int, int]:
+def _table_sizes(tables: Tables) -> tuple[int, int, int, int]:
     """Return (query blocks, key blocks, width of the lists of key blocks, width of the lists of query blocks).
 
     tables: block tables, in which lists of full and of partial blocks have equal widths.
@@ -316,7 +316,7 @@ def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     zero = torch.zeros((), dtype=torch.int32, device=device)
     with _OperationCounter() as counted:
         mask_mod(zero, zero, zero, zero)
-    return counted.operations > _SIMPLE
+    return counted.operations > _MOST_OPERATIONS
 
 
 class _OperationCounter(TorchDispatchMode):

@@ -146,7 +146,7 @@ def attend_selected(
     rows = torch.where(named, rows, 0)
     if not unit:
         tables = _tables_of_rows(rows, named, classes, blocks)
-        out, lse = _run(of, tables, rest, where, q, k, v, features, kernel)
+        out, lse = _run_kernel(of, tables, rest, where, q, k, v, features, kernel)
         return out.to(sum_dtype(q)), lse
     if unit != of.q_block:
         row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
@@ -155,7 +155,7 @@ def attend_selected(
     own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
     short = rows.shape[2] * unit - tokens
     own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
-    own = gathered(own, own_row, at.place.unflatten(2, (-1, of.most))).unflatten(3, (unit, -1)).flatten(2, 3)
+    own = gather_vectors(own, own_row, at.place.unflatten(2, (-1, of.most))).unflatten(3, (unit, -1)).flatten(2, 3)
     own_block = at.block.repeat_interleave(TILE // unit, 2)
 
     def position(b, h, place):
@@ -165,10 +165,10 @@ def attend_selected(
         return (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
 
     tables = _tables_of_tiles(of, at)
-    out, lse = _run(of, tables, rest, where, own, k, v, features, kernel, position, inside)
+    out, lse = _run_kernel(of, tables, rest, where, own, k, v, features, kernel, position, inside)
     parts = out.unflatten(2, (-1, unit)).flatten(3)
-    parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, -1))
-    lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
+    parts = gather_vectors(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, -1))
+    lses = gather_vectors(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
     shares, whole = shares_of(torch.where(named[..., None], lses, -torch.inf), 3)
     joined = (parts.to(sum_dtype(q)) * shares[..., None]).sum(3)
     return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
@@ -269,7 +269,7 @@ def _tables_of_tiles(of: SelectedBlockSizes, at: TilePlaces) -> dict[str, Tensor
     }
 
 
-def _run(
+def _run_kernel(
     of: SelectedBlockSizes,
     tables: dict[str, Tensor],
     rest: MaskMod,
@@ -335,5 +335,5 @@ def _take_or_zero(x: Tensor, index: Tensor) -> Tensor:
     return torch.where((index >= 0).unsqueeze(-1), found, 0.0)
 
 
-def gathered(x, index, inverse):
+def gather_vectors(x, index, inverse):
     return _VectorGather.apply(x, index, inverse)

@@ -1,4 +1,4 @@
-"""Calls with a table of selected blocks: prepares and caches what does not depend on the table's values."""
+"""Calls with a table of selected blocks; sizes, mask and offsets, which its values do not change, are cached."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def selected_parts(text: str) -> SelectedParts | None:
     A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
     Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.
     """
-    return _parts_of(text)
+    return _selected_parts(text)
 
 
 @lru_cache(maxsize=256)
-def _parts_of(text: str) -> SelectedParts | None:
+def _selected_parts(text: str) -> SelectedParts | None:
     selection = table_split_in_text(text)
     if selection is None or not isinstance(selection.leaf, SelectedBlocks):
         return None  # rows of a sparse matrix differ in length
@@ -191,7 +191,7 @@ def selected_flex(
 ) -> tuple[Tensor, Tensor]:
     """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `PreparedCall.rest` allows.
 
-    Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph.
+    Eagerly, a separately compiled function computes them; under torch.compile(fullgraph=True), the caller's graph does.
 
     bindings: all run-time tensors of the call's pattern, sorted by name.
     parts: the split of the pattern.

@@ -31,8 +31,8 @@ class SlotIndex(NamedTuple):
     heads: for each head of the term, its query head; None if the term has all query heads in order.
     places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
     offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
-    listed: token in each slot, -1 for none, for kind "index".
-    inverse: slot of each token of every query head, -1 for none, for kind "index".
+    token_of_slot: token in each slot, -1 for none, for kind "index".
+    slot_of_token: slot of each token of every query head, -1 for none, for kind "index".
 
     In a term with all query heads, those that share a key/value head are gathered once if their slots hold equal
     tokens. They then count as one head, here and in `SlotRule`.
@@ -41,8 +41,8 @@ class SlotIndex(NamedTuple):
     heads: Int32[Tensor, " H"] | None = None
     places: Int32[Tensor, " X"] | None = None
     offsets: Int32[Tensor, " H"] | None = None
-    listed: Int32[Tensor, "#H S"] | None = None
-    inverse: Int32[Tensor, "#X N"] | None = None
+    token_of_slot: Int32[Tensor, "#H S"] | None = None
+    slot_of_token: Int32[Tensor, "#X N"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -77,8 +77,8 @@ class SlotRule(torch.nn.Module):
         slots: number of slots, for kind "segments".
         """
         if self.kind == "index":
-            assert rows.listed is not None
-            slots = rows.listed.shape[1]
+            assert rows.token_of_slot is not None
+            slots = rows.token_of_slot.shape[1]
         if self.kind == "heads":
             slots = x.shape[2]
         return x if self.kind == "all" else take_or_put(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
@@ -125,8 +125,8 @@ class _SlotMap:
         if self.kind == "heads":
             return slot, None
         if self.kind == "index":
-            assert self.rows.listed is not None
-            return self.rows.listed, self.rows.listed >= 0
+            assert self.rows.token_of_slot is not None
+            return self.rows.token_of_slot, self.rows.token_of_slot >= 0
         _, step, segment, width = self.numbers
         assert self.rows.offsets is not None
         place = slot % width * step + self.rows.offsets[head]
@@ -140,8 +140,8 @@ class _SlotMap:
         if self.kind == "heads":
             return token, None
         if self.kind == "index":
-            assert self.rows.inverse is not None
-            return self.rows.inverse, self.rows.inverse >= 0
+            assert self.rows.slot_of_token is not None
+            return self.rows.slot_of_token, self.rows.slot_of_token >= 0
         _, step, segment, width = self.numbers
         assert self.rows.offsets is not None
         ahead = token - self.start
@@ -267,7 +267,7 @@ def sides_of(
 
 def natural_order_gather(given: Layout, device: torch.device) -> SideGather:
     """Return the gather that brings tokens from the order `given` into natural order."""
-    rows = SlotIndex(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
+    rows = SlotIndex(token_of_slot=given.slots(device)[None].int(), slot_of_token=given.positions(device)[None].int())
     return SideGather(SlotRule("index", 1), rows, 0)
 
 
@@ -324,7 +324,7 @@ def _gather_by_index(
         inverse = torch.full((num_heads, num_tokens), -1, dtype=torch.int32).index_copy_(
             0, torch.tensor(heads), inverse
         )
-    rows = _slot_index(heads, num_heads, device, listed=alike.int().to(device), inverse=inverse.to(device))
+    rows = _slot_index(heads, num_heads, device, token_of_slot=alike.int().to(device), slot_of_token=inverse.to(device))
     return SideGather(SlotRule("index", groups), rows, 0)
 
 

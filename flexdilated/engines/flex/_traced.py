@@ -12,7 +12,7 @@ from torch import Tensor
 from ...masks.core import suspended_torch_modes
 from .._call import Call
 from .._ops import own_op
-from ._selected_flex import gathered
+from ._selected_flex import gather_vectors
 from ._slots import take_or_put
 
 
@@ -41,7 +41,8 @@ def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) ->
     return f"{what} {q.device.type} {q.device.index} {sizes} {call.arguments[0]}"
 
 
-# By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
+# For each kind of object, a function (call, q, bindings) -> the object for a trace of the call, which does not depend
+# on the values of run-time tensors.
 MAKERS: dict[str, Callable[[Call, Tensor, list[Tensor]], Any]] = {}
 
 
@@ -84,10 +85,10 @@ def _(q, k, bindings, what, *arguments):
 
 @cache
 def allow_gathers_in_graph() -> None:
-    """Make torch.compile put `take_or_put` and `gathered` into graphs without tracing into them.
+    """Make torch.compile put `take_or_put` and `gather_vectors` into graphs without tracing into them.
 
     Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at
     import, as it imports the whole compiler.
     """
-    for function in (take_or_put, gathered):
+    for function in (take_or_put, gather_vectors):
         torch.compiler.allow_in_graph(function)
