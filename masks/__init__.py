@@ -8,7 +8,7 @@ attention with it to float64.
     patterns    the patterns, a file for each family
     recipes     patterns of published models
     extend      API for patterns in other packages
-    text        JSON, expressions, printing
+    text        JSON of patterns, and the parser of their expressions
     orders      orders of tokens: residue-major, tiled, placed
     blocks      block lists: the search for non-empty blocks by bounds on pair counts, and conversion to BlockMasks
     plan_cache  cache of plans and tables, in bounded memory
@@ -115,7 +115,7 @@ __all__ = [
     "visible_keys",
 ]
 
-# Names of our patterns in other libraries.
+# What to write for the names that patterns have in other libraries.
 _ELSEWHERE = {
     "sliding_window": "local_window(left=, right=)",
     "sliding_window_causal": "local_window(left=, right=0)",

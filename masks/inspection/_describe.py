@@ -33,7 +33,7 @@ from ._receptive_field import ReceptiveField, receptive_field_of
 
 MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
 _MOST_LINES, _LONGEST_PATTERN = 24, 200
-_WORTH_SORTING = 1.25  # times fewer blocks, from which an order is worth a line
+_WORTH_SORTING = 1.25  # least `order_gain` that str() of a Description mentions
 _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond which cells of tables wrap
 
 
@@ -138,11 +138,11 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def order_gain(self) -> float | None:
-        """Times fewer blocks of 128 x 128 tokens that have a pair of the pattern's matrix, if tokens were sorted.
+        """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by their number in a sorted order.
 
-        By reverse Cuthill-McKee order, which SciPy finds. None where the order does not matter or was not tried: if
-        keys are gathered or no blocks are listed, without SciPy, and unless the pattern is for self-attention from
-        position 0 on and has one matrix, `sparse` or `mask`, of up to 2**24 pairs, for all heads.
+        The sorted order is reverse Cuthill-McKee, computed by SciPy. None if the chosen layouts have no block lists,
+        as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on and
+        has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None
@@ -165,7 +165,7 @@ class Description(PlannedCounts):
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
-        """All counts as a dict for JSON; undefined numbers are None."""
+        """Return all counts as a dict for JSON; undefined numbers are None."""
         sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys")
         derived = ("density", "block_density", "forward_flops", "backward_flops")
         return {
@@ -340,13 +340,13 @@ def _heads_table(counts: Description) -> str:
 
 
 def _percent(part: float, whole: float) -> str:
-    """part / whole in percent, with two decimals; "> 99.99%" if a part below the whole would be rounded to 100 %."""
+    """Return part / whole in percent with two decimals; "> 99.99%" if a part below the whole would round to 100 %."""
     text = f"{part / max(whole, 1):.2%}"
     return "> 99.99%" if text == "100.00%" and part < whole else text
 
 
 def _growth_table(counts: Description) -> str:
-    """Table of the mean receptive field by number of layers; "" without self-attention or if it never grows."""
+    """Return a table of the mean receptive field by layers; "" without self-attention or if the field never grows."""
     field = counts.receptive_field() if counts.is_self_attention else None
     if field is None or not field.growth:
         return ""

@@ -33,7 +33,7 @@ from ._picture import (
 
 _DPI = 100
 _LEFT, _RIGHT, _GAP = 36, 24, 22  # pixels; _LEFT excludes the tick labels
-_BELOW, _EDGE = 46, 8
+_BELOW, _EDGE = 46, 8  # pixels: below a panel, for tick and axis labels; at the edges of the figure
 _TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels of a line
 _LETTER = 8.6  # approximate pixels of a letter of the title
 _COLUMNS = 4
@@ -62,7 +62,7 @@ class ReproducibleFigure(Figure):
 
 
 def draw(picture: Picture) -> Figure:
-    """Figure with all panels in rows of up to 4; one row for each head if there are several heads and orders."""
+    """Return a figure with all panels in rows of up to 4; a row for each head if there are several heads and orders."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
@@ -167,7 +167,7 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
 
 
 def _legend_columns(entries: Sequence[Patch], width: int) -> int:
-    """Number of legend columns that fit into `width` pixels, reduced so that all rows are about equally full."""
+    """Return the number of legend columns that fit `width` pixels, reduced so that all rows are about equally full."""
     longest = max(len(str(entry.get_label())) for entry in entries)
     fitting = int(max(1, min(len(entries), width // (_SWATCH + _LEGEND_LETTER * longest))))
     return ceil(len(entries) / ceil(len(entries) / fitting))

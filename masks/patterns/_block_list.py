@@ -195,8 +195,8 @@ class CellSums:
 def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
     """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
 
-    It compares the column with each entry, for rows of few entries. Entries depend on the query only, so a kernel loads
-    them once for all its keys.
+    The test compares the column with each entry, so it suits rows of few entries. Entries depend on the query only: a
+    kernel loads them once for all its keys.
     """
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)
@@ -272,7 +272,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Return rows (the last dim) of ascending numbers, each padded with NOTHING at its end to the next power of two."""
+    """Return `entries` with each row (its last dim) padded with NOTHING at the end, to a power of two of entries."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 
@@ -307,7 +307,7 @@ class BlockList(TableRule):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BlockList:
-        """Build the pattern from its stored fields.
+        """Return the pattern with the stored fields `data`.
 
         Raises ValueError for rows that are not in ascending order.
         """

@@ -114,7 +114,7 @@ def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles
 
 
 def joined(*boxes: Rectangle) -> Rectangle:
-    """Concatenate batches of rectangles into one; along each axis of the grid all must have an equal step."""
+    """Return batches of rectangles concatenated into one; along each axis of the grid, their steps must be equal."""
     return tuple(
         Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
         for sides in zip(*boxes, strict=True)
@@ -286,9 +286,9 @@ class Axis:
         """Yield items (first places of some groups, a number for each of these groups).
 
         Groups consist of queries that share a window, see `Axis`. The numbers of a group, summed over all items that
-        contain it, are the number of queries of q in it. A number may be negative: it takes off what an earlier item
-        counted too much in the first or last group, of which q may have only a part. Yields nothing if that takes more
-        than 64 items.
+        contain it, are the number of queries of q in it. A number may be negative: it subtracts queries that an
+        earlier item counted in the first or last group although q, which may have only a part of that group, lacks
+        them. Yields nothing if more than 64 items would be needed.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:

@@ -14,8 +14,8 @@ from torch import Tensor
 class KeyRows(NamedTuple):
     """Lists of keys: list t * N + n has the keys of query first + n in table t, ascending, as positions.
 
-    keys: list after list.
-    ends: one past the last place of each list in `keys`.
+    keys: the lists, one after the other.
+    ends: index in `keys` one past the end of each list.
     shape: (T, N).
     first: position of the first query.
     """

@@ -209,7 +209,7 @@ class Neighborhood(Pattern):
             spacing = -(-axis.length // axis.rate) * (1 + axis.wraps)
             bits = (axis.rate * spacing + axis.size + 1).bit_length()
             numbers = (pitch, axis.length, axis.lead, axis.rate, spacing, 1 << shift, axis.size, axis.stride)
-            # A centred window needs its half only: one number less to hold.
+            # A centred window needs `lead` but not `size`: one number less to hold.
             is_centred = axis == Axis(axis.length, 2 * axis.lead + 1, axis.rate)
             kinds = axis.rate > 1, axis.stride > 1, is_centred, axis.is_causal, axis.wraps
             axes.append((*parameters(device, *numbers), *kinds))
@@ -334,7 +334,7 @@ def neighborhood(
     A pair is allowed iff the key is in the query's window along every axis.
 
     grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. Other
-        arguments are one value for all axes, or a sequence of one for each axis.
+        arguments are one value for all axes, or a sequence with one value for each axis.
     kernel_size: tokens in a window along the axis; or radius, for 2 * radius + 1 tokens. Give one of the two.
     rate: distance of neighbouring tokens of a window (NATTEN's dilation).
     stride: number of consecutive queries that share a window.

@@ -160,7 +160,7 @@ class QueriesFrom(_FromStart):
     starts: an EntryNumber, or EntryNumbers once its values are known.
     """
 
-    recounts = False  # `check` has an error of its own
+    recounts = False  # `check` refuses run-time tensors with an error that names the alternatives
 
     starts: Pattern
 
