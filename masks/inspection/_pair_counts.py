@@ -86,7 +86,7 @@ def _count_plain_term(term: Term) -> PlannedCounts:
 
 
 def _num_full_blocks(term: Term) -> int:
-    """Return the number of full blocks (whole, all pairs allowed) in a head and fold of a dense, causal or strip term."""
+    """Return how many blocks of one head and fold of a dense, causal or strip term are whole and allow all pairs."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
