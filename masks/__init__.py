@@ -116,7 +116,7 @@ __all__ = [
 ]
 
 # What to write for the names that patterns have in other libraries.
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "sliding_window": "local_window(left=, right=)",
     "sliding_window_causal": "local_window(left=, right=0)",
     "causal_sliding_window": "local_window(left=, right=0)",
@@ -149,4 +149,4 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> _NoReturn:
     """Raise AttributeError for an unknown name; its text suggests up to two similar names."""
-    raise AttributeError(_no_such_name(__name__, name, __all__, _ELSEWHERE, "masks."))
+    raise AttributeError(_no_such_name(__name__, name, __all__, _OTHER_NAMES, "masks."))

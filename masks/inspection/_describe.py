@@ -28,12 +28,21 @@ from ..core import (
 )
 from ..planning import OperandSizes, Option, Plan, plan, plan_with_table
 from ._order_gain import order_gain
-from ._pair_counts import COUNTED, BranchShare, HeadShare, PlannedCounts, alike_heads, count_term, head_shares, summed
+from ._pair_counts import (
+    COUNT_FIELDS,
+    BranchShare,
+    HeadShare,
+    PlannedCounts,
+    alike_heads,
+    count_term,
+    head_shares,
+    sums_by_field,
+)
 from ._receptive_field import ReceptiveField, receptive_field_of
 
 MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
 _MOST_LINES, _LONGEST_PATTERN = 24, 200
-_WORTH_SORTING = 1.25  # least `order_gain` that str() of a Description mentions
+_LEAST_ORDER_GAIN = 1.25  # least `order_gain` that str() of a Description mentions
 _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond which cells of tables wrap
 
 
@@ -170,7 +179,7 @@ class Description(PlannedCounts):
         derived = ("density", "block_density", "forward_flops", "backward_flops")
         return {
             "pattern": repr(self.pattern),
-            **{name: getattr(self, name) for name in (*sizes, *COUNTED, *derived)},
+            **{name: getattr(self, name) for name in (*sizes, *COUNT_FIELDS, *derived)},
             "waste": self.waste if self.useful_pairs else None,
             "order_gain": self.order_gain,
             "computed": [_branch_data(branch) for branch in self.branches],
@@ -250,7 +259,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
         )
     branches = tuple(
         BranchDescription(
-            **summed([count_term(term) for term in options[0].terms]),
+            **sums_by_field([count_term(term) for term in options[0].terms]),
             pattern=options[0].branch,
             multiplicity=options[0].multiplicity,
             options=options,
@@ -259,12 +268,12 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
     )
     sizes = {name: getattr(bound, name) for name in ("pattern", "num_queries", "num_keys", "num_heads")}
     sizes |= {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-    return Description(**summed(branches), **sizes, branches=branches, bound=bound)
+    return Description(**sums_by_field(branches), **sizes, branches=branches, bound=bound)
 
 
 def _branch_data(branch: BranchDescription) -> dict[str, Any]:
     chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
-    counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
+    counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNT_FIELDS)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
 
 
@@ -278,7 +287,7 @@ def _facts(counts: Description) -> list[tuple[str, str]]:
         ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
         ("block lists", f"{counts.table_bytes:,} bytes"),
     ]
-    if counts.order_gain is not None and counts.order_gain >= _WORTH_SORTING:
+    if counts.order_gain is not None and counts.order_gain >= _LEAST_ORDER_GAIN:
         facts.append(("order", f"{counts.order_gain:.1f} times fewer blocks if sorted by reverse Cuthill-McKee order"))
     if counts.pattern.pads:
         facts.append(("zero keys", f"{counts.zero_keys:,} of padding, in the softmax besides the pairs"))

@@ -17,7 +17,7 @@ from ..planning import CountedPairs, PaddedTerm, TableTerm, Term, computed_pairs
 # H heads, n queries or blocks
 
 
-COUNTED = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "table_bytes")
+COUNT_FIELDS = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "table_bytes")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PlannedCounts:
         return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
 
 
-def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
+def sums_by_field(counts: Sequence[PlannedCounts]) -> dict[str, int]:
     """Return the sums over `counts`, by name of the field of PlannedCounts."""
-    return {name: sum(getattr(each, name) for each in counts) for name in COUNTED}
+    return {name: sum(getattr(each, name) for each in counts) for name in COUNT_FIELDS}
 
 
 def count_term(term: Term) -> PlannedCounts:

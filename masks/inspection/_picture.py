@@ -22,7 +22,7 @@ WHITE, BEIGE = "#ffffff", "#f6ecd9"
 PAIR, PAIR_OF_FULL = "#4292c6", "#08519c"
 _PALEST, _DECADES = 0.15, 5.0
 _DARKER = 0.68  # brightness factor for each doubling of the branches that allow a pair
-_LONGER = 4  # aspect ratio above which each side of a window has its own scale
+_MOST_ASPECT = 4  # aspect ratio above which each side of a window has its own scale
 _TITLE_LINES = 3
 _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a query tick, and between key labels
 
@@ -107,7 +107,7 @@ def window_of(
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
     longer = max(len(q), len(k))
-    if longer > _LONGER * min(len(q), len(k)):
+    if longer > _MOST_ASPECT * min(len(q), len(k)):
         return Window(*(_axis(slots, len(slots), side, size) for slots, side in zip((q, k), sides, strict=True)))
     return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
 

@@ -36,11 +36,11 @@ from ._cells import Cells, count_cells, window_slots
 LEAST_COLUMNS, LEAST_LINES = 24, 12
 MOST_CELLS = 1 << 12  # per side
 _MOST_SIZE = 1 << 16  # columns or lines
-_BESIDE, _LEAST_MAP = 7, 1  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
+_LINES_AROUND_MAP, _LEAST_MAP = 7, 1  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
 _TICK_ROWS, _TICK_COLUMNS = 3, 7  # lines and columns for each label
 _FRAME = 3  # columns of the frame, between labels and cells
 _LEAST_SIDE, _LEAST_SHARE = 6, 0.8  # number of cells; share of the cells that fit
-_MOST_TIMES, _PLAIN = 9, "\x1b[0m"
+_MOST_TIMES, _RESET_COLOR = 9, "\x1b[0m"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def show(
         return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
     # Reduce the lines of cells until all fits, as texts vary in length. One line is for the prompt.
     free = canvas.lines - 1
-    most = free - _BESIDE + 1
+    most = free - _LINES_AROUND_MAP + 1
     while True:
         found = drawn(_grid_for(window, canvas, most))
         if len(found.lines) <= free or most == _LEAST_MAP:
@@ -335,11 +335,11 @@ def _lines_of_row_pairs(levels: tuple[Level, ...], number: Int64[Tensor, "R C"])
 
 def _halves_text(upper: Level, lower: Level, cells: int) -> str:
     if upper.color == lower.color:
-        return f"\x1b[38;5;{upper.color}m{'█' * cells}{_PLAIN}" if upper.color else " " * cells
+        return f"\x1b[38;5;{upper.color}m{'█' * cells}{_RESET_COLOR}" if upper.color else " " * cells
     if not upper.color or not lower.color:
         shape, color = ("▀", upper.color) if upper.color else ("▄", lower.color)
-        return f"\x1b[38;5;{color}m{shape * cells}{_PLAIN}"
-    return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_PLAIN}"
+        return f"\x1b[38;5;{color}m{shape * cells}{_RESET_COLOR}"
+    return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_RESET_COLOR}"
 
 
 def _legend_lines(cells: Cells, canvas: _Canvas) -> list[str]:
@@ -368,7 +368,7 @@ def _swatch(level: Level, canvas: _Canvas) -> str:
 
 
 def _colored_text(level: Level, text: str) -> str:
-    return f"\x1b[48;5;{level.color};30m{text}{_PLAIN}"
+    return f"\x1b[48;5;{level.color};30m{text}{_RESET_COLOR}"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from ..core import (
 # T tables, R query blocks (rows), W entries of the longest row, rounded up to a power of two
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
-_COMPARED = 8  # rows of at most this many entries are compared entry by entry
+_MOST_COMPARED = 8  # rows of at most this many entries are compared entry by entry
 _EXACT_ROWS = 8  # a box over more block rows than this is bounded by `CellSums`
 _MOST_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `CellSums`
 _ENTRIES_AT_ONCE = 1 << 20
@@ -70,7 +70,9 @@ class BlockTable:
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
-        listed = (_test_by_comparing if width <= _COMPARED else _test_by_halving)(self.entries.flatten(0, 1), device)
+        listed = (_test_by_comparing if width <= _MOST_COMPARED else _test_by_binary_search)(
+            self.entries.flatten(0, 1), device
+        )
         first_line = (table_of_head * rows).to(device, index_dtype(device, 0, self.entries.numel()))
 
         def seen(b, h, q, k):
@@ -210,13 +212,13 @@ def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
     return listed
 
 
-def _test_by_halving(entries: Tensor, device: torch.device) -> RowTest:
-    named = by_halving(entries.shape[1], device)
+def _test_by_binary_search(entries: Tensor, device: torch.device) -> RowTest:
+    named = binary_search(entries.shape[1], device)
     entries = entries.to(device, index_dtype(device, 0, entries.numel()))
     return lambda line, inside, column: named(entries, line, column) & inside
 
 
-def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def binary_search(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a binary search (entries, line, column) -> bool: True if row entries[line] contains `column`.
 
     Rows are ascending and have `width` entries, a power of two.

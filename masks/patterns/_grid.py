@@ -94,7 +94,7 @@ class Rectangles:
     run: Int64[Tensor, " R"]
     sides: Rectangle
 
-    def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
+    def first_and_is_only(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return two tensors (first, is_only) with one entry for each progression, 0 to number - 1.
 
         first: index of a rectangle of the progression, 0 if it has none.

@@ -25,7 +25,7 @@ class KeyRows(NamedTuple):
     shape: tuple[int, int]
     first: int = 0
 
-    def line(self) -> Int64[Tensor, " E"]:
+    def list_indices(self) -> Int64[Tensor, " E"]:
         """Return the index of the list that holds each of `keys`."""
         return torch.arange(len(self.ends)).repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
 

@@ -30,7 +30,7 @@ from ._band import local_window
 
 # B batch entries (or one for all of them), L positions, W windows
 
-_HIDDEN = -1e3  # numbers below it in a mask of floats are no bias: they hide keys
+_LEAST_BIAS = -1e3  # numbers below it in a mask of floats are no bias: they hide keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,7 +480,7 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
         found = float(other[0])
         if bool((other == 1).all()):
             advice = "for a mask of 0 and 1 write mask.bool()"
-        elif bool((other < _HIDDEN).all()):
+        elif bool((other < _LEAST_BIAS).all()):
             advice = "if large negative numbers stand for -inf write mask == 0"
         else:
             own = zip(reversed(dims), reversed(marks.shape), strict=False)

@@ -31,7 +31,7 @@ from ..core import (
     pattern_kind,
     require_int,
 )
-from ._block_list import NOTHING, BlockTable, by_halving, padded
+from ._block_list import NOTHING, BlockTable, binary_search, padded
 from ._key_rows import KeyRows, require_tables
 from ._run_time import RunTime, Table, converted, of_tensor
 
@@ -181,7 +181,7 @@ class SelectedTable(Table):
         tables, height, width = self.rows.shape[1:]
         numbers = (num_heads // tables, tables, height, height - 1, *self.block, self.first)
         per_table, tables, rows, last_row, q_block, k_block, first = parameters(device, *numbers)
-        named = by_halving(width, device)
+        named = binary_search(width, device)
 
         def seen(b, h, q, k):
             row, column = q // q_block - first, k // k_block

@@ -210,7 +210,7 @@ class SparseTable(Table):
         All batch entries must have equal matrices.
         """
         rows = self._cached_key_rows
-        return rows.line() * self.num_keys + rows.keys
+        return rows.list_indices() * self.num_keys + rows.keys
 
     @cached_property
     def _cached_key_rows(self) -> KeyRows:
@@ -219,7 +219,7 @@ class SparseTable(Table):
     @cached_property
     def _cells(self) -> CellSums:
         rows, tables, queries = self._cached_key_rows, self.rows.shape[1], max(1, self.num_queries)
-        line = rows.line()
+        line = rows.list_indices()
         return CellSums.of(tables, (queries, max(1, self.num_keys)), line // queries, line % queries, rows.keys)
 
     def _table_index(self, head: Any, num_heads: int) -> Any:
@@ -279,7 +279,7 @@ class SparseTable(Table):
         rows = self._cached_key_rows
         asked = torch.zeros(max(len(queries), self.num_queries), dtype=torch.bool)
         asked[: len(queries)] = queries
-        seen[rows.keys[asked[rows.line()]]] = True
+        seen[rows.keys[asked[rows.list_indices()]]] = True
         return seen[: len(queries)]
 
 
