@@ -115,7 +115,7 @@ __all__ = [
     "visible_keys",
 ]
 
-# What to write for the names that patterns have in other libraries.
+# Names of patterns in other libraries, each with the call to write instead.
 _OTHER_NAMES = {
     "sliding_window": "local_window(left=, right=)",
     "sliding_window_causal": "local_window(left=, right=0)",

@@ -147,7 +147,7 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
 @advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
-    """Pattern in which each query sees its block and some distant blocks.
+    """Pattern in which each query sees its own block and the blocks at some distances from it.
 
     It is `dilated_sparse` of dilated-attention-pytorch (the DarcStar fork).
 

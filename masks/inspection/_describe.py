@@ -170,7 +170,7 @@ class Description(PlannedCounts):
 
     @property
     def is_self_attention(self) -> bool:
-        """True if queries and keys are the same positions."""
+        """True if queries and keys have equal positions."""
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:

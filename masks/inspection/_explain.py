@@ -191,7 +191,7 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 
 
 def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]) -> Iterator[BlockOfPair]:
-    """Yield the block of the pair in natural order, then in residue-major order if the rule is dilated and sizes equal.
+    """Yield the pair's block in natural order, then in residue-major order if the rule is dilated and sizes are equal.
 
     sizes: number of queries and of keys.
     sides: (queries, keys) of a block.

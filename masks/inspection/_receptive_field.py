@@ -142,7 +142,7 @@ def _reached_from_lists(bound: Bound, tokens: Sequence[int], rules: Iterable[Pat
     first, read = bound.q_offset, 0
     known = torch.zeros(len(tokens), first + bound.num_queries, dtype=torch.bool)
     known[torch.arange(len(tokens)), first + torch.tensor(tokens)] = True
-    fresh = known.clone()  # reached by the last layer: rows before have been read
+    fresh = known.clone()  # tokens that the last layer reached first: rows of the others have been read
     for _ in range(_MOST_LAYERS):
         read += int(fresh.sum())
         if read > _MOST_ROWS:

@@ -125,7 +125,7 @@ class BlockTable:
         row = torch.nn.functional.pad(queries, (0, -length % self.q_block)).view(-1, self.q_block).any(1).nonzero()
         named = self.entries[table, row[row < self.entries.shape[1]]].flatten()
         columns = -(-length // self.block)
-        seen = torch.zeros(columns + 1, dtype=torch.bool)  # the last one takes what is beyond, and padding
+        seen = torch.zeros(columns + 1, dtype=torch.bool)  # the last one takes blocks beyond the keys, and padding
         seen[named.clamp(max=columns)] = True
         return seen[:-1].repeat_interleave(self.block)[:length]
 
@@ -274,7 +274,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Return `entries` with each row (its last dim) padded with NOTHING at the end, to a power of two of entries."""
+    """Return `entries` with rows (the last dim) padded at the end with NOTHING, to a length that is a power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 

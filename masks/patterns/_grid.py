@@ -283,12 +283,12 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _group_counts(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """Yield items (first places of some groups, a number for each of these groups).
+        """Yield items (first places of some groups, number of queries in each), which add up to the queries of q.
 
-        Groups consist of queries that share a window, see `Axis`. The numbers of a group, summed over all items that
-        contain it, are the number of queries of q in it. A number may be negative: it subtracts queries that an
-        earlier item counted in the first or last group although q, which may have only a part of that group, lacks
-        them. Yields nothing if more than 64 items would be needed.
+        A group is the queries that share a window, see `Axis`. The numbers of a group, summed over all items that
+        contain it, give the number of its queries that are in q. A negative number subtracts queries that an earlier
+        item counted although q has only a part of the first or last group. Yields nothing if more than 64 items would
+        be needed.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:

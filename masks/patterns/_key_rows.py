@@ -26,7 +26,7 @@ class KeyRows(NamedTuple):
     first: int = 0
 
     def list_indices(self) -> Int64[Tensor, " E"]:
-        """Return the index of the list that holds each of `keys`."""
+        """Return, for each entry of `keys`, the index of its list."""
         return torch.arange(len(self.ends)).repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
 
 

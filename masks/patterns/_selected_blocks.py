@@ -196,7 +196,10 @@ class SelectedTable(Table):
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
     def key_rows(self) -> KeyRows:
-        """Return the keys of each query in each table, of whole blocks; all batch entries must have equal tables."""
+        """Return the keys of each query in each table; keys of the last block may be beyond the last key position.
+
+        All batch entries must have equal tables.
+        """
         return _key_rows(self.only_row, self.block, self.first)
 
     @cached_property
