@@ -357,7 +357,7 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """Return the pattern with run-time tensors by name only, without their values: the key of `cache().forget`."""
+    """Return the pattern with run-time tensors by name, without values: the form in which `cache().forget` compares."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
