@@ -8,7 +8,7 @@ attention with it to float64.
     patterns    the patterns, a file for each family
     recipes     patterns of published models
     extend      API for patterns in other packages
-    text        JSON, expressions, printing
+    text        JSON of patterns, and the parser of their expressions
     orders      orders of tokens: residue-major, tiled, placed
     blocks      block lists: the search for non-empty blocks by bounds on pair counts, and conversion to BlockMasks
     plan_cache  cache of plans and tables, in bounded memory
@@ -115,8 +115,8 @@ __all__ = [
     "visible_keys",
 ]
 
-# Names of our patterns in other libraries.
-_ELSEWHERE = {
+# Names of patterns in other libraries, each with the call to write instead.
+_OTHER_NAMES = {
     "sliding_window": "local_window(left=, right=)",
     "sliding_window_causal": "local_window(left=, right=0)",
     "causal_sliding_window": "local_window(left=, right=0)",
@@ -149,4 +149,4 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> _NoReturn:
     """Raise AttributeError for an unknown name; its text suggests up to two similar names."""
-    raise AttributeError(_no_such_name(__name__, name, __all__, _ELSEWHERE, "masks."))
+    raise AttributeError(_no_such_name(__name__, name, __all__, _OTHER_NAMES, "masks."))

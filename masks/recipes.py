@@ -60,7 +60,7 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
 def bigbird(
     num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
 ) -> Pattern:
-    """Pattern in which each query block sees blocks near it, global blocks and random blocks.
+    """Pattern in which each query block sees itself, the blocks near it, global blocks and random blocks.
 
     Global blocks see all keys.
 
@@ -131,7 +131,7 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
 
 @advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Pattern in which each query sees blocks near its own.
+    """Pattern in which each query sees its own block and the blocks near it.
 
     It is `local_window` of dilated-attention-pytorch (the DarcStar fork).
 
@@ -147,7 +147,7 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
 @advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
-    """Pattern in which each query sees its block and some distant blocks.
+    """Pattern in which each query sees its own block and the blocks at some distances from it.
 
     It is `dilated_sparse` of dilated-attention-pytorch (the DarcStar fork).
 
@@ -166,7 +166,7 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
 
 @advises()
 def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Pattern in which each query sees blocks near its own and the first blocks.
+    """Pattern in which each query sees its own block, the blocks near it, and the first blocks.
 
     It is `global_local` of dilated-attention-pytorch (the DarcStar fork).
 

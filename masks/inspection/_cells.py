@@ -45,7 +45,7 @@ class Cells:
 
     window: (query slots, key slots) of the grid.
     area: number of pairs of each cell.
-    low, high: bounds on its allowed pairs, counted once for each branch that allows them.
+    low, high: bounds on the allowed pairs of each cell, counted once for each branch that allows them.
     likely: estimate within the bounds; low, high and likely are equal if the count is exact.
     branches: the counts of each branch, in the order of `pattern.branches()`.
     """
@@ -175,7 +175,7 @@ def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> 
     """Count the allowed pairs of each cell: split its pairs into boxes of positions, and add up the boxes' counts.
 
     A box whose bounds are not exact is cut into parts; of several such boxes that differ by whole periods of the rule,
-    only one. If there are too many boxes, returns `_estimate_by_samples`.
+    only one is cut. If there are too many boxes, returns the result of `_estimate_by_samples`.
     """
     (row, queries), (column, keys) = q.parts(), k.parts()
     # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:

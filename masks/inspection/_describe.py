@@ -28,12 +28,21 @@ from ..core import (
 )
 from ..planning import OperandSizes, Option, Plan, plan, plan_with_table
 from ._order_gain import order_gain
-from ._pair_counts import COUNTED, BranchShare, HeadShare, PlannedCounts, alike_heads, count_term, head_shares, summed
+from ._pair_counts import (
+    COUNT_FIELDS,
+    BranchShare,
+    HeadShare,
+    PlannedCounts,
+    alike_heads,
+    count_term,
+    head_shares,
+    sums_by_field,
+)
 from ._receptive_field import ReceptiveField, receptive_field_of
 
 MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
 _MOST_LINES, _LONGEST_PATTERN = 24, 200
-_WORTH_SORTING = 1.25  # times fewer blocks, from which an order is worth a line
+_LEAST_ORDER_GAIN = 1.25  # least `order_gain` that str() of a Description mentions
 _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond which cells of tables wrap
 
 
@@ -138,11 +147,11 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def order_gain(self) -> float | None:
-        """Times fewer blocks of 128 x 128 tokens that have a pair of the pattern's matrix, if tokens were sorted.
+        """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by their number in a sorted order.
 
-        By reverse Cuthill-McKee order, which SciPy finds. None where the order does not matter or was not tried: if
-        keys are gathered or no blocks are listed, without SciPy, and unless the pattern is for self-attention from
-        position 0 on and has one matrix, `sparse` or `mask`, of up to 2**24 pairs, for all heads.
+        The sorted order is reverse Cuthill-McKee, computed by SciPy. None if the chosen layouts have no block lists,
+        as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on and
+        has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None
@@ -161,16 +170,16 @@ class Description(PlannedCounts):
 
     @property
     def is_self_attention(self) -> bool:
-        """True if queries and keys are the same positions."""
+        """True if queries and keys have equal positions."""
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
-        """All counts as a dict for JSON; undefined numbers are None."""
+        """Return all counts as a dict for JSON; undefined numbers are None."""
         sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys")
         derived = ("density", "block_density", "forward_flops", "backward_flops")
         return {
             "pattern": repr(self.pattern),
-            **{name: getattr(self, name) for name in (*sizes, *COUNTED, *derived)},
+            **{name: getattr(self, name) for name in (*sizes, *COUNT_FIELDS, *derived)},
             "waste": self.waste if self.useful_pairs else None,
             "order_gain": self.order_gain,
             "computed": [_branch_data(branch) for branch in self.branches],
@@ -250,7 +259,7 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
         )
     branches = tuple(
         BranchDescription(
-            **summed([count_term(term) for term in options[0].terms]),
+            **sums_by_field([count_term(term) for term in options[0].terms]),
             pattern=options[0].branch,
             multiplicity=options[0].multiplicity,
             options=options,
@@ -259,12 +268,12 @@ def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) ->
     )
     sizes = {name: getattr(bound, name) for name in ("pattern", "num_queries", "num_keys", "num_heads")}
     sizes |= {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-    return Description(**summed(branches), **sizes, branches=branches, bound=bound)
+    return Description(**sums_by_field(branches), **sizes, branches=branches, bound=bound)
 
 
 def _branch_data(branch: BranchDescription) -> dict[str, Any]:
     chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
-    counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
+    counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNT_FIELDS)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
 
 
@@ -278,7 +287,7 @@ def _facts(counts: Description) -> list[tuple[str, str]]:
         ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
         ("block lists", f"{counts.table_bytes:,} bytes"),
     ]
-    if counts.order_gain is not None and counts.order_gain >= _WORTH_SORTING:
+    if counts.order_gain is not None and counts.order_gain >= _LEAST_ORDER_GAIN:
         facts.append(("order", f"{counts.order_gain:.1f} times fewer blocks if sorted by reverse Cuthill-McKee order"))
     if counts.pattern.pads:
         facts.append(("zero keys", f"{counts.zero_keys:,} of padding, in the softmax besides the pairs"))
@@ -340,13 +349,13 @@ def _heads_table(counts: Description) -> str:
 
 
 def _percent(part: float, whole: float) -> str:
-    """part / whole in percent, with two decimals; "> 99.99%" if a part below the whole would be rounded to 100 %."""
+    """Return part / whole in percent with two decimals; "> 99.99%" if a part below the whole would round to 100 %."""
     text = f"{part / max(whole, 1):.2%}"
     return "> 99.99%" if text == "100.00%" and part < whole else text
 
 
 def _growth_table(counts: Description) -> str:
-    """Table of the mean receptive field by number of layers; "" without self-attention or if it never grows."""
+    """Return a table of the mean receptive field by layers; "" without self-attention or if the field never grows."""
     field = counts.receptive_field() if counts.is_self_attention else None
     if field is None or not field.growth:
         return ""

@@ -59,7 +59,7 @@ class BlockOfPair:
         return self.allowed_pairs > 0
 
     def to_data(self) -> dict[str, Any]:
-        """The fields as a dict for JSON."""
+        """Return the fields, `order` and `computed` as a dict for JSON, with row and column as the pair "block"."""
         names = ("order", "rate", "query_slot", "key_slot", "allowed_pairs", "block_pairs", "computed")
         return {**{name: getattr(self, name) for name in names}, "block": [self.row, self.column]}
 
@@ -107,7 +107,7 @@ class Explanation:
         return self.reason.parts
 
     def to_data(self) -> dict[str, Any]:
-        """The explanation as a dict for JSON."""
+        """Return the explanation as a dict for JSON."""
         pair = {name: getattr(self.pair, name) for name in ("query", "key", "head", "num_heads")}
         found = {name: getattr(self, name) for name in ("batch", "multiplicity", "zero_keys")}
         blocks = [block.to_data() for block in self.standings]
@@ -191,7 +191,7 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 
 
 def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]) -> Iterator[BlockOfPair]:
-    """Yield the block in natural order; then in residue-major order, if the rule is dilated and sizes are equal.
+    """Yield the pair's block in natural order, then in residue-major order if the rule is dilated and sizes are equal.
 
     sizes: number of queries and of keys.
     sides: (queries, keys) of a block.
@@ -209,7 +209,7 @@ def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tu
 
 
 def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
-    """(slot of the token, index of its block of slots, positions of the tokens in that block)."""
+    """Return (slot of the token, index of its block of slots, positions of the tokens in that block)."""
     slot = int(layout.slot_of(torch.tensor(position)))
     block = slot // side
     slots = torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
@@ -224,7 +224,10 @@ def _with_run_time_values(
     num_keys: int | None,
     bindings: Mapping[str, Tensor] | None,
 ) -> Expression:
-    """The pattern with the values of its run-time tensors; raises errors for heads and sizes that do not fit."""
+    """Return the pattern with the values of its run-time tensors.
+
+    Raises TypeError or ValueError for heads, sizes and bindings that do not fit.
+    """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     carried, given = pattern.given_tensors(), dict(bindings or {})

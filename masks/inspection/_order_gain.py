@@ -1,4 +1,4 @@
-"""How much shorter block lists get if the tokens of a matrix are sorted so that neighbours in it are adjacent."""
+"""Number of blocks that hold a matrix's pairs, compared with their number after sorting neighbours together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST_PAIRS = 1 << 24  # of a matrix; sorting more takes seconds
 
 
 def order_gain(bound: Bound) -> float | None:
-    """Number of 128 x 128 blocks with a pair of the pattern's matrix, over that in reverse Cuthill-McKee order.
+    """Return the number of 128 x 128 blocks with a pair of the pattern's matrix, divided by their number if sorted.
 
-    Queries and keys are sorted alike. None without SciPy, and unless the pattern is for self-attention from position 0
-    on and has one matrix with up to 2**24 pairs, for all heads and batch entries.
+    Queries and keys are sorted alike, in reverse Cuthill-McKee order. None without SciPy, and unless the pattern is for
+    self-attention from position 0 on and has one matrix with 1 to 2**24 pairs, for all heads and batch entries.
     """
     matrices = {leaf for leaf in bound.pattern.leaves() if isinstance(leaf, SparseTable | MaskTable)}
     if len(matrices) != 1 or not bound.is_self_attention or bound.q_offset:
@@ -39,6 +39,6 @@ def order_gain(bound: Bound) -> float | None:
 
 
 def _num_blocks(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Number of blocks that contain a pair."""
+    """Return the number of blocks that contain a pair (query[i], key[i])."""
     blocks = int(torch.maximum(query, key).max()) // _SIDE + 1
     return len((query // _SIDE * blocks + key // _SIDE).unique())

@@ -17,7 +17,7 @@ from ..planning import CountedPairs, PaddedTerm, TableTerm, Term, computed_pairs
 # H heads, n queries or blocks
 
 
-COUNTED = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "table_bytes")
+COUNT_FIELDS = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "table_bytes")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PlannedCounts:
         return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
 
 
-def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
+def sums_by_field(counts: Sequence[PlannedCounts]) -> dict[str, int]:
     """Return the sums over `counts`, by name of the field of PlannedCounts."""
-    return {name: sum(getattr(each, name) for each in counts) for name in COUNTED}
+    return {name: sum(getattr(each, name) for each in counts) for name in COUNT_FIELDS}
 
 
 def count_term(term: Term) -> PlannedCounts:
@@ -86,7 +86,7 @@ def _count_plain_term(term: Term) -> PlannedCounts:
 
 
 def _num_full_blocks(term: Term) -> int:
-    """Number of full blocks (whole, all pairs allowed) of a dense, causal or strip term, for one head and fold."""
+    """Return how many blocks of one head and fold of a dense, causal or strip term are whole and allow all pairs."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
@@ -97,7 +97,7 @@ def _num_full_blocks(term: Term) -> int:
 
 
 def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
-    """Tuples of heads with equal rules, in the order of their first heads; heads are numbered from 0 on this device."""
+    """Return tuples of heads with equal rules, in the order of their first heads, as indices from 0 on this device."""
     groups: dict[tuple[Pattern, ...], list[int]] = {}
     for head in range(bound.num_heads):
         here = head + bound.head_offset, bound.num_heads_global
@@ -148,7 +148,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
-    """Number of allowed pairs of each head in a term, without the term's multiplicity."""
+    """Return the number of allowed pairs of each head in a term, without the term's multiplicity."""
     if isinstance(term, PaddedTerm | TableTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):

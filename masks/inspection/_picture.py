@@ -22,7 +22,7 @@ WHITE, BEIGE = "#ffffff", "#f6ecd9"
 PAIR, PAIR_OF_FULL = "#4292c6", "#08519c"
 _PALEST, _DECADES = 0.15, 5.0
 _DARKER = 0.68  # brightness factor for each doubling of the branches that allow a pair
-_LONGER = 4  # aspect ratio above which each side of a window has its own scale
+_MOST_ASPECT = 4  # aspect ratio above which each side of a window has its own scale
 _TITLE_LINES = 3
 _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a query tick, and between key labels
 
@@ -53,7 +53,7 @@ class WindowAxis:
         return max(1, round(self.pixels_of(len(self.slots))))
 
     def pixels_of(self, slots: int) -> float:
-        """Length in pixels of this number of slots."""
+        """Return the length in pixels of this number of slots."""
         return slots / self.cell * self.pixels
 
 
@@ -107,7 +107,7 @@ def window_of(
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
     longer = max(len(q), len(k))
-    if longer > _LONGER * min(len(q), len(k)):
+    if longer > _MOST_ASPECT * min(len(q), len(k)):
         return Window(*(_axis(slots, len(slots), side, size) for slots, side in zip((q, k), sides, strict=True)))
     return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
 
@@ -130,7 +130,7 @@ class WindowBlocks:
 
     cells: counts, one cell for each block.
     sides: (queries, keys) of a block.
-    state: EMPTY, PARTIAL or FULL; EMPTY also if a count that is not exact is estimated as 0.
+    state: EMPTY, PARTIAL or FULL for each block; EMPTY also if a count that is not exact is estimated as 0.
 
     As in block lists, a block cut short by the end of the sequence is never FULL.
     """
@@ -146,7 +146,7 @@ class WindowBlocks:
         return state
 
     def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
-        """State of the block (EMPTY, PARTIAL or FULL) that contains each cell of the window."""
+        """Return the state (EMPTY, PARTIAL or FULL) of the block that contains each cell of the window."""
         rows, columns = (
             (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
             for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
@@ -154,7 +154,7 @@ class WindowBlocks:
         return self.state[rows][:, columns]
 
     def __str__(self) -> str:
-        """Text: how many blocks are computed, how many are full, and the share of computed pairs that are allowed."""
+        """Return the numbers of computed and full blocks, and the share of computed pairs that are allowed, as text."""
         computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
         of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
         if not bool(computed.any()):
@@ -182,7 +182,7 @@ class Panel:
 
 
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
-    """Panel of one head in one order, with its counts. Raises ValueError if the pattern is undefined in the window."""
+    """Return the panel of one head in one order. Raises ValueError if the pattern is undefined in the window."""
     pattern = picture.pattern if picture.block is None else picture.pattern.union
     residue = layout(picture.pattern, picture.num_tokens)
     rate = residue.rate if order == "residue" else 1
@@ -203,12 +203,12 @@ def panel_of(picture: Picture, head: int, order: str) -> Panel:
 
 
 def rgb(color: str) -> Float64[Tensor, " 3"]:
-    """Red, green and blue of "#rrggbb" as numbers from 0 to 1."""
+    """Return red, green and blue of "#rrggbb" as numbers from 0 to 1."""
     return torch.tensor([int(color[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
 
 
 def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """Red, green and blue of each cell, from 0 to 1.
+    """Return red, green and blue of each cell, from 0 to 1.
 
     If blocks are drawn, pairs of full blocks are dark, and masked pairs in computed blocks are beige.
     """
@@ -222,14 +222,14 @@ def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
 def shade(
     share: Float64[Tensor, "..."], pairs: Float64[Tensor, "... 3"], ground: Float64[Tensor, "... 3"]
 ) -> Float64[Tensor, "... 3"]:
-    """Colors between `ground` (share 0) and `pairs` (share 1), on a logarithmic scale; darker for shares above 1."""
+    """Return colors from `ground` (share 0) to `pairs` (share 1), on a logarithmic scale; darker for shares above 1."""
     strength = torch.where(share > 0, (1 + share.clamp(1e-12, 1).log10() / _DECADES).clamp(min=_PALEST), 0.0)
     darker = _DARKER ** share.clamp(min=1).log2()
     return ground.lerp(pairs * darker[..., None], strength[..., None])
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """(labels of the query axis, labels of the key axis): maps from the slot of each tick to its text.
+    """Return (labels of the query axis, labels of the key axis): maps from the slot of each tick to its text.
 
     letter: width of a letter in pixels, by which key labels are kept from overlapping.
     """
@@ -272,7 +272,7 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
-    """Head and order of a panel; "" for a single head in natural order only."""
+    """Return the head and order of a panel as text; "" for a single head in natural order only."""
     words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
     if len(picture.orders) > 1 or panel.order != "natural":
         words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")

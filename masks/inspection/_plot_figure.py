@@ -33,11 +33,11 @@ from ._picture import (
 
 _DPI = 100
 _LEFT, _RIGHT, _GAP = 36, 24, 22  # pixels; _LEFT excludes the tick labels
-_BELOW, _EDGE = 46, 8
+_BELOW, _EDGE = 46, 8  # pixels: below a panel, for tick and axis labels; at the edges of the figure
 _TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels of a line
 _LETTER = 8.6  # approximate pixels of a letter of the title
-_COLUMNS = 4
-_LEAST = 320  # pixels of a figure with texts
+_MOST_COLUMNS = 4
+_LEAST_WIDTH = 320  # pixels of a figure with a legend
 _GRID, _BORDER = "#d9d9d9", "#999999"
 _LEAST_BLOCK = 12  # pixels, for lines between blocks
 _TICK_LETTER = 6.8  # approximate pixels of a letter of a tick label
@@ -62,17 +62,17 @@ class ReproducibleFigure(Figure):
 
 
 def draw(picture: Picture) -> Figure:
-    """Figure with all panels in rows of up to 4; one row for each head if there are several heads and orders."""
+    """Return a figure with all panels in rows of up to 4; a row for each head if there are several heads and orders."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
-    columns = len(picture.orders) if compared else min(len(panels), _COLUMNS)
+    columns = len(picture.orders) if compared else min(len(panels), _MOST_COLUMNS)
     panel_width, panel_height = window.keys.length, window.queries.length
     rows, _ = axis_ticks(window, letter=_TICK_LETTER)
     left = _LEFT + ceil(_TICK_LETTER * max(map(len, rows.values()), default=0))
     across = left + panel_width + _GAP
     of_panels = columns * across - _GAP + _RIGHT
-    aside = max(0, (_LEAST if picture.legend else 0) - of_panels) // 2  # margin if panels are narrower than texts
+    aside = max(0, (_LEAST_WIDTH if picture.legend else 0) - of_panels) // 2  # margin if panels are narrower than texts
     width = of_panels + 2 * aside
     title = title_lines(picture, letters=int(width / _LETTER))
     titles = [_panel_title_lines(picture, panel) for panel in panels]
@@ -167,7 +167,7 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
 
 
 def _legend_columns(entries: Sequence[Patch], width: int) -> int:
-    """Number of legend columns that fit into `width` pixels, reduced so that all rows are about equally full."""
+    """Return the number of legend columns that fit `width` pixels, reduced so that all rows are about equally full."""
     longest = max(len(str(entry.get_label())) for entry in entries)
     fitting = int(max(1, min(len(entries), width // (_SWATCH + _LEGEND_LETTER * longest))))
     return ceil(len(entries) / ceil(len(entries) / fitting))

@@ -35,8 +35,8 @@ class ReceptiveField:
         they end with the last number that is larger than the one before. () if it reaches itself only.
     finished: for each of `tokens`, True if further layers are known to reach no more tokens.
 
-    Up to 256 tokens are all examined, and all are `finished`. Otherwise `tokens` is a sample: one token drawn at random
-    from each of 8 equal parts.
+    With up to 256 tokens, all are examined and all are `finished`. Otherwise `tokens` is a sample: one token drawn at
+    random from each of 8 equal parts.
     """
 
     num_tokens: int
@@ -68,7 +68,7 @@ class ReceptiveField:
         return tuple(found)
 
     def to_data(self) -> dict[str, Any]:
-        """All fields and derived numbers as a dict for JSON."""
+        """Return all fields and derived numbers as a dict for JSON."""
         growth = [
             {"layers": layers, "mean_reached": mean, "standard_error": error} for layers, mean, error in self.growth
         ]
@@ -77,7 +77,7 @@ class ReceptiveField:
 
 
 def receptive_field_of(bound: Bound) -> ReceptiveField:
-    """Receptive field of a bound pattern. Raises ValueError unless queries and keys have equal positions."""
+    """Return the receptive field of a bound pattern. Raises ValueError unless queries and keys have equal positions."""
     if not bound.is_self_attention:
         raise ValueError(
             "a receptive field needs queries and keys that are the same tokens; got "
@@ -88,7 +88,7 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 
 
 def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
-    """Receptive field of `number` randomly drawn tokens, or of all if there are no more than `number`.
+    """Return the receptive field of `number` randomly drawn tokens, or of all if there are no more than `number`.
 
     dense: True to multiply (tokens, tokens) matrices; False to read the rows of tables, or use ranges of positions.
 
@@ -142,7 +142,7 @@ def _reached_from_lists(bound: Bound, tokens: Sequence[int], rules: Iterable[Pat
     first, read = bound.q_offset, 0
     known = torch.zeros(len(tokens), first + bound.num_queries, dtype=torch.bool)
     known[torch.arange(len(tokens)), first + torch.tensor(tokens)] = True
-    fresh = known.clone()  # reached by the last layer: rows before have been read
+    fresh = known.clone()  # tokens that the last layer reached first: rows of the others have been read
     for _ in range(_MOST_LAYERS):
         read += int(fresh.sum())
         if read > _MOST_ROWS:

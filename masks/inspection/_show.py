@@ -36,11 +36,11 @@ from ._cells import Cells, count_cells, window_slots
 LEAST_COLUMNS, LEAST_LINES = 24, 12
 MOST_CELLS = 1 << 12  # per side
 _MOST_SIZE = 1 << 16  # columns or lines
-_BESIDE, _LEAST_MAP = 7, 1  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
+_LINES_AROUND_MAP, _LEAST_MAP = 7, 1  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
 _TICK_ROWS, _TICK_COLUMNS = 3, 7  # lines and columns for each label
 _FRAME = 3  # columns of the frame, between labels and cells
 _LEAST_SIDE, _LEAST_SHARE = 6, 0.8  # number of cells; share of the cells that fit
-_MOST_TIMES, _PLAIN = 9, "\x1b[0m"
+_MOST_TIMES, _RESET_COLOR = 9, "\x1b[0m"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def show(
         return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
     # Reduce the lines of cells until all fits, as texts vary in length. One line is for the prompt.
     free = canvas.lines - 1
-    most = free - _BESIDE + 1
+    most = free - _LINES_AROUND_MAP + 1
     while True:
         found = drawn(_grid_for(window, canvas, most))
         if len(found.lines) <= free or most == _LEAST_MAP:
@@ -260,7 +260,10 @@ def _num_cells_along(slots: int, most: int) -> int:
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): dicts from round-numbered slots to text, for a picture of `size` (lines, columns)."""
+    """Return (query labels, key labels): maps from round-numbered slots to their texts.
+
+    size: (lines, columns) of the picture, which limits the numbers of labels.
+    """
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]
@@ -277,7 +280,7 @@ def _labels_by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, st
 
 
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
-    """(line of text with each label that fits above its cell, column at which each of them begins).
+    """Return (line of text with each label that fits above its cell, columns at which these labels begin).
 
     marks: (cell, label) for each label, in ascending order of cells.
     width: characters of a cell.
@@ -293,7 +296,7 @@ def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) ->
 
 
 def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
-    """Lines of text: the cells in a frame, with labels at the left and above."""
+    """Return lines of text: the cells in a frame, with labels at the left and above."""
     levels, number = levels_of(cells, color=canvas.color)
     body = _lines_of_row_pairs(levels, number) if grid.halves else _lines_of_rows(levels, number, grid.width, canvas)
     inner = grid.columns * grid.width
@@ -310,7 +313,7 @@ def _map_lines(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
 
 
 def _lines_of_rows(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
-    """Lines of text, one for each row of cells; `number`: index of each cell's level."""
+    """Return lines of text, one for each row of cells; `number`: index of each cell's level."""
 
     def text(level: Level, cells: int) -> str:
         shape = level.shape if canvas.shapes else level.ascii
@@ -322,7 +325,7 @@ def _lines_of_rows(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], widt
 
 
 def _lines_of_row_pairs(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
-    """Lines of text, one for two rows of cells, drawn as the upper and lower halves of characters."""
+    """Return lines of text, one for two rows of cells, drawn as the upper and lower halves of characters."""
     rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
     return [
         "".join(_halves_text(levels[upper], levels[lower], len(list(run))) for (upper, lower), run in groupby(pairs))
@@ -332,15 +335,15 @@ def _lines_of_row_pairs(levels: tuple[Level, ...], number: Int64[Tensor, "R C"])
 
 def _halves_text(upper: Level, lower: Level, cells: int) -> str:
     if upper.color == lower.color:
-        return f"\x1b[38;5;{upper.color}m{'█' * cells}{_PLAIN}" if upper.color else " " * cells
+        return f"\x1b[38;5;{upper.color}m{'█' * cells}{_RESET_COLOR}" if upper.color else " " * cells
     if not upper.color or not lower.color:
         shape, color = ("▀", upper.color) if upper.color else ("▄", lower.color)
-        return f"\x1b[38;5;{color}m{shape * cells}{_PLAIN}"
-    return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_PLAIN}"
+        return f"\x1b[38;5;{color}m{shape * cells}{_RESET_COLOR}"
+    return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_RESET_COLOR}"
 
 
 def _legend_lines(cells: Cells, canvas: _Canvas) -> list[str]:
-    """Lines of the legend: the meaning of each level that occurs, except empty cells."""
+    """Return the lines of the legend: the meaning of each level that occurs, except that of empty cells."""
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]
     many = bool((cells.area > 1).any())
@@ -365,7 +368,7 @@ def _swatch(level: Level, canvas: _Canvas) -> str:
 
 
 def _colored_text(level: Level, text: str) -> str:
-    return f"\x1b[48;5;{level.color};30m{text}{_PLAIN}"
+    return f"\x1b[48;5;{level.color};30m{text}{_RESET_COLOR}"
 
 
 @dataclass(frozen=True)
@@ -407,7 +410,7 @@ _TIMES_COLORS = (209, 203, 197, 198, 199, 164, 128, 92)
 
 
 def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
-    """(levels that a picture may show, index of the level of each cell).
+    """Return (levels that a picture may show, index of the level of each cell).
 
     color: include the levels that differ from others by color only.
     """

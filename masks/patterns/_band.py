@@ -27,7 +27,7 @@ from ..core import (
     require_int,
 )
 
-_SIZES = {
+_SIZE_ADVICE = {
     **OF_PATTERNS,
     **dict.fromkeys(
         ("window", "window_size", "size", "radius"), "write left= and right=, keys before and after the query"
@@ -197,7 +197,9 @@ def causal() -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, how="write masks.local_window(left=63, right=0) for the query's own key and 63 before it")
+@advises(
+    keywords=_SIZE_ADVICE, how="write masks.local_window(left=63, right=0) for the query's own key and 63 before it"
+)
 def local_window(*, left: int, right: int) -> Pattern:
     """Pattern in which each query sees its own key, up to `left` keys before its position, and up to `right` after it.
 
@@ -224,7 +226,7 @@ def strided(stride: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, how="write masks.dilated_window(left=63, right=0, rate=2)")
+@advises(keywords=_SIZE_ADVICE, how="write masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     """Pattern in which each query sees its own key, up to `left` keys before its position, and up to `right` after it.
 

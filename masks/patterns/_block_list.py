@@ -40,7 +40,7 @@ from ..core import (
 # T tables, R query blocks (rows), W entries of the longest row, rounded up to a power of two
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
-_COMPARED = 8  # rows of at most this many entries are compared entry by entry
+_MOST_COMPARED = 8  # rows of at most this many entries are compared entry by entry
 _EXACT_ROWS = 8  # a box over more block rows than this is bounded by `CellSums`
 _MOST_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `CellSums`
 _ENTRIES_AT_ONCE = 1 << 20
@@ -70,7 +70,9 @@ class BlockTable:
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
-        listed = (_test_by_comparing if width <= _COMPARED else _test_by_halving)(self.entries.flatten(0, 1), device)
+        listed = (_test_by_comparing if width <= _MOST_COMPARED else _test_by_binary_search)(
+            self.entries.flatten(0, 1), device
+        )
         first_line = (table_of_head * rows).to(device, index_dtype(device, 0, self.entries.numel()))
 
         def seen(b, h, q, k):
@@ -123,7 +125,7 @@ class BlockTable:
         row = torch.nn.functional.pad(queries, (0, -length % self.q_block)).view(-1, self.q_block).any(1).nonzero()
         named = self.entries[table, row[row < self.entries.shape[1]]].flatten()
         columns = -(-length // self.block)
-        seen = torch.zeros(columns + 1, dtype=torch.bool)  # the last one takes what is beyond, and padding
+        seen = torch.zeros(columns + 1, dtype=torch.bool)  # the last one takes blocks beyond the keys, and padding
         seen[named.clamp(max=columns)] = True
         return seen[:-1].repeat_interleave(self.block)[:length]
 
@@ -195,8 +197,8 @@ class CellSums:
 def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
     """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
 
-    It compares the column with each entry, for rows of few entries. Entries depend on the query only, so a kernel loads
-    them once for all its keys.
+    The test compares the column with each entry, so it suits rows of few entries. Entries depend on the query only: a
+    kernel loads them once for all its keys.
     """
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)
@@ -210,13 +212,13 @@ def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
     return listed
 
 
-def _test_by_halving(entries: Tensor, device: torch.device) -> RowTest:
-    named = by_halving(entries.shape[1], device)
+def _test_by_binary_search(entries: Tensor, device: torch.device) -> RowTest:
+    named = binary_search(entries.shape[1], device)
     entries = entries.to(device, index_dtype(device, 0, entries.numel()))
     return lambda line, inside, column: named(entries, line, column) & inside
 
 
-def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def binary_search(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a binary search (entries, line, column) -> bool: True if row entries[line] contains `column`.
 
     Rows are ascending and have `width` entries, a power of two.
@@ -272,7 +274,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Return rows (the last dim) of ascending numbers, each padded with NOTHING at its end to the next power of two."""
+    """Return `entries` with rows (the last dim) padded at the end with NOTHING, to a length that is a power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 
@@ -307,7 +309,7 @@ class BlockList(TableRule):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BlockList:
-        """Build the pattern from its stored fields.
+        """Return the pattern with the stored fields `data`.
 
         Raises ValueError for rows that are not in ascending order.
         """

@@ -113,7 +113,7 @@ class Custom(Pattern):
 
     @property
     def held_bytes(self) -> int:
-        """Those of the recorded functions; the caller's, which are kept too, may hold as much again."""
+        """Bytes of the recorded functions' tensors; the caller's functions, kept too, may hold as many bytes again."""
         recorded = [each for each in (self.rule.recorded, self.rule.classify) if each is not None]
         return sum(x.nbytes for each in recorded for x in each.tensors)
 

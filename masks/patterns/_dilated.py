@@ -77,7 +77,7 @@ class Dilated(Pattern):
         return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
-        """Return the offset of a global head, or of each one in a tensor; a number in `offset` is returned as it is."""
+        """Return the offset of a global head, or of each global head in a tensor; always an int if `offset` is one."""
         if isinstance(self.offset, int):
             return self.offset
         if self.offset == "interleaved":
@@ -237,7 +237,7 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
 
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
 
-    >>> masks.explain(masks.dilated(8, 2), query=0, key=6).allowed  # in segment 0, a multiple of 2 apart
+    >>> masks.explain(masks.dilated(8, 2), query=0, key=6).allowed  # both in segment 0, both multiples of 2
     True
     """
     return Dilated(segment, rate, offset)

@@ -94,7 +94,7 @@ class Rectangles:
     run: Int64[Tensor, " R"]
     sides: Rectangle
 
-    def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
+    def first_and_is_only(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return two tensors (first, is_only) with one entry for each progression, 0 to number - 1.
 
         first: index of a rectangle of the progression, 0 if it has none.
@@ -114,7 +114,7 @@ def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles
 
 
 def joined(*boxes: Rectangle) -> Rectangle:
-    """Concatenate batches of rectangles into one; along each axis of the grid all must have an equal step."""
+    """Return batches of rectangles concatenated into one; along each axis of the grid, their steps must be equal."""
     return tuple(
         Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
         for sides in zip(*boxes, strict=True)
@@ -283,12 +283,12 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _group_counts(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """Yield items (first places of some groups, a number for each of these groups).
+        """Yield items (first places of some groups, number of queries in each), which add up to the queries of q.
 
-        Groups consist of queries that share a window, see `Axis`. The numbers of a group, summed over all items that
-        contain it, are the number of queries of q in it. A number may be negative: it takes off what an earlier item
-        counted too much in the first or last group, of which q may have only a part. Yields nothing if that takes more
-        than 64 items.
+        A group is the queries that share a window, see `Axis`. The numbers of a group, summed over all items that
+        contain it, give the number of its queries that are in q. A negative number subtracts queries that an earlier
+        item counted although q has only a part of the first or last group. Yields nothing if more than 64 items would
+        be needed.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:

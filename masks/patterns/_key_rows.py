@@ -14,8 +14,8 @@ from torch import Tensor
 class KeyRows(NamedTuple):
     """Lists of keys: list t * N + n has the keys of query first + n in table t, ascending, as positions.
 
-    keys: list after list.
-    ends: one past the last place of each list in `keys`.
+    keys: the lists, one after the other.
+    ends: index in `keys` one past the end of each list.
     shape: (T, N).
     first: position of the first query.
     """
@@ -25,8 +25,8 @@ class KeyRows(NamedTuple):
     shape: tuple[int, int]
     first: int = 0
 
-    def line(self) -> Int64[Tensor, " E"]:
-        """Return the index of the list that holds each of `keys`."""
+    def list_indices(self) -> Int64[Tensor, " E"]:
+        """Return, for each entry of `keys`, the index of its list."""
         return torch.arange(len(self.ends)).repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
 
 

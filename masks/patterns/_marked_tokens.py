@@ -32,7 +32,7 @@ from ..core import (
 )
 from ._band import causal
 
-_Test = Callable[[Any], Any]
+_MarkTest = Callable[[Any], Any]
 
 
 class MarkedTokens(Pattern):
@@ -62,7 +62,7 @@ class MarkedTokens(Pattern):
         """Return the end of "position t is ...", such as "one of the first 4" or, unmarked, "not among the first 4"."""
         raise NotImplementedError
 
-    def mark_test(self, device: torch.device) -> _Test:
+    def mark_test(self, device: torch.device) -> _MarkTest:
         """Return a function from a tensor of positions on `device` to a bool tensor, True where marked."""
         period, first, stop = self.marks()
         edge, every = parameters(device, first or stop, period or 1)

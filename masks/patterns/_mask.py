@@ -70,7 +70,7 @@ class MaskTable(Table):
     rows: Bool[Tensor, "B T Q K"]
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return (queries, keys) of all pairs of the first mask."""
+        """Return (queries, keys) of all allowed pairs in the mask of the first batch entry and head."""
         queries, keys = self.rows[0, 0].nonzero().unbind(1)
         return queries, keys
 
@@ -195,7 +195,8 @@ def mask(allowed: Any, *, name: str = "mask") -> Pattern:
 
     New values do not recompile, but their block lists are built in time linear in the size of the tensor. A pattern
     with a formula, such as `local_window`, needs neither the tensor nor that time.
-    Raises TypeError or ValueError when the tensor is used, if its dtype, values or shape do not fit.
+    Raises ValueError for a sparse matrix; when the tensor is used, raises TypeError or ValueError if its dtype, values
+    or shape do not fit.
 
     >>> masks.describe(masks.mask([[True, False], [True, True]]), 2).useful_pairs
     3

@@ -44,7 +44,7 @@ _BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the 
 _MOST_RUNS = 1 << 10  # a window over more rows of the grid than this has no closed form in `row`
 _OPTIONAL = {"optional": True}
 # Fields, with the least value of each.
-_LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0, "wrap": 0}
+_LEAST_VALUES = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0, "wrap": 0}
 _BOOLEAN = ("causal", "wrap")
 
 
@@ -68,7 +68,7 @@ class Neighborhood(Pattern):
     wrap: tuple[bool, ...] | None = field(default=None, metadata=_OPTIONAL)
 
     def check(self) -> None:
-        given = {name: getattr(self, name) for name in _LEAST}
+        given = {name: getattr(self, name) for name in _LEAST_VALUES}
         needed = ("grid", "rate")
         values = {
             name: _require_per_axis(name, each) for name, each in given.items() if each is not None or name in needed
@@ -101,7 +101,7 @@ class Neighborhood(Pattern):
             )
         if size is not None and "causal" not in values and all(each % 2 for each in size):
             values["radius"] = tuple(each // 2 for each in values.pop("kernel_size"))
-        for name in _LEAST:
+        for name in _LEAST_VALUES:
             object.__setattr__(self, name, values.get(name))
         for axis, along in enumerate(self.axes):
             if along.size * along.rate > along.length:
@@ -209,7 +209,7 @@ class Neighborhood(Pattern):
             spacing = -(-axis.length // axis.rate) * (1 + axis.wraps)
             bits = (axis.rate * spacing + axis.size + 1).bit_length()
             numbers = (pitch, axis.length, axis.lead, axis.rate, spacing, 1 << shift, axis.size, axis.stride)
-            # A centred window needs its half only: one number less to hold.
+            # A centred window needs `lead` but not `size`: one number less to hold.
             is_centred = axis == Axis(axis.length, 2 * axis.lead + 1, axis.rate)
             kinds = axis.rate > 1, axis.stride > 1, is_centred, axis.is_causal, axis.wraps
             axes.append((*parameters(device, *numbers), *kinds))
@@ -294,7 +294,7 @@ class Neighborhood(Pattern):
         If a box has more than one rectangle of queries or of keys, its entries are its first positions, so that only an
         equal box matches it.
         """
-        (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
+        (q_of, q_one), (k_of, k_one) = q.first_and_is_only(len(box.head)), k.first_and_is_only(len(box.head))
         one = q_one & k_one
         columns = [torch.where(one, -1, place) for place in (box.q.first, box.k.first)]
         for queries, keys, axis in zip(select(q.sides, q_of), select(k.sides, k_of), self.axes, strict=True):
@@ -334,7 +334,7 @@ def neighborhood(
     A pair is allowed iff the key is in the query's window along every axis.
 
     grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. Other
-        arguments are one value for all axes, or a sequence of one for each axis.
+        arguments are one value for all axes, or a sequence with one value for each axis.
     kernel_size: tokens in a window along the axis; or radius, for 2 * radius + 1 tokens. Give one of the two.
     rate: distance of neighbouring tokens of a window (NATTEN's dilation).
     stride: number of consecutive queries that share a window.
@@ -388,7 +388,9 @@ def _require_per_axis(name: str, values: Any) -> tuple:
         raise TypeError(f"{name} must have one entry for each axis; got {name}={values!r}")
     if name in _BOOLEAN:
         return tuple(require_bool(f"{name}[{axis}]", value) for axis, value in enumerate(values))
-    return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
+    return tuple(
+        require_int(f"{name}[{axis}]", value, minimum=_LEAST_VALUES[name]) for axis, value in enumerate(values)
+    )
 
 
 def _point_text(places: Sequence[int]) -> str:

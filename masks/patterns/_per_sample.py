@@ -77,7 +77,7 @@ class EntryNumbers(Table):
         return lambda b: held.rows[b * step]
 
 
-def _check_numbers(what: str, numbers: object, stop: int) -> None:
+def _check_entry_numbers(what: str, numbers: object, stop: int) -> None:
     """Raise TypeError unless `numbers` is an EntryNumber or EntryNumbers, ValueError for values out of [0, stop)."""
     if not isinstance(numbers, EntryNumber | EntryNumbers):
         raise TypeError(
@@ -87,7 +87,7 @@ def _check_numbers(what: str, numbers: object, stop: int) -> None:
         numbers.check_range(what, stop)
 
 
-def _require_numbers(numbers: Pattern) -> EntryNumbers:
+def _require_entry_numbers(numbers: Pattern) -> EntryNumbers:
     if not isinstance(numbers, EntryNumbers):
         # Raises the usual error of a run-time pattern without values.
         numbers.mask_mod(num_heads=1, device=torch.device("cpu"))
@@ -108,7 +108,7 @@ class PerSample(Composite):
         super().check()
         if not self.parts:
             raise ValueError("per_sample needs at least one pattern; got none")
-        _check_numbers("the pattern numbers of per_sample", self.which, len(self.parts))
+        _check_entry_numbers("the pattern numbers of per_sample", self.which, len(self.parts))
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (*self.parts, self.which)
@@ -123,7 +123,7 @@ class PerSample(Composite):
     @property
     def chosen(self) -> Pattern:
         """The part that all batch entries follow. Raises ValueError if entries differ."""
-        return self.parts[int(_require_numbers(self.which).only_row)]
+        return self.parts[int(_require_entry_numbers(self.which).only_row)]
 
     def superset(self) -> Pattern:
         return Or.of(*(part.superset() for part in self.parts))
@@ -132,7 +132,7 @@ class PerSample(Composite):
         return all(part.confined() for part in self.parts)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        which = _require_numbers(self.which).for_entry(device)
+        which = _require_entry_numbers(self.which).for_entry(device)
 
         def if_chosen(index: Tensor, inner: MaskMod) -> MaskMod:
             return lambda b, h, q, k: (which(b) == index) & inner(b, h, q, k)
@@ -149,7 +149,7 @@ class PerSample(Composite):
         return self.chosen.row(query, keys)
 
     def reason(self, pair: Pair) -> Reason:
-        inner, index = pair.reason_of(self.chosen), int(_require_numbers(self.which).only_row)
+        inner, index = pair.reason_of(self.chosen), int(_require_entry_numbers(self.which).only_row)
         return Reason(self, inner.allowed, f"the batch entry follows part {index + 1} of {len(self.parts)}", (inner,))
 
 
@@ -160,7 +160,7 @@ class QueriesFrom(_FromStart):
     starts: an EntryNumber, or EntryNumbers once its values are known.
     """
 
-    recounts = False  # `check` has an error of its own
+    recounts = False  # `check` refuses run-time tensors with an error that names the alternatives
 
     starts: Pattern
 
@@ -191,7 +191,7 @@ class QueriesFrom(_FromStart):
                 "the other parts, for which query i is at position i, such as masks.mask or masks.same_document; "
                 f"got {self.part!r}"
             )
-        _check_numbers("positions of the first queries", self.starts, LARGEST + 1)
+        _check_entry_numbers("positions of the first queries", self.starts, LARGEST + 1)
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part, self.starts)
@@ -209,7 +209,7 @@ class QueriesFrom(_FromStart):
     @property
     def start(self) -> int:
         """The shift of all batch entries. Raises ValueError if entries differ."""
-        return int(_require_numbers(self.starts).only_row)
+        return int(_require_entry_numbers(self.starts).only_row)
 
     def below(self, positions: int) -> Pattern:
         if not isinstance(self.starts, EntryNumbers) or not self.starts.known:
@@ -220,14 +220,14 @@ class QueriesFrom(_FromStart):
         return every()
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        starts = _require_numbers(self.starts)
+        starts = _require_entry_numbers(self.starts)
         if starts.known:
             least, most = (int(edge) for edge in starts.rows.aminmax())
             self.part.check_tokens(range(queries.start + least, queries.stop + most), keys)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        start = _require_numbers(self.starts).for_entry(device)
+        start = _require_entry_numbers(self.starts).for_entry(device)
         return lambda b, h, q, k: inner(b, h, q + start(b), k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:

@@ -177,8 +177,9 @@ def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
     Floyd's method: for each block m of the last `drawn` blocks, in ascending order, draw a block from 0 to m. Keep it,
-    or keep m if the drawn block is already kept: if an earlier draw equals it, or if it is one of the last blocks and
-    was kept in place of the draw made for it. This chain of draws is followed in doubling steps.
+    or keep m if the drawn block is already kept: because an earlier draw equals it, or because it is one of the last
+    `drawn` blocks and was kept in place of its own draw. The second case depends on that draw in turn: such chains of
+    draws are followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index
@@ -211,5 +212,5 @@ def _splitmix64(state: Tensor) -> Tensor:
 
 
 def _shifted_right(bits: Tensor, places: int) -> Tensor:
-    """Shift int64 bits right and fill with zeros, as for unsigned integers."""
+    """Return int64 bits shifted right by `places` and filled with zeros, as for unsigned integers."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

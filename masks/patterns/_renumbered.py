@@ -422,17 +422,17 @@ def _blocks_spanned(positions: Progression, block: int) -> Progression:
     return Progression(first, 1, positions.last // block - first + 1)
 
 
-def keys_in_blocks(runs: Iterable[range], block: int, keys: range) -> Ranges:
-    """Return the keys in `keys` whose block, of `block` tokens, has a number in one of the disjoint `runs`.
+def keys_in_blocks(numbers: Iterable[range], block: int, keys: range) -> Ranges:
+    """Return the keys in `keys` whose block, of `block` tokens, has its number in one of the disjoint ranges `numbers`.
 
-    A run gives one range if its step is 1, else at most min(len(run), block) ranges.
+    A range of numbers gives one range of keys if its step is 1, else at most min(its length, block) ranges.
     """
     tokens: list[range] = []
-    for run in runs:
-        if run.step == 1:
-            tokens.append(range(run.start * block, run.stop * block))
-        elif len(run) <= block:
-            tokens += [range(each * block, (each + 1) * block) for each in run]
+    for some in numbers:
+        if some.step == 1:
+            tokens.append(range(some.start * block, some.stop * block))
+        elif len(some) <= block:
+            tokens += [range(each * block, (each + 1) * block) for each in some]
         else:
-            tokens += [range(run.start * block + at, run.stop * block, run.step * block) for at in range(block)]
+            tokens += [range(some.start * block + at, some.stop * block, some.step * block) for at in range(block)]
     return among(tokens, keys)

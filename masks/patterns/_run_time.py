@@ -30,7 +30,7 @@ from ._band import local_window
 
 # B batch entries (or one for all of them), L positions, W windows
 
-_HIDDEN = -1e3  # numbers below it in a mask of floats are no bias: they hide keys
+_LEAST_BIAS = -1e3  # numbers below it in a mask of floats are no bias: they hide keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class RunTime(Pattern):
 
     The pattern's text holds the name and not the values, so new values neither retrace nor recompile. Subclasses define
     two methods: `table` returns the `Table`, which is the pattern with the values of a tensor, and `widest` returns
-    values that allow as many pairs as possible.
+    values that allow about as many pairs as possible.
 
     >>> isinstance(masks.documents("ids"), masks.extend.RunTime)
     True
@@ -88,7 +88,7 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def transported(self, value: Any) -> Tensor:
-        """Return the dense tensor that stands for a caller's value: the value itself, if it is one.
+        """Return the dense tensor by which calls pass a caller's value: the value itself if it is a dense tensor.
 
         Raises TypeError or ValueError for values of other kinds.
         """
@@ -275,8 +275,8 @@ class Table(Pattern):
     def part(self, made: Self, which: str) -> Self:
         """Return `made`, a table of some of this table's values, with this table's source.
 
-        which: says which values. A part of a placeholder is a placeholder, too; two parts are equal if they have the
-            same `which`.
+        which: text that identifies these values. A part of a placeholder is a placeholder, too, and two of its parts
+            are equal if their `which` is.
         """
         if self.known:
             return replace(made, source=self.source)
@@ -313,7 +313,7 @@ class HeldRows:
 
 
 def names(pattern: Expression) -> tuple[str, ...]:
-    """Return the sorted names of the run-time tensors that a pattern needs or carries, tables excluded."""
+    """Return the sorted names of the run-time tensors that a pattern needs or carries, without those of its tables."""
     return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
 
 
@@ -357,7 +357,7 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """Return the pattern with run-time tensors by name only, without their values: the key of `cache().forget`."""
+    """Return the pattern with run-time tensors by name, without values: the form in which `cache().forget` compares."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
@@ -366,9 +366,10 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
 
     Each placeholder holds the values that `RunTime.widest` returns, and stands for all tensors of its shape.
 
-    tensors: run-time tensors by name, of which only the shapes are read. Placeholders of equal patterns and shapes are
-        equal.
+    tensors: run-time tensors by name, of which only the shapes are read.
     extent: see `RunTime.table`.
+
+    Placeholders of equal patterns and shapes are equal.
     """
 
     def with_any(leaf: Pattern) -> Pattern:
@@ -479,7 +480,7 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
         found = float(other[0])
         if bool((other == 1).all()):
             advice = "for a mask of 0 and 1 write mask.bool()"
-        elif bool((other < _HIDDEN).all()):
+        elif bool((other < _LEAST_BIAS).all()):
             advice = "if large negative numbers stand for -inf write mask == 0"
         else:
             own = zip(reversed(dims), reversed(marks.shape), strict=False)

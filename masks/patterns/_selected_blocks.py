@@ -31,7 +31,7 @@ from ..core import (
     pattern_kind,
     require_int,
 )
-from ._block_list import NOTHING, BlockTable, by_halving, padded
+from ._block_list import NOTHING, BlockTable, binary_search, padded
 from ._key_rows import KeyRows, require_tables
 from ._run_time import RunTime, Table, converted, of_tensor
 
@@ -103,7 +103,7 @@ class SelectedBlocks(RunTime):
     def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
         """Return the keys of each query in each table: one item for each batch entry, or a single one for all entries.
 
-        Raises as `rows` does.
+        Blocks are whole: keys of the last block may be beyond `extent.keys`. Raises as `rows` does.
         """
         rows, first = self.rows(tensor, extent)
         return [_key_rows(entry, self.block, first) for entry in rows]
@@ -181,7 +181,7 @@ class SelectedTable(Table):
         tables, height, width = self.rows.shape[1:]
         numbers = (num_heads // tables, tables, height, height - 1, *self.block, self.first)
         per_table, tables, rows, last_row, q_block, k_block, first = parameters(device, *numbers)
-        named = by_halving(width, device)
+        named = binary_search(width, device)
 
         def seen(b, h, q, k):
             row, column = q // q_block - first, k // k_block
@@ -196,7 +196,10 @@ class SelectedTable(Table):
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
     def key_rows(self) -> KeyRows:
-        """Return the keys of each query in each table; the tables must be equal for all batch entries."""
+        """Return the keys of each query in each table; keys of the last block may be beyond the last key position.
+
+        All batch entries must have equal tables.
+        """
         return _key_rows(self.only_row, self.block, self.first)
 
     @cached_property
@@ -262,7 +265,10 @@ def require_row(side: int, first: int, rows: int, query: int) -> None:
 
 
 def _key_rows(rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int) -> KeyRows:
-    """Return the keys of each query from the key blocks of each query block; first: query block of row 0."""
+    """Return the keys of each query: all tokens of the key blocks in its query block's row, also beyond the last key.
+
+    first: query block of row 0.
+    """
     (q_block, k_block), listed = block, rows < NOTHING
     if block != (1, 1):
         rows = (rows[..., None] * k_block + torch.arange(k_block)).flatten(2).repeat_interleave(q_block, 1)
@@ -324,8 +330,8 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     """Pattern in which each query sees the keys that a run-time table names: nearest neighbours, or top-k tokens.
 
     It is `selected_blocks` with blocks of one token. `attend` gathers the listed keys, so work and memory follow the
-    number of entries, unless these are so many that a dense mask, of some queries at a time, is faster. The table may
-    be new in each call.
+    number of entries; with many entries it uses a dense mask, for some queries at a time, if that is faster. The table
+    may be new in each call.
 
     keys: integers of shape (tables, queries, most) or (batch, tables, queries, most): the positions of the keys that
         each query sees, in any order. -1 is an empty entry; a repeated key counts once. The number of tables divides

@@ -50,7 +50,7 @@ _ADVICE = {
 
 @pattern_kind("sparse")
 class Sparse(RunTime):
-    """Pattern that allows a pair iff the run-time sparse matrix `name` has a nonzero entry at it.
+    """Pattern that allows a pair iff the run-time sparse matrix `name` has a nonzero entry at [query, key].
 
     places: for a carried matrix, index of each pair's entry among the matrix's values; pairs are in the order of rows
         and keys. None if the matrix repeats an index, or if each call passes it by `name`.
@@ -69,7 +69,7 @@ class Sparse(RunTime):
         return SparseTable.of(self._checked_copy(tensor, extent))
 
     def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
-        """Return one item for each batch entry, or one for all: the keys of each query of each matrix.
+        """Return the keys of each query in each matrix: one item for each batch entry, or a single one for all entries.
 
         Raises ValueError for a tensor that is no packed sparse matrix, or of another shape.
         """
@@ -137,7 +137,7 @@ class SparseTable(Table):
         return int(self.rows[0, 0, 1])
 
     def pairs(self) -> tuple[Int64[Tensor, " E"], Int64[Tensor, " E"]]:
-        """Return (queries, keys) of all pairs of the first matrix."""
+        """Return (queries, keys) of all pairs of the first matrix of the first batch entry."""
         crow = self.rows[0, 0, _CROW : _CROW + 1 + self.num_queries]
         first = _CROW + 1 + self.num_queries
         queries = torch.arange(self.num_queries).repeat_interleave(crow.diff())
@@ -210,7 +210,7 @@ class SparseTable(Table):
         All batch entries must have equal matrices.
         """
         rows = self._cached_key_rows
-        return rows.line() * self.num_keys + rows.keys
+        return rows.list_indices() * self.num_keys + rows.keys
 
     @cached_property
     def _cached_key_rows(self) -> KeyRows:
@@ -219,7 +219,7 @@ class SparseTable(Table):
     @cached_property
     def _cells(self) -> CellSums:
         rows, tables, queries = self._cached_key_rows, self.rows.shape[1], max(1, self.num_queries)
-        line = rows.line()
+        line = rows.list_indices()
         return CellSums.of(tables, (queries, max(1, self.num_keys)), line // queries, line % queries, rows.keys)
 
     def _table_index(self, head: Any, num_heads: int) -> Any:
@@ -279,7 +279,7 @@ class SparseTable(Table):
         rows = self._cached_key_rows
         asked = torch.zeros(max(len(queries), self.num_queries), dtype=torch.bool)
         asked[: len(queries)] = queries
-        seen[rows.keys[asked[rows.line()]]] = True
+        seen[rows.keys[asked[rows.list_indices()]]] = True
         return seen[: len(queries)]
 
 
@@ -363,9 +363,10 @@ def _key_rows(matrices: Int64[Tensor, "T S"]) -> KeyRows:
 def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
     """Pattern that allows the pairs at the nonzero entries of a sparse matrix: the edges of a graph, or a mesh.
 
-    On CPU, `attend` by default gathers the keys of each query, so work and memory follow the number of entries, unless
-    these are so many that a dense mask, of some queries at a time, is faster. On accelerators with Triton, kernels read
-    the keys of each query where they are. Rows may have very different lengths, and the matrix may be new in each call.
+    On CPU, `attend` by default gathers the keys of each query, so work and memory follow the number of entries; with
+    many entries it uses a dense mask, for some queries at a time, if that is faster. On accelerators with Triton,
+    kernels read the keys of each query in place. Rows may have very different lengths, and the matrix may be new in
+    each call.
 
     matrix: a sparse tensor of torch, COO, CSR or another layout, or a sparse matrix of SciPy, of shape (queries, keys),
         (batch, queries, keys) or (batch, matrices, queries, keys), where the number of matrices divides the number of
