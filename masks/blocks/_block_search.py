@@ -22,7 +22,7 @@ from ..orders import Pieces
 from ._pair_search import settle_by_diagonals
 from ._rule import Nodes, Rule, SlotRun, enumerated, span
 
-_FRONTIER = 1 << 18  # most nodes bounded at once: bounds the memory
+_FRONTIER = 1 << 18  # most nodes whose bounds are computed at once: limits the memory
 _FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
 _MOST_ALTERNATIVES = 16
 _MOST_LEAVES = 1 << 20
@@ -314,7 +314,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
 def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
-    own: key runs, or query runs if `of_queries`; the other side is then that of the keys.
+    own: key runs, with the queries as the other side; or query runs, with the keys as the other side, if `of_queries`.
     table: index of the mask.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)

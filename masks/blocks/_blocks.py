@@ -19,7 +19,7 @@ from ._rule import BlockPlaces, Rule, alike
 _CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: fits a cache
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
 _LEAVES_AT_ONCE = 1 << 21  # leaves held at once: beyond, they are summed by block
-_DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, tables and rows are built in halves
+_DOUBTS_AT_ONCE = 1 << 17  # undecided leaves held at once: beyond, tables and rows are built in halves
 _LISTED_AT_ONCE = 1 << 19  # listed blocks packed, or put into tables, at once
 _SAMPLED_BLOCKS = 1 << 14  # blocks sampled in addition to the first rows
 _FEW_CELLS = 1 << 16  # pairs in all blocks and tables: up to this many are evaluated, faster than bounds
@@ -72,7 +72,7 @@ class Blocks:
         return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Split the list at table boundaries into [(range of tables, slice of the list), ...], which bounds memory.
+        """Split the list at table boundaries into [(range of tables, slice of the list), ...], to limit memory.
 
         A slice has at most 2**19 blocks, or contains a single table.
         """
@@ -96,7 +96,7 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """List the non-empty blocks of a rule.
+    """Return the list of the non-empty blocks of a rule, with one head for each of the rule's tables.
 
     q_block, k_block: slots of a block.
     settle: True evaluates every pair of a block if bounds do not decide between empty, partial and full. If False, a
@@ -219,9 +219,9 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 class ListedBlocks(NamedTuple):
     """Numbers of listed blocks by the kind of their query block, on which the speed of kernels depends.
 
-    runs: in query blocks that list consecutive key blocks.
-    plain: in other query blocks, if all blocks listed there are full.
-    masked: in other query blocks, if a block listed there is partial.
+    runs: blocks of query blocks whose listed key blocks are consecutive.
+    plain: blocks of other query blocks, which list full blocks only.
+    masked: blocks of other query blocks, which list a partial block.
 
     The numbers are sums or means over tables.
     """

@@ -300,7 +300,7 @@ def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the patterns that this one combines, at any depth, by union, intersection, complement or choice.
+    """Yield the patterns that this one combines, at any depth, by union, intersection, complement or head.
 
     A pattern that evaluates its part at other positions is not split.
     """

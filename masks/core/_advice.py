@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 _Advised = TypeVar("_Advised", bound=Callable[..., Any])
 
 _NEAR = 0.75  # difflib cutoff: num_heads and heads, which differ in meaning, score 0.71
-# Public prefixes of modules; the first match applies.
+# Prefixes that users write before the names of a module; the first module name that matches applies.
 _ROOMS = {
     "flexdilated.masks.recipes": "masks.recipes.",
     "flexdilated.masks": "masks.",
@@ -157,7 +157,7 @@ HEADS = "heads n_heads n_head nhead num_attention_heads H"
 WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 
 
-# Keywords that users try on constructors of patterns, which have none of them.
+# Keywords that users try on constructors of patterns; `advises` skips those that a constructor has.
 OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
     **dict.fromkeys(("num_heads", *HEADS.split()), "leave it out, as a pattern takes the number of heads from q"),

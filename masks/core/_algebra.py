@@ -112,7 +112,7 @@ class _Combination(Composite):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """Combine the parts: nested combinations of this class are flattened, and repeated parts are dropped.
+        """Return the combination of the parts; nested combinations of this class are flattened, repeated parts dropped.
 
         A single distinct part is returned unchanged. Without parts, And gives `Every()`, and Or raises ValueError.
         """

@@ -18,7 +18,7 @@ from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
-    """One part of the pairs of a placement: those of a run of queries with all keys in an interval of positions.
+    """Part of a placement: the pairs of a run of queries with all keys in an interval of positions.
 
     queries: positions of the queries.
     q_token: index of the first query in q.
@@ -36,6 +36,7 @@ class Part(NamedTuple):
 class Placement:
     """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
 
+    queries: runs of step 1, in ascending order.
     keys: one entry for all key-value heads, or one for each.
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
         a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
