@@ -117,7 +117,7 @@ def pairs_of_queries(
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
-    """Return the number of allowed pairs of each box, for the pattern of one head; q and k must have equal steps."""
+    """Return the number of allowed pairs of each box, for the pattern of one head."""
     return _count_pairs(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
 
