@@ -34,7 +34,7 @@ _READ_VALUES = {
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _AUGMENTED = {f"__i{name}__" for name in _OPERATORS}
 # Functions that use the shape, dtype or device of their first argument, and not its values.
-_SHAPED_ALIKE = {
+_USE_SHAPE_ONLY = {
     *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),
 }
@@ -154,7 +154,7 @@ class _Recorder(TorchFunctionMode):
         self.level: Tensor | None = None
         self._device = device
         self._has_gradients = torch.is_grad_enabled()
-        self._apart: Callable[[], AbstractContextManager[None]] = (
+        self._outside_modes: Callable[[], AbstractContextManager[None]] = (
             suspended_torch_modes if are_modes_on() else nullcontext
         )
         self._arguments: list[str] = []
@@ -193,10 +193,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        given = [*_tensors(args[1:] if name in _SHAPED_ALIKE else args, kwargs)]
-        depends, apart = any(id(x) in self._names for x in _tensors(args, kwargs)), self._apart
+        given = [*_tensors(args[1:] if name in _USE_SHAPE_ONLY else args, kwargs)]
+        depends, outside_modes = any(id(x) in self._names for x in _tensors(args, kwargs)), self._outside_modes
         if name == "custom_function_call":
-            func, args, apart = args[0].apply, args[1:], suspended_torch_modes
+            func, args, outside_modes = args[0].apply, args[1:], suspended_torch_modes
             if not depends:  # outside the level of vmap, for which it may have no rule
                 has_gradients = torch.is_grad_enabled()
                 with suspended_torch_modes(), torch.set_grad_enabled(has_gradients):
@@ -217,7 +217,7 @@ class _Recorder(TorchFunctionMode):
         if writes and self._names[id(args[0])] in self._arguments:  # which autograd may need
             self._write_line(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
         reads = frozenset[int]().union(*(self._reads[id(x)] for x in given if id(x) in self._names))
-        with apart():
+        with outside_modes():
             found = self._trial_call(func, name, args, kwargs)
         if name != "__setitem__" and not any(True for _ in _tensors(found)):
             return found
@@ -280,8 +280,8 @@ class _Recorder(TorchFunctionMode):
 
     def _stand_in(self, shape: Sequence[int], dtype: torch.dtype, name: str, reads: frozenset[int]) -> Tensor:
         assert self.level is not None
-        with self._apart():
-            like = self.level if self._apart is nullcontext else torch.empty(0, device="cpu")
+        with self._outside_modes():
+            like = self.level if self._outside_modes is nullcontext else torch.empty(0, device="cpu")
             made = like.new_ones(shape, dtype=dtype)
         self._alive.append(made)
         self._names[id(made)], self._reads[id(made)] = name, reads
@@ -306,7 +306,7 @@ class _Recorder(TorchFunctionMode):
         kind = type(x)
         if isinstance(x, Tensor):
             known = self._names.get(id(x))
-            if known is None and self._apart is nullcontext and is_batchedtensor(x):
+            if known is None and self._outside_modes is nullcontext and is_batchedtensor(x):
                 raise RecordError(_ONLY_TORCH, TypeError)
             return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
         if kind.__module__ == "numpy" and hasattr(x, "item"):  # a single number
