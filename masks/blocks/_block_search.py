@@ -22,12 +22,12 @@ from ..orders import Pieces
 from ._pair_search import settle_by_diagonals
 from ._rule import Nodes, Rule, SlotRun, enumerated, span
 
-_FRONTIER = 1 << 18  # most nodes bounded at once: bounds the memory
+_FRONTIER = 1 << 18  # most nodes whose bounds are computed at once: limits the memory
 _FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
 _MOST_ALTERNATIVES = 16
 _MOST_LEAVES = 1 << 20
-_ALL_PAIRS = 1 << 12  # pairs of runs: up to this many, computing bounds is faster than ruling some out
-_FEW_PAIRS = 1 << 16  # pairs of residue classes: up to this many are searched directly
+_FEW_RUN_PAIRS = 1 << 12  # pairs of runs: up to this many, computing bounds is faster than ruling some out
+_MOST_ROOTS = 1 << 16  # pairs of residue classes: with more, runs are first ruled out by bounds
 _NODES_AT_ONCE = 1 << 20
 
 Sides = tuple[int, int]  # (query side, key side) of a block
@@ -98,7 +98,7 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
     Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
     part, as each part rules out different classes.
     """
-    if rule.rows is None or sum(each.number for each in _run_pairs(rule, tables, slots)) <= _FEW_PAIRS:
+    if rule.rows is None or sum(each.number for each in _run_pairs(rule, tables, slots)) <= _MOST_ROOTS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
         return
     found = [_descend_part(rule, part, tables, slots, sides) for part in _alternatives(rule.pattern)]
@@ -233,7 +233,7 @@ def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """
     _, q = _runs_in(rule.q, slots)
     k = SlotRun.of(rule.k)
-    if len(q.start) * len(k.start) > _ALL_PAIRS:
+    if len(q.start) * len(k.start) > _FEW_RUN_PAIRS:
         return join_nodes([_RunPairs.of(rule, table, q, k).nodes() for table in tables])
     indices = [torch.tensor(tables), torch.arange(len(q.start)), torch.arange(len(k.start))]
     table, mine, other = torch.cartesian_prod(*indices).unbind(1)
@@ -314,7 +314,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
 def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
-    own: key runs, or query runs if `of_queries`; the other side is then that of the keys.
+    own: key runs, with the queries as the other side; or query runs, with the keys as the other side, if `of_queries`.
     table: index of the mask.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)

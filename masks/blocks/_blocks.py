@@ -16,13 +16,13 @@ from ._rule import BlockPlaces, Rule, alike
 
 # T tables (one for each distinct head), E listed blocks
 
-_CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: fits a cache
+_PAIRS_AT_ONCE = 1 << 18  # pairs evaluated at once when blocks are settled: fits a cache
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
 _LEAVES_AT_ONCE = 1 << 21  # leaves held at once: beyond, they are summed by block
-_DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, tables and rows are built in halves
+_UNDECIDED_AT_ONCE = 1 << 17  # undecided leaves held at once: beyond, tables and rows are built in halves
 _LISTED_AT_ONCE = 1 << 19  # listed blocks packed, or put into tables, at once
 _SAMPLED_BLOCKS = 1 << 14  # blocks sampled in addition to the first rows
-_FEW_CELLS = 1 << 16  # pairs in all blocks and tables: up to this many are evaluated, faster than bounds
+_FEW_PAIRS = 1 << 16  # pairs in all blocks and tables: up to this many are evaluated, faster than bounds
 _FIRST_ROWS = 4  # always sampled: global tokens there may see all keys
 UNKNOWN = -1
 LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
@@ -72,7 +72,7 @@ class Blocks:
         return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Split the list at table boundaries into [(range of tables, slice of the list), ...], which bounds memory.
+        """Split the list at table boundaries into [(range of tables, slice of the list), ...], to limit memory.
 
         A slice has at most 2**19 blocks, or contains a single table.
         """
@@ -96,7 +96,7 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """List the non-empty blocks of a rule.
+    """Return the list of the non-empty blocks of a rule, with one head for each of the rule's tables.
 
     q_block, k_block: slots of a block.
     settle: True evaluates every pair of a block if bounds do not decide between empty, partial and full. If False, a
@@ -147,7 +147,7 @@ def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
         doubts += int((leaves.low != leaves.high).sum())
-        if may_stop and doubts > _DOUBTS_AT_ONCE:
+        if may_stop and doubts > _UNDECIDED_AT_ONCE:
             return None
         found.append(leaves)
         held += len(leaves.row)
@@ -195,7 +195,7 @@ def evaluate(
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
     num_q, num_k, q_block, k_block = shape
-    for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
+    for part in torch.arange(len(places.table)).split(max(1, _PAIRS_AT_ONCE // (q_block * k_block))):
         q = (places.row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
         k = (places.column[part, None].long() * k_block + torch.arange(k_block))[:, None, :]
         inside = (q < num_q) & (k < num_k)
@@ -219,9 +219,9 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 class ListedBlocks(NamedTuple):
     """Numbers of listed blocks by the kind of their query block, on which the speed of kernels depends.
 
-    runs: in query blocks that list consecutive key blocks.
-    plain: in other query blocks, if all blocks listed there are full.
-    masked: in other query blocks, if a block listed there is partial.
+    runs: blocks of query blocks whose listed key blocks are consecutive.
+    plain: blocks of other query blocks, which list full blocks only.
+    masked: blocks of other query blocks, which list a partial block.
 
     The numbers are sums or means over tables.
     """
@@ -242,7 +242,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     be too high. Exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
-    if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
+    if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
         tables, first, others = torch.arange(len(rule.heads)), rows, torch.arange(0)
         everywhere = torch.cartesian_prod(tables, torch.arange(rows), torch.arange(columns))
         tiles = evaluate(rule, BlockPlaces(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))

@@ -31,12 +31,12 @@ from ..core import (
     residue_factors,
 )
 
-_LOOKS = 1 << 21  # diagonals evaluated together: bounds the memory
+_DIAGONALS_AT_ONCE = 1 << 21  # diagonals evaluated together: limits the memory
 _CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 16  # boxes counted together
 _MOST_CLASSES = 1 << 20  # residue classes into which boxes are cut at once
 _LONGEST = 1 << 20  # longest side of a box that is settled by its diagonals
-_COUNT = 8  # single pairs that take as long as the bounds of a box
+_BOUNDS_COST = 8  # single pairs that take as long as the bounds of a box
 _UNLIMITED = 1 << 62
 _SAMPLES = 1 << 21  # pairs evaluated in all once the budget is spent
 _MOST_SAMPLES = 1 << 12  # most pairs evaluated in one box then
@@ -74,7 +74,7 @@ class Budget:
 
     def afford(self, boxes: int) -> bool:
         """True if the remaining budget covers computing the bounds of this number of boxes."""
-        return boxes * _COUNT <= self.left
+        return boxes * _BOUNDS_COST <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
         """Return a mask of the first boxes in the mask `wanted` that fit the budget, at `each` evaluations per box.
@@ -117,7 +117,7 @@ def pairs_of_queries(
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
-    """Return the number of allowed pairs of each box, for the pattern of one head; q and k must have equal steps."""
+    """Return the number of allowed pairs of each box, for the pattern of one head."""
     return _count_pairs(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
 
@@ -149,7 +149,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
         part = settle(rule, part, found) if level < len(cuts) else part
         classes = num_classes(part, *cuts[level]) if level < len(cuts) else 0
         if 0 < classes <= _MOST_CLASSES and budget.afford(len(part) * classes):
-            budget.left -= len(part) * _COUNT
+            budget.left -= len(part) * _BOUNDS_COST
             parts = [cut_classes(some, *cuts[level]) for some in few_at_once(part, max(1, _MOST_CLASSES // classes))]
         else:
             level, rest = len(cuts), _settle_within_budget(rule, part, found, budget)
@@ -191,7 +191,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
             continue
         q, k = rest.box.q.count, rest.box.k.count
         longer, each = torch.maximum(q, k), int(q.max()) + int(k.max())
-        budget.left -= len(rest) * _COUNT
+        budget.left -= len(rest) * _BOUNDS_COST
         before = budget.left
         where = budget.take((longer <= 2 * torch.minimum(q, k)) & (longer <= _LONGEST), each)
         undecided = _add_exact(rest, settle_by_diagonals(rule, rest.box, bounds, num_heads=1, where=where), found)
@@ -266,7 +266,7 @@ def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
     lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
     return torch.cat([
         _count_chunk_by_lag(mask_mod, box.select(part), lag)
-        for part in torch.arange(len(box.head)).split(max(1, _LOOKS // len(lag)))
+        for part in torch.arange(len(box.head)).split(max(1, _DIAGONALS_AT_ONCE // len(lag)))
     ])  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the patterns that this one combines, at any depth, by union, intersection, complement or choice.
+    """Yield the patterns that this one combines, at any depth, by union, intersection, complement or head.
 
     A pattern that evaluates its part at other positions is not split.
     """

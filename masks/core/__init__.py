@@ -1,4 +1,7 @@
-"""Base types of attention patterns: Pattern, Mixture and Bound, set algebra, boxes, ranges and argument checks."""
+"""Base types of attention patterns: Pattern, Mixture and Bound, set algebra, boxes, ranges and argument checks.
+
+Also recorded functions, error texts with advice, properties of devices, and suspension of torch's modes.
+"""
 
 from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import (

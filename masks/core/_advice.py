@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 _Advised = TypeVar("_Advised", bound=Callable[..., Any])
 
 _NEAR = 0.75  # difflib cutoff: num_heads and heads, which differ in meaning, score 0.71
-# Public prefixes of modules; the first match applies.
+# Prefixes that users write before the names of a module; the first module name that matches applies.
 _ROOMS = {
     "flexdilated.masks.recipes": "masks.recipes.",
     "flexdilated.masks": "masks.",
@@ -52,59 +52,62 @@ class _Parameters(NamedTuple):
 
     called: qualified name of the function.
     path: the name that users write, such as `fd.attend`.
-    own: number of `self` parameters, 1 for a method, else 0; the fields below omit `self`.
-    placed: parameters that may be positional.
-    by_name: keyword-only parameters.
-    needed, needed_by_name: the required parameters of each kind.
+    num_self: number of `self` parameters, 1 for a method, else 0; the fields below omit `self`.
+    positional: parameters that may be positional.
+    keyword_only: keyword-only parameters.
+    required, required_keywords: the required ones of `positional` and of `keyword_only`.
     flags: `co_flags` of the code object.
     """
 
     called: str
     path: str
-    own: int
-    placed: tuple[str, ...]
-    by_name: tuple[str, ...]
-    needed: tuple[str, ...]
-    needed_by_name: tuple[str, ...]
+    num_self: int
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    required: tuple[str, ...]
+    required_keywords: tuple[str, ...]
     flags: int
 
     @classmethod
     def of(cls, function: Any) -> _Parameters:
         plain = unwrap(function)
         code, called = plain.__code__, plain.__qualname__.removesuffix(".__init__")
-        own = int(code.co_varnames[:1] == ("self",))
-        placed = code.co_varnames[own : code.co_argcount]
-        by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-        needed = placed[: len(placed) - len(plain.__defaults__ or ())]
-        needed_by_name = tuple(name for name in by_name if name not in (plain.__kwdefaults__ or ()))
+        num_self = int(code.co_varnames[:1] == ("self",))
+        positional = code.co_varnames[num_self : code.co_argcount]
+        keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+        required = positional[: len(positional) - len(plain.__defaults__ or ())]
+        required_keywords = tuple(name for name in keyword_only if name not in (plain.__kwdefaults__ or ()))
         room = next((room for room in _ROOMS if plain.__module__.startswith(room)), "")
-        return cls(called, _ROOMS.get(room, "") + called, own, placed, by_name, needed, needed_by_name, code.co_flags)
+        path = _ROOMS.get(room, "") + called
+        return cls(called, path, num_self, positional, keyword_only, required, required_keywords, code.co_flags)
 
     @property
     def most(self) -> int:
         """Maximum number of positional arguments, including self; 2**31 for a function with *args."""
-        return 1 << 31 if self.flags & CO_VARARGS else self.own + len(self.placed)
+        return 1 << 31 if self.flags & CO_VARARGS else self.num_self + len(self.positional)
 
     @property
     def call_advice(self) -> str:
-        return f"write {self.path}({', '.join((*self.needed, *(f'{name}=' for name in self.needed_by_name)))})"
+        return f"write {self.path}({', '.join((*self.required, *(f'{name}=' for name in self.required_keywords)))})"
 
     def unknown_text(self, name: str, known: Mapping[str, str]) -> str:
-        names = self.placed + self.by_name
+        names = self.positional + self.keyword_only
         # torch.compile, which traces this, cannot trace the search.
         near = [] if name in known or is_compiling() else get_close_matches(name, names, 1, _NEAR)
         meant = f"write {near[0]}=" if near else f"it takes {', '.join(names) or 'nothing'}"
         return f"{self.called} has no argument {name}: {known.get(name, meant)}"
 
     def excess_text(self, args: tuple[object, ...], how: str) -> str:
-        takes = f"takes {', '.join(self.placed)} by position" if self.placed else "takes no positional arguments"
-        if self.placed and self.by_name:
-            takes += f", and by name {', '.join(self.by_name)}"
-        came = f"{'the extra arguments ' if self.placed else ''}{args[len(self.placed) :]!r:.80}"
+        takes = (
+            f"takes {', '.join(self.positional)} by position" if self.positional else "takes no positional arguments"
+        )
+        if self.positional and self.keyword_only:
+            takes += f", and by name {', '.join(self.keyword_only)}"
+        came = f"{'the extra arguments ' if self.positional else ''}{args[len(self.positional) :]!r:.80}"
         return f"{self.called} {takes}: {how or self.call_advice}; got {came}"
 
     def missing_text(self, given: int, named: Mapping[str, object], how: str) -> str:
-        *others, last = [name for name in self.needed[given:] + self.needed_by_name if name not in named]
+        *others, last = [name for name in self.required[given:] + self.required_keywords if name not in named]
         lacks = f"{', '.join(others)} and {last}" if others else last
         return f"{self.called} needs {lacks}: {how or self.call_advice}"
 
@@ -128,8 +131,8 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
         if hasattr(function, "is_advised"):
             return function
         its = _Parameters.of(function)
-        own, most, needed, needed_by_name = its.own, its.most, its.needed, its.needed_by_name
-        names, takes_any = frozenset(its.placed + its.by_name), bool(its.flags & CO_VARKEYWORDS)
+        num_self, most, required, required_keywords = its.num_self, its.most, its.required, its.required_keywords
+        names, takes_any = frozenset(its.positional + its.keyword_only), bool(its.flags & CO_VARKEYWORDS)
         known = {name: text for name, text in (keywords or {}).items() if name not in names}
 
         @wraps(function)
@@ -138,11 +141,11 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
                 if name in known or not (takes_any or name in names):
                     raise TypeError(its.unknown_text(name, known))
             if len(args) > most:
-                raise TypeError(its.excess_text(args[own:], how))
-            if needed_by_name or len(args) < own + len(needed):
-                for name in needed[len(args) - own :] + needed_by_name:
+                raise TypeError(its.excess_text(args[num_self:], how))
+            if required_keywords or len(args) < num_self + len(required):
+                for name in required[len(args) - num_self :] + required_keywords:
                     if name not in named:
-                        raise TypeError(its.missing_text(len(args) - own, named, how))
+                        raise TypeError(its.missing_text(len(args) - num_self, named, how))
             return function(*args, **named)
 
         advised.is_advised = True  # type: ignore[attr-defined]
@@ -157,7 +160,7 @@ HEADS = "heads n_heads n_head nhead num_attention_heads H"
 WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 
 
-# Keywords that users try on constructors of patterns, which have none of them.
+# Keywords that users try on constructors of patterns; `advises` skips those that a constructor has.
 OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
     **dict.fromkeys(("num_heads", *HEADS.split()), "leave it out, as a pattern takes the number of heads from q"),

@@ -112,7 +112,7 @@ class _Combination(Composite):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """Combine the parts: nested combinations of this class are flattened, and repeated parts are dropped.
+        """Return the combination of the parts; nested combinations of this class are flattened, repeated parts dropped.
 
         A single distinct part is returned unchanged. Without parts, And gives `Every()`, and Or raises ValueError.
         """
@@ -367,20 +367,20 @@ class _HeadChoice(Composite):
     def check(self) -> None:
         require_set_patterns(self.kind, self.parts, least=1)
 
-    def choice(self, num_heads: int) -> list[int]:
+    def part_indices(self, num_heads: int) -> list[int]:
         raise NotImplementedError
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        return self.parts[self.choice(num_heads)[head]].for_head(head, num_heads)
+        return self.parts[self.part_indices(num_heads)[head]].for_head(head, num_heads)
 
     def squares(self, head: int, num_heads: int) -> Squares | None:
-        return self.parts[self.choice(num_heads)[head]].squares(head, num_heads)
+        return self.parts[self.part_indices(num_heads)[head]].squares(head, num_heads)
 
     def confined(self) -> bool:
         return all(part.confined() for part in self.parts)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        choice = torch.tensor(self.choice(num_heads))
+        choice = torch.tensor(self.part_indices(num_heads))
         chosen = [
             _on_heads((choice == index).to(device), part.mask_mod(num_heads=num_heads, device=device))
             for index, part in enumerate(self.parts)
@@ -388,7 +388,7 @@ class _HeadChoice(Composite):
         return reduce(either, chosen)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        chosen = torch.tensor(self.choice(num_heads))[box.head]
+        chosen = torch.tensor(self.part_indices(num_heads))[box.head]
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for index, part in enumerate(self.parts):
             here = (chosen == index).nonzero().squeeze(1)
@@ -397,7 +397,7 @@ class _HeadChoice(Composite):
         return Bounds(low, high)
 
     def reason(self, pair: Pair) -> Reason:
-        choice = self.choice(pair.num_heads)
+        choice = self.part_indices(pair.num_heads)
         chosen = choice[pair.head]
         first, number = choice.index(chosen), choice.count(chosen)
         others = f", as heads {span(first, first + number)} do" if number > 1 else ""
@@ -410,7 +410,7 @@ class _HeadChoice(Composite):
 class PerHead(_HeadChoice):
     """One pattern for each head: head h follows parts[h]. Heads are counted over all devices."""
 
-    def choice(self, num_heads: int) -> list[int]:
+    def part_indices(self, num_heads: int) -> list[int]:
         return list(range(num_heads))
 
     def check_heads(self, num_heads: int) -> None:
@@ -434,7 +434,7 @@ class HeadGroups(_HeadChoice):
         joint = self.parts[0].joint_phrase(self.parts, grouped=True) if len(origins) == 1 else None
         return super().phrase() if joint is None else joint
 
-    def choice(self, num_heads: int) -> list[int]:
+    def part_indices(self, num_heads: int) -> list[int]:
         size, larger = divmod(num_heads, len(self.parts))
         sizes = [size + (index < larger) for index in range(len(self.parts))]
         return [index for index, count in enumerate(sizes) for _ in range(count)]

@@ -126,7 +126,7 @@ class Bound:
 
         box: boxes of global heads and of positions, in which the offsets are included.
 
-        Boxes have no batch index: if run-time tensors differ by batch entry, use the bound of one `entry`.
+        Boxes have no batch index: if run-time tensors differ by batch entry, call this method of `entry(batch)`.
         """
         return self.union.count(box, num_heads=self.num_heads_global)
 

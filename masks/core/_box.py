@@ -10,7 +10,8 @@ from torch import Tensor
 
 Counts = Int64[Tensor, " n"]
 
-# A box over more runs of positions than this, such as segments, is bounded by its area: the builder splits it anyway.
+# A box over more runs of positions than this, such as segments, is bounded by its area: the search for blocks splits it
+# anyway.
 EXACT_RUNS = 8
 
 
@@ -39,7 +40,7 @@ class Progression:
 
 @dataclass(frozen=True)
 class Box:
-    """n boxes of attention pairs: box i has each query of q's i-th progression with each key of k's i-th progression.
+    """n boxes of attention pairs: box i pairs each query of q's i-th progression with each key of k's i-th one.
 
     head: global head of each box, int64 of shape (n,).
 

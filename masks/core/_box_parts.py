@@ -12,10 +12,10 @@ from torch import Tensor
 from ._box import Box, Counts, Progression
 from ._pattern import Pattern
 
-_CELLS = 1 << 20  # pairs evaluated together
+_PAIRS_AT_ONCE = 1 << 20  # pairs evaluated together
 _MOST_CLASSES = 1 << 6  # most residue classes if any class of queries may see any class of keys
-_SMALL = 1 << 6  # prime factors below this are split off one by one; the cofactor stays whole
-_BEYOND = 1 << 33  # above the distance of any two positions
+_SMALL_FACTOR = 1 << 6  # prime factors below this are split off one by one; the cofactor stays whole
+_ABOVE_DISTANCES = 1 << 33  # above the distance of any two positions
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     apart: the factors of the rule's dilation rates that the spacing lacks; empty if they give more than 64 classes, or
     if the rule depends on the distance alone, as counting by diagonals is then faster.
     """
-    spacing = min(rule.spacing(), _BEYOND)
+    spacing = min(rule.spacing(), _ABOVE_DISTANCES)
     others = lcm(spacing, *rule.rates()) // spacing
     return _factors(spacing), [] if rule.period() == 1 or others > _MOST_CLASSES else _factors(others)
 
@@ -47,7 +47,7 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
 def _factors(number: int) -> list[int]:
     """Return the prime factors below 64 of a number, ascending and with multiplicity, then the cofactor if above 1."""
     found = []
-    for factor in range(2, _SMALL):
+    for factor in range(2, _SMALL_FACTOR):
         while number % factor == 0:
             found.append(factor)
             number //= factor
@@ -192,7 +192,7 @@ def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
         return
     mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))
     largest = int(owned.box.q.count.max()) * int(owned.box.k.count.max())
-    for few in few_at_once(owned, max(1, _CELLS // largest)):
+    for few in few_at_once(owned, max(1, _PAIRS_AT_ONCE // largest)):
         q, k = few.box.q, few.box.k
         row, column = torch.arange(int(q.count.max()))[:, None], torch.arange(int(k.count.max()))
         inside = (row < q.count[:, None, None]) & (column < k.count[:, None, None])

@@ -31,7 +31,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 
 
 def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
-    """Return the values as a tuple if they are a sequence of integers >= minimum; raise TypeError or ValueError if not.
+    """Return a sequence of integers in [minimum, 2**31 - 1] as a tuple; raise TypeError or ValueError for other values.
 
     name: for the error.
     """

@@ -13,7 +13,8 @@ TILE = 128  # side of the largest tile of any kernel; must divide the sides of b
 class DeviceKind:
     """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
-    engine: name of the default engine: "aten", "flex" (FlexAttention) where Triton serves the device, or "portable".
+    engine: name of the default engine: "aten" for CPU, "flex" (FlexAttention) for "meta" and the devices that Triton
+        serves, "portable" for others.
     dtype: dtype of q, k and v that is assumed if no tensor is known.
     on_host: tensors are in host memory, so reading a value waits for no kernel.
     kernels: the family of `engines/kernels` that engine "aten" calls, "cpu" (also for device "meta") or "cuda"; "" for
@@ -45,8 +46,8 @@ _KINDS = {
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """Return the properties of a device, or of a device type such as "cuda", without index.
+    """Return the properties of a device, or of a device type such as "cuda".
 
-    An unknown type counts as an accelerator without Triton.
+    An unknown type counts as an accelerator without Triton, and so does a string with an index, such as "cuda:0".
     """
     return _KINDS.get(device if isinstance(device, str) else device.type, _OTHER)

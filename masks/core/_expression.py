@@ -260,7 +260,10 @@ class Expression:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Any:
-        """Construct from parameters named as in `to_data`; parts must be patterns, not dicts."""
+        """Return the expression with the parameters in `data`, by their names in `to_data`; parts must be patterns.
+
+        A parameter that is not in `data` has its default.
+        """
         return cls(**{field: data[name] for name, field in cls.stored.items() if name in data})
 
     def parameters(self) -> dict[str, Any]:
@@ -283,11 +286,11 @@ class Expression:
         return call(self.kind, *values, **named)
 
     def branches(self) -> tuple[Pattern, ...]:
-        """Return the set patterns whose multiset sum this is: (self,) for a pattern, the parts of a mixture.
+        """Return the set patterns whose multiset sum is this expression: (self,) for a pattern, the parts of a mixture.
 
         A branch that counts m times occurs m times.
         """
-        raise NotImplementedError  # Pattern and Mixture
+        raise NotImplementedError  # defined by Pattern and Mixture
 
     @property
     def union(self) -> Pattern:
@@ -338,7 +341,7 @@ class Expression:
 
     @outside_torch_modes
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-        """Return the expression with the values of its run-time tensors in place; self if it has none.
+        """Return the expression with each run-time tensor replaced by its values; self if it has none.
 
         tensors: values by name.
         extent: one past the last position of the queries and of the keys.

@@ -115,7 +115,7 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key. Neighbouring branches with equal keys may be printed as one call, such as `longnet(...)`.
+        """Return a key, equal for neighbouring branches that one call may print, such as `longnet(...)`.
 
         `joint_phrase` gives the text of that call. None: the pattern is always printed separately.
         """
@@ -139,7 +139,7 @@ class Pattern(Expression):
         return 0
 
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
-        """Return this leaf with the values of its run-time tensor in place; self if it needs none.
+        """Return this leaf with its run-time tensor replaced by its values; self if it needs none.
 
         tensors: values by name.
         extent: one past the last position of the queries and of the keys.
@@ -203,7 +203,7 @@ class Pattern(Expression):
         """Return a mask of the N key positions, True for keys that at least one of `queries` sees.
 
         None unless the rule is given as lists of keys or blocks, as `block_list` is. Only for the rule of one head, see
-        `for_head`. queries: True for each position that is asked about.
+        `for_head`. queries: mask of the query positions.
         """
         return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Ranges = tuple[range, ...]  # steps above 0, non-empty, disjoint
 
-_MOST_MEETINGS = 1 << 14  # pairs of ranges to intersect, which takes milliseconds
+_MOST_INTERSECTIONS = 1 << 14  # most pairs of ranges to intersect, which takes milliseconds
 # With more comparisons of two ranges, listing all positions is faster.
 _MOST_COMPARISONS = 1 << 16
 # Up to this many positions are also regrouped one by one: short ranges combine in more ways than long ones.
@@ -57,7 +57,7 @@ def among(listed: Iterable[range], keys: range) -> Ranges:
 
 def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
     """Return the positions in both sets of ranges; None if there are more than 2**14 pairs of ranges."""
-    if len(left) * len(right) > _MOST_MEETINGS:
+    if len(left) * len(right) > _MOST_INTERSECTIONS:
         return None
     return tuple(both for a in left for b in right if (both := intersect(a, b)))
 
@@ -67,7 +67,7 @@ def unite(ranges: Ranges) -> Ranges | None:
 
     Positions that are also in a range of step 1 do not count as overlap.
     """
-    if len(ranges) ** 2 > _MOST_MEETINGS:
+    if len(ranges) ** 2 > _MOST_INTERSECTIONS:
         return None
     joined: list[range] = []
     for keys in sorted(ranges, key=lambda keys: keys.step):  # ranges of step 1 first: they can be cut out of later ones

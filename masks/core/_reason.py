@@ -39,7 +39,7 @@ class Pair:
     unit: Unit = "token"
 
     def counted(self, unit: Unit, query: int, key: int) -> Pair:
-        """Return this pair with its positions in another unit, for a rule over blocks, or over places from a start."""
+        """Return a pair of this head with these positions, for a rule that counts blocks, or places from a start."""
         return replace(self, query=query, key=key, unit=unit)
 
     def reason_of(self, part: Pattern) -> Reason:

@@ -1,7 +1,8 @@
 """Recorded functions: the torch operations of a caller's function of single numbers, with the tensors that it reads.
 
 A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called once, when the caller hands it
-over. Later computations run the recorded operations: a value that has changed since has no effect.
+over. Later computations run the recorded operations: new values of variables and attributes have no effect. A tensor
+that is changed in place has one only if a recorded operation reads it.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from ._torch_modes import are_modes_on, suspended_torch_modes
 
 Function = Callable[..., Tensor]
 
-# Methods that give a Python value for a tensor: the value would be that of one pair.
+# Methods that return a Python value of a tensor. While a function is recorded, its arguments have no values.
 _READ_VALUES = {
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
 }
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _AUGMENTED = {f"__i{name}__" for name in _OPERATORS}
-# Functions that use the shape of their first argument, and not its values.
-_SHAPED_ALIKE = {
+# Functions that use the shape, dtype or device of their first argument, and not its values.
+_USE_SHAPE_ONLY = {
     *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),
 }
-# Functions whose integers are indices: they are tried with 0, which is an index; other functions with 1, a divisor.
+# Functions that take tensors of indices. Trial calls give them zeros, which are valid indices; other functions get
+# ones, which are valid divisors.
 _INDEXING = {
     *("__getitem__", "__setitem__", "index", "index.Tensor"),
     *("embedding", "gather", "index_select", "one_hot", "take", "take_along_dim"),
@@ -152,17 +154,17 @@ class _Recorder(TorchFunctionMode):
         self.level: Tensor | None = None
         self._device = device
         self._has_gradients = torch.is_grad_enabled()
-        self._apart: Callable[[], AbstractContextManager[None]] = (
+        self._outside_modes: Callable[[], AbstractContextManager[None]] = (
             suspended_torch_modes if are_modes_on() else nullcontext
         )
         self._arguments: list[str] = []
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # of values that depend on the arguments, by id
-        self._reads: dict[int, frozenset[int]] = {}  # indices of these arguments
-        self._made: set[int] = set()  # ids of values that the function made, of which it may write to
-        self._alive: list[Tensor] = []  # all these values, so that no other gets their id
-        self._captured: dict[int, tuple[str, Tensor]] = {}
-        self._objects: dict[str, Any] = {}  # values that have no name in torch
+        self._reads: dict[int, frozenset[int]] = {}  # by id: indices of the arguments on which the value may depend
+        self._made: set[int] = set()  # ids of other tensors that the function made, and may write to
+        self._alive: list[Tensor] = []  # all of these tensors, so that no other gets the id of one
+        self._captured: dict[int, tuple[str, Tensor]] = {}  # by id: name in the code, and the tensor
+        self._objects: dict[str, Any] = {}  # by name in the code: values that have no name in torch
 
     def argument(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         index = len(self._arguments)
@@ -191,10 +193,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        given = [*_tensors(args[1:] if name in _SHAPED_ALIKE else args, kwargs)]
-        depends, apart = any(id(x) in self._names for x in _tensors(args, kwargs)), self._apart
+        given = [*_tensors(args[1:] if name in _USE_SHAPE_ONLY else args, kwargs)]
+        depends, outside_modes = any(id(x) in self._names for x in _tensors(args, kwargs)), self._outside_modes
         if name == "custom_function_call":
-            func, args, apart = args[0].apply, args[1:], suspended_torch_modes
+            func, args, outside_modes = args[0].apply, args[1:], suspended_torch_modes
             if not depends:  # outside the level of vmap, for which it may have no rule
                 has_gradients = torch.is_grad_enabled()
                 with suspended_torch_modes(), torch.set_grad_enabled(has_gradients):
@@ -215,7 +217,7 @@ class _Recorder(TorchFunctionMode):
         if writes and self._names[id(args[0])] in self._arguments:  # which autograd may need
             self._write_line(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
         reads = frozenset[int]().union(*(self._reads[id(x)] for x in given if id(x) in self._names))
-        with apart():
+        with outside_modes():
             found = self._trial_call(func, name, args, kwargs)
         if name != "__setitem__" and not any(True for _ in _tensors(found)):
             return found
@@ -278,8 +280,8 @@ class _Recorder(TorchFunctionMode):
 
     def _stand_in(self, shape: Sequence[int], dtype: torch.dtype, name: str, reads: frozenset[int]) -> Tensor:
         assert self.level is not None
-        with self._apart():
-            like = self.level if self._apart is nullcontext else torch.empty(0, device="cpu")
+        with self._outside_modes():
+            like = self.level if self._outside_modes is nullcontext else torch.empty(0, device="cpu")
             made = like.new_ones(shape, dtype=dtype)
         self._alive.append(made)
         self._names[id(made)], self._reads[id(made)] = name, reads
@@ -304,7 +306,7 @@ class _Recorder(TorchFunctionMode):
         kind = type(x)
         if isinstance(x, Tensor):
             known = self._names.get(id(x))
-            if known is None and self._apart is nullcontext and is_batchedtensor(x):
+            if known is None and self._outside_modes is nullcontext and is_batchedtensor(x):
                 raise RecordError(_ONLY_TORCH, TypeError)
             return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
         if kind.__module__ == "numpy" and hasattr(x, "item"):  # a single number
@@ -377,7 +379,7 @@ _numbers = count()
 
 @lru_cache(maxsize=1024)
 def _unique_name(x: Hashable) -> str:
-    """Return a name for a value, which no other value gets in this process."""
+    """Return a name that only values equal to x have in this process; a new name once the cache has dropped x."""
     return f"value_{next(_numbers)}"
 
 

@@ -84,9 +84,9 @@ class _SharedOrder(_Order):
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return a number above all token indices of fold 0, and of `filled` slots after its last one.
+        """Return an exclusive upper bound of the token indices in fold 0 and in `filled` slots after its last one.
 
-        Kernels may ask for these slots; each counts as one more token.
+        Kernels may read these slots; each counts as one more token.
         """
         return self.num_slots + filled
 
@@ -101,7 +101,7 @@ class _SharedOrder(_Order):
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
         """Return an order with all folds of this one, shifted by moves[0] tokens, then all shifted by moves[1], ...
 
-        heads: query heads of the result, if it is a `Compact`; a `Compact` order keeps its own.
+        heads: query heads of a result that is a `Compact`; not used if this order is a `Compact`, which has heads.
         """
         compact = self.as_compact(heads)
         return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
@@ -110,7 +110,7 @@ class _SharedOrder(_Order):
 class Permutation(_SharedOrder):
     """Base of orders that hold each token of the sequence once."""
 
-    is_copied = False  # unless the caller's tokens are in another order
+    is_copied = False  # of tokens given in this order; the cost model compares the orders
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         """Return the slot of each token: the inverse of `positions`."""
@@ -194,7 +194,7 @@ class Layout(Permutation):
         """Return slot runs of consecutive tokens: the first token of each class, then the second, and so on.
 
         Token 0 has position `origin`. Many short classes give few such runs. If the first classes have one token more
-        than the rest, no run has tokens of both kinds, and all runs of the longer classes come first.
+        than the last ones, no run has tokens of longer and of shorter classes, and runs of longer ones come first.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -257,7 +257,7 @@ class FoldStarts:
 
 @dataclass(frozen=True)
 class Compact(_Order):
-    """Order of one progression of tokens for each head, such as a dilated rule's active ones, repeated over folds.
+    """Order of one progression of tokens for each head, such as every n-th token, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
     fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold; heads with another
@@ -372,7 +372,7 @@ Order = Permutation | ListedOrder | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Return the rate, at most `most`, of the residue-major order that makes active tokens of dilated rules adjacent.
+    """Return the rate, at most `most`, of a residue-major order in which each dilated rule's tokens are in runs.
 
     It is the least common multiple of the dilation rates of `branch`, taken in ascending order; a rate that would raise
     it above `most` is skipped. 1 without dilation.

@@ -18,7 +18,7 @@ from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
-    """One part of the pairs of a placement: those of a run of queries with all keys in an interval of positions.
+    """Part of a placement: the pairs of a run of queries with all keys in an interval of positions.
 
     queries: positions of the queries.
     q_token: index of the first query in q.
@@ -36,6 +36,7 @@ class Part(NamedTuple):
 class Placement:
     """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
 
+    queries: runs of step 1, in ascending order.
     keys: one entry for all key-value heads, or one for each.
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
         a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
@@ -126,35 +127,35 @@ class Placement:
                 joined[-1] = range(joined[-1].start, piece.stop)
         return joined
 
-    def key_slots(self, head: int) -> HeldSlots:
+    def key_slots(self, head: int) -> TokenIndices:
         """Return the index of each key position in the key tensor of one key-value head."""
-        return _held_slots(self.keys[head if len(self.keys) > 1 else 0])
+        return _token_indices(self.keys[head if len(self.keys) > 1 else 0])
 
-    def query_slots(self) -> HeldSlots:
-        return _held_slots(self.queries)
+    def query_slots(self) -> TokenIndices:
+        return _token_indices(self.queries)
 
 
 @dataclass(frozen=True, eq=False)
-class HeldSlots:
-    """Index of each local token in its tensor: the token at position[i] is at index slot[i]; positions ascend."""
+class TokenIndices:
+    """Index of each local token in its tensor: the token at position[i] is at index index[i]; positions ascend."""
 
     position: Int64[Tensor, " n"]
-    slot: Int64[Tensor, " n"]
+    index: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
         """Return the index in the tensor of the token at each position; arbitrary where there is no such token."""
         if not len(self.position):
             return torch.zeros_like(positions)
-        return self.slot[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]
+        return self.index[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]
 
 
 @lru_cache(maxsize=64)
-def _held_slots(runs: Ranges) -> HeldSlots:
+def _token_indices(runs: Ranges) -> TokenIndices:
     tokens = [torch.arange(run.start, run.stop, run.step) for run in runs]
-    position, slot = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
+    position, index = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
     if bool((position[1:] == position[:-1]).any()):
         raise ValueError(f"tokens must be at different positions; got {runs}")
-    return HeldSlots(position, slot)
+    return TokenIndices(position, index)
 
 
 # H heads, F segments, T rows of tokens, S slots

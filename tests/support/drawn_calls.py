@@ -160,7 +160,7 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
         (_operands, "_MASK_BYTES"): [0, 300],
         (_planned_lists, "_COPIED_KEY"): [-(10**9), 10**9],  # single keys are gathered, or pairs computed under a mask
         (_single_keys, "_MASK_BYTES"): [1, 3000],
-        (_blocks, "_CELLS"): [100],
+        (_blocks, "_PAIRS_AT_ONCE"): [100],
         (_blocks, "_SLOTS_AT_ONCE"): [1],
         (_block_search, "_FRONTIER"): [5],
         (_rows, "_MOST_VIEWS"): [1],

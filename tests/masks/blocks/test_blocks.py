@@ -123,12 +123,12 @@ def small_limits(draw: st.DrawFn) -> list[tuple[Any, str, int]]:
     limits = [
         (_block_search, "_FEW_BLOCKS", 0),
         (_block_search, "_MOST_LEAVES", draw(st.integers(1, 20))),
-        (_blocks, "_DOUBTS_AT_ONCE", draw(st.sampled_from([0, 1, 3, 7, 40]))),
-        (_block_search, "_FEW_PAIRS", 0),
+        (_blocks, "_UNDECIDED_AT_ONCE", draw(st.sampled_from([0, 1, 3, 7, 40]))),
+        (_block_search, "_MOST_ROOTS", 0),
     ]
     chosen = [each for each in limits if draw(st.booleans())]
     if limits[-1] in chosen:
-        chosen += [(_block_search, "_ALL_PAIRS", 0), (_term, "_MANY_CLASSES", 1)]
+        chosen += [(_block_search, "_FEW_RUN_PAIRS", 0), (_term, "_MANY_CLASSES", 1)]
     return chosen
 
 
@@ -149,7 +149,7 @@ def check_lists(case: Case, rate: int, q_block: int, k_block: int, limits: list[
 NEAR, LISTED = twins.local_window(left=5, right=2), twins.block_list([[0], [1], [2]], block=8)
 DOUBTFUL = NEAR | twins.chunked(4) | twins.strided(8)
 MANY_LEAVES = (_block_search, "_MOST_LEAVES", 3)
-HALVED = [(_blocks, "_DOUBTS_AT_ONCE", 3), (_block_search, "_FEW_PAIRS", 0), (_block_search, "_FEW_BLOCKS", 0)]
+HALVED = [(_blocks, "_UNDECIDED_AT_ONCE", 3), (_block_search, "_MOST_ROOTS", 0), (_block_search, "_FEW_BLOCKS", 0)]
 RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 
 
