@@ -64,9 +64,7 @@ class Cohort:
         return x[self.rows, :, :tokens]
 
     def local_score_mod(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
-        """Return a function that calls score_mod with indices of entries in the cache's batch; None for None.
-
-        Its own argument b is an index in the cohort.
+        """Return score_mod as a function of the entry's index in the cohort, not in the cache's batch; None for None.
 
         batch: number of entries of the cache.
         """
@@ -76,9 +74,11 @@ class Cohort:
         return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Split the cohort into cohorts whose entries have one number; return [(cohort, that number)].
+        """Split the cohort by a number of each entry, such as its number of new tokens; return [(cohort, number)].
 
         numbers: one for all entries, or one for each entry of the cache's batch.
+
+        A returned cohort shares the buffer if it has all entries.
         """
         if isinstance(numbers, int):
             return [(self._select(range(len(self.entries)), self.entries), numbers)]

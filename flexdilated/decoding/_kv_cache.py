@@ -22,7 +22,7 @@ from ._reader import Reader
 # B batch, H query heads, G key/value heads, N new tokens, M held tokens, C selected batch entries
 # D head dim of queries and keys, E of values
 
-_APPENDED_AT_ONCE = 4096  # tokens without queries are appended in chunks, with eviction after each
+_APPENDED_AT_ONCE = 4096  # tokens that `append` stores at a time; keys are evicted in between
 _SHOWN = 400  # characters of a pattern in a repr
 
 
@@ -187,14 +187,14 @@ class KVCache:
 
         N may be 0. G must divide H.
 
-        lengths: number of new tokens of each batch entry, from 0 to N, read on the host. They are the first of its N
-            tokens; the others are padding, which is neither read nor stored, and has output 0. None: all N tokens of
-            each entry are new.
+        lengths: number of new tokens of each batch entry, from 0 to N, read on the host. The new tokens come first
+            among its N tokens; the tokens after them are padding, which is neither read nor stored, and has output 0.
+            None: all N tokens of each entry are new.
         score_mod: as in `flexdilated.attend`.
         sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None adds no term.
 
-        Raises ValueError if a new token sees a key after the last new token of its batch entry: see `chunk`. A call
-        that raises changes nothing.
+        Raises ValueError if a new token sees a key after the last new token of its batch entry (see `chunk`), or if the
+        keys exceed `capacity`. A call that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
         numbers = self._checked_lengths(q, k, v, lengths)
@@ -325,12 +325,14 @@ class KVCache:
     def held(
         self, entry: int | None = None
     ) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
-        """(positions, keys, values) of the M tokens in the cache, in ascending order of position.
+        """Return (positions, keys, values) of the M tokens in the cache, in ascending order of position.
 
-        positions are on the CPU; keys and values are views of the cache's buffers. entry: index of a batch entry, whose
-        keys and values are returned with batch 1; None for the whole batch. Raises ValueError before the first token,
-        when sizes are unknown, and for the whole batch once entries were given different lengths or crops, or were
-        joined: they may then hold different tokens.
+        positions are on the CPU; keys and values are views of the cache's buffers.
+
+        entry: index of a batch entry, whose keys and values are returned with batch 1; None for the whole batch.
+
+        Raises ValueError before the first token, when sizes are unknown, and for the whole batch once entries were
+        given different lengths or crops, or were joined: they may then hold different tokens.
         """
         if not self._cohorts:
             raise ValueError("a cache that has seen no tokens holds no keys")
@@ -350,7 +352,7 @@ class KVCache:
         return torch.cat([torch.arange(0), *positions]), held.keys[rows, :, slots], held.values[rows, :, slots]
 
     def _tokens_seen(self) -> list[int]:
-        """Number of tokens seen by each batch entry; [] before the first tokens."""
+        """Return the number of tokens seen by each batch entry; [] before the first tokens."""
         seen = {entry: cohort.seen for cohort in self._cohorts for entry in cohort.entries}
         return [seen[entry] for entry in range(len(seen))]
 

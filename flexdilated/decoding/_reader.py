@@ -125,8 +125,8 @@ class Reader:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
         first: position of the first query; the next ones follow.
-        k, v: the buffers of `held`, which maps positions to their S indices along the token dim.
-        score_mod: as in `attend`.
+        k, v: the buffers of `held`, which maps a position to the slot with its key and value.
+        score_mod: as in `KVCache.attend`.
 
         No query may see a key after the last query: see `check_end`.
         """

@@ -61,7 +61,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 class Exchange:
     """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
 
-    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -173,7 +173,7 @@ def exchange_op(
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
     shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys.
 
-    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
     """
@@ -236,9 +236,10 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used.
+    heads are padded. Only the shape of q is used.
 
-    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed, which is not read.
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed, which is not
+        read.
     constants: the other arguments of the call (pattern, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
     """
@@ -323,7 +324,8 @@ def exchange(
     Every rank must make this call, and run its backward.
 
     call: the pattern, the engine and other plain arguments.
-    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; if there is dropout, followed by
+        its seed.
     features: without return_lse the lse may be None; dropout is that of `call`, and that of `features` is not read.
 
     One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward

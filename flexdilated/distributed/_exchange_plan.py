@@ -50,8 +50,8 @@ class ExchangePlan:
 
     received: Tokens
     sent: Tokens
-    local: Ranges  # the positions that this rank holds
-    num_tokens: int  # of all ranks
+    local: Ranges
+    num_tokens: int
     _rows_on: dict[torch.device, tuple[MessageRows, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -155,7 +155,8 @@ def _heads_of_vectors(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, two int64 indices per vector."""
+    """Return the estimated bytes of a plan: its ranges, tuples and two int64 indices per vector."""
+    # 320 bytes per range, because placements hold copies of the ranges.
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
     return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))

@@ -60,11 +60,10 @@ from .group import (
 
 
 def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
-    """Return, for each rank, the range of heads that it needs of a tensor.
+    """Return, for each rank, the range of a tensor's heads that it needs.
 
-    The num_heads query heads are split evenly, in order, over the ranks; num_ranks must divide num_heads. of: number of
-    heads of the tensor, which is num_heads for queries, or the number of key/value heads. Several ranks may need the
-    same key/value head.
+    num_heads: number of query heads, split evenly, in order, over the ranks; a multiple of num_ranks.
+    of: number of heads of the tensor: num_heads, or that of key/value heads, each of which several ranks may need.
     """
     share, group = num_heads // num_ranks, num_heads // of
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
@@ -92,10 +91,10 @@ def attend_heads(
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
     """Compute attention over a sequence sharded by `sharding`, where each of W ranks computes H / W heads.
 
-    q, k, v are this rank's tokens; returns their output (B, H, L, D) or, if return_lse is True, (output, lse). A first
-    all-to-all sends q, k and v, so that each rank has its heads for the whole sequence, and any pattern and engine can
-    be used. A second sends the output back to the ranks that hold the queries, and a third the lse, if it is needed.
-    The load is balanced if the rules of the heads have equal work.
+    q, k, v are this rank's tokens; returns their output (B, H, L, E), for v of head dim E, or, if return_lse is True,
+    (output, lse). A first all-to-all sends q, k and v, so that each rank has its heads for the whole sequence, and any
+    pattern and engine can be used. A second sends the output back to the ranks that hold the queries, and a third the
+    lse, if it is needed. The load is balanced if the rules of the heads have equal work.
 
     bindings: values of the pattern's run-time tensors, for the whole sequence.
     sinks: for all heads of q. Gradients of sinks, of a scale and of tensors that score_mod captures must be summed over

@@ -36,16 +36,16 @@ class ShardPart:
         return len(self.tokens)
 
     def of(self, x: Tensor) -> Tensor:
-        """View of these tokens of a shard x (B, G, L, ...)."""
+        """Return a view of these tokens of a shard x (B, G, L, ...)."""
         return x[:, :, self.tokens.start : self.tokens.stop]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends some to rank `target`.
+    """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends its own to `target`.
 
-    received: part of the shard of `source`.
-    sent: part of this rank's shard.
+    received: the part of the shard of `source` that this rank receives.
+    sent: the part of this rank's shard that it sends.
 
     The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
     `target`.
@@ -139,7 +139,7 @@ class Ring:
             self.turns = turns_of(rule, self.sharding, rank, heads=heads, num_heads_global=call.num_heads_global)
 
     def placement(self, part: ShardPart) -> Placement:
-        """Positions of this rank's queries, and of the keys of `part`."""
+        """Return the positions of this rank's queries and of the keys of `part`."""
         tokens = self.sharding.num_tokens
         return Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
 
@@ -178,7 +178,7 @@ class Ring:
             visit(turn, turn.received, *lease.tensor)
 
     def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
-        """Start to send the keys and values that the turn's target needs, and to receive from its source.
+        """Start to send keys and values to the turn's target, and to receive from its source; return both transfers.
 
         mine: this rank's encoded keys and values.
         """
@@ -224,9 +224,9 @@ class Ring:
 
 
 class Gradients:
-    """Sums dk, dv (B, G, L, D) of the gradients of this rank's keys and values.
+    """Accumulates dk and dv (B, G, L, D), the gradients of this rank's keys and values, in place.
 
-    In each turn another rank sends the gradients through its queries, which are added.
+    In each turn another rank sends the contribution of its queries, which is added.
     """
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
@@ -264,7 +264,7 @@ class Gradients:
 
 
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
-    """Views of x (B, G, S, ...) for messages: x itself if it is a whole shard, else one per batch entry and head.
+    """Return views of x (B, G, S, ...) for messages: x if it is a whole shard, else one per batch entry and head.
 
     length: number of tokens of the whole shard.
 
@@ -285,7 +285,8 @@ def ring_op(
 
     Every rank must make this call, and run its backward.
 
-    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; if there is dropout, followed by
+        its seed.
     constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
 

@@ -137,7 +137,7 @@ def _choice_by_bytes(exchange_bytes: int, ring_bytes: int, exchange_memory: int,
     return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
 
 
-MOST_RANKS = 4096
+MOST_RANKS = 4096  # of which `fd.plan` counts the loads
 _WIDEST = 70  # characters of a fact
 
 

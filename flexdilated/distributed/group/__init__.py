@@ -1,6 +1,7 @@
 """Ranks of a mesh, shardings, shard and unshard, messages with byte counts, and the check that ranks make equal calls.
 
-Every rank computes the plans of all ranks, so ranks first compare their calls; if these differ, all raise an error.
+Each rank derives from its own arguments the messages that it sends and expects, so ranks first compare their calls; if
+these differ, all raise an error.
 """
 
 from ._call import PartSums, PlainCall, as_promised, check_agreement, constant_probability, values_of, whole_rule

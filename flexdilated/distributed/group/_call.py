@@ -1,8 +1,9 @@
-"""Arguments of a call over ranks as plain values, and the check, before any message, that they are equal on all ranks.
+"""Arguments of a call over ranks, the check that they are equal on all ranks, and sums of attention over parts of keys.
 
-Every rank computes the plans of all ranks. If arguments differ between ranks, messages do not match: gloo then ends the
-process, and NCCL waits. The check uses the group's key-value store. A collective could be matched with a transfer that
-another rank has begun; the store cannot, so all ranks end within the group's timeout.
+Each rank derives from its own arguments the messages that it sends and expects. If arguments differ between ranks,
+messages do not match: gloo then ends the process, and NCCL waits. So ranks check them before any message, through the
+group's key-value store. A collective could be matched with a transfer that another rank has begun; the store cannot, so
+all ranks end within the group's timeout.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class PlainCall(NamedTuple):
 
 
 def uninitialised_rows(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
+    """Return uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
@@ -164,7 +165,7 @@ class PartSums:
 
 
 def constant_probability(name: str, value: object) -> float:
-    """Return a probability as a float that is a constant in a graph; raises as `require_probability`.
+    """Return `value`, a probability, as a float that is a constant in a graph; raises as `require_probability`.
 
     With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to which
     `index` specializes the graph; so the probability is converted to an integer and back.
@@ -210,7 +211,7 @@ def check_agreement(
     once: returns further facts, which are slow to compute or may change later. They are compared only if `facts` have
         not passed before.
 
-    All ranks must make equal checks in one order.
+    All ranks must make the same checks in the same order.
 
     Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
     not make the check within the group's timeout.
@@ -237,7 +238,7 @@ def check_agreement(
 
 
 def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
-    """Map the name of each run-time tensor of a pattern to text with its shape, dtype and a digest of its values.
+    """Return {"run-time tensor 'NAME'": text with shape, dtype and a digest of its values} for a pattern's tensors.
 
     tensors: the values of the run-time tensors, sorted by name.
     """
@@ -327,7 +328,7 @@ def disagreement_text(calls: Sequence[dict[str, str]]) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Text such as "ranks 0, 1, 5", in which at most 8 ranks are named; "" for no ranks."""
+    """Return text such as "ranks 0, 1, 5", in which at most 8 ranks are named; "" for no ranks."""
     if not ranks:
         return ""
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""

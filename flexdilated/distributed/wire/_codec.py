@@ -16,18 +16,18 @@ from torch import Tensor
 
 from ..group import Ranks, group_of, record
 
-# B batch, G key/value heads, L tokens of this rank, D numbers in a row, R bytes of an encoded row
+# B batch, G key/value heads, L tokens of this rank, D numbers in a vector, R bytes of an encoded vector
 
 CodecName = Literal["bf16", "int8"]
 CodecChoice = CodecName | Literal["auto"] | None
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LEVELS = 127  # largest int8 level; symmetric, so that a row and its negative have equal errors
+_LEVELS = 127  # largest int8 level; symmetric, so that a vector and its negative have equal errors
 _SCALE_BYTES = 4
 _FLOAT32 = torch.finfo(torch.float32)
 
-# Bounds on |decoded − row| / |row|. int8: half a scale, including float32 rounding, for a row whose numbers all have
-# one magnitude; multiply by `row_peak` for other rows.
+# Bounds on |decoded − x| / |x| of a vector x. int8: half a scale, including float32 rounding, if all numbers of x have
+# one magnitude; multiply by `row_peak` for other vectors.
 BF16_ERROR = 2.0**-8
 INT8_ERROR = 0.50001 / 127
 
@@ -38,14 +38,15 @@ class Codec:
 
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
         for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
-        number and one float32 scale per vector, its largest magnitude over 127; errors are at most half a scale. A
-        vector that is not finite, or whose scale exceeds float32, decodes to NaN.
+        number and one float32 scale per vector, its largest magnitude over 127, but at least the smallest normal
+        float32; errors are at most half a scale. A vector that is not finite, or whose scale exceeds float32, decodes
+        to NaN.
     """
 
     name: CodecName | None
 
     def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of an encoded vector of `head_dim` numbers of this dtype."""
+        """Return the bytes of an encoded vector of `head_dim` numbers of this dtype."""
         return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._wire_dtype(dtype).itemsize
 
     def check(self, dtype: torch.dtype) -> None:
@@ -69,7 +70,7 @@ class Codec:
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
         rows, largest = _vectors_and_largest(x)
-        # A scale of at least the smallest normal number: rows of 0 need no special case, and some devices flush
+        # A scale of at least the smallest normal number: vectors of 0 need no special case, and some devices flush
         # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
         scale = scale.where(scale.isfinite(), math.nan)
@@ -101,7 +102,7 @@ class Codec:
 
 
 def codec_named(name: str | None) -> Codec:
-    """The codec of this name; None: vectors unchanged.
+    """Return the codec of this name: "bf16", "int8", or None, which leaves vectors unchanged.
 
     Raises ValueError for any other name.
     """
@@ -111,7 +112,7 @@ def codec_named(name: str | None) -> Codec:
 
 
 def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
-    """Codec for the gradients of keys and values that were sent with `codec`.
+    """Return the codec for the gradients of keys and values that were sent with `codec`.
 
     dtype: of the gradients.
 
@@ -142,7 +143,7 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """The first of int8, bf16 and None that keeps |decoded − x| / |x| within the bound for each vector x of all ranks.
+    """Return the first of int8, bf16 and None with |decoded − x| / |x| within the bound for each vector x of all ranks.
 
     bf16 is tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0
     but has an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
@@ -183,7 +184,7 @@ def codec_for(
 
 
 def row_peak(x: Float[Tensor, "... D"]) -> float:
-    """Largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
+    """Return the largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
 
     The ratio of a vector of zeros is 1, and so is the result for a tensor without vectors. The result is infinite if a
     vector is not finite, exceeds the range of bfloat16, or is not 0 but has an int8 scale that is no normal float32.

@@ -117,7 +117,7 @@ class BufferPool:
         named[self.name] = self
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Lease:
-        """Lease of a contiguous uninitialised tensor; device=None: the pool's device, or torch's default.
+        """Return a lease of a contiguous uninitialised tensor; device=None: the pool's device, or torch's default.
 
         Raises ValueError for a device that is not the pool's.
         """
@@ -252,5 +252,5 @@ def pool_for(device: torch.device | str) -> BufferPool:
 
 
 def lease_from(pool: BufferPool | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
-    """Lease of a tensor from the pool, or of a newly allocated tensor if `pool` is None."""
+    """Return a lease of a tensor from the pool, or of a newly allocated tensor if `pool` is None."""
     return pool.lease(shape, dtype, device) if pool else Lease(torch.empty(tuple(shape), dtype=dtype, device=device))
