@@ -152,7 +152,7 @@ class HeldKeys:
         if held != new:
             raise ValueError(f"k and v must match those in the cache, {held}; got {new}")
 
-    def take_back(self, position: int, seen: int) -> None:
+    def crop(self, position: int, seen: int) -> None:
         """Drop the tokens at `position` and later, or raise ValueError if queries from there on may see evicted keys.
 
         seen: number of tokens appended so far, for the error.

@@ -26,9 +26,9 @@ _APPENDED_AT_ONCE = 4096  # tokens that `append` stores at a time; keys are evic
 _SHOWN = 400  # characters of a pattern in a repr
 
 
-_ADDS = "write cache.attend(q, k, v) to append the new tokens and attend, cache.append(k, v) to append only"
-_ASKED = {
-    **dict.fromkeys(("update", "forward", "step", "decode"), _ADDS),
+_HOW_TO_ADD = "write cache.attend(q, k, v) to append the new tokens and attend, cache.append(k, v) to append only"
+_ADVICE = {
+    **dict.fromkeys(("update", "forward", "step", "decode"), _HOW_TO_ADD),
     **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
     **dict.fromkeys(
         ("is_compileable", "layers", "max_cache_len", "get_max_cache_shape", "is_initialized", "get_mask_sizes"),
@@ -39,8 +39,8 @@ _ASKED = {
     **dict.fromkeys(("lengths", "seqlens", "position"), "cache.positions has the number of tokens of each batch entry"),
     **dict.fromkeys(("merge", "extend", "cat", "concat"), "cache.join(other) adds the batch entries of another cache"),
 }
-_LENGTHS = "pad on the right, and write lengths=, the number of new tokens of each batch entry"
-_A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
+_HOW_TO_PAD = "pad on the right, and write lengths=, the number of new tokens of each batch entry"
+_NEW_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
 class KVCache:
@@ -83,7 +83,7 @@ class KVCache:
         return super().__new__(cls)
 
     @advises(
-        keywords=renamed(num_heads=HEADS, capacity="max_length max_len max_seq_len max_cache_len size"), how=_A_CACHE
+        keywords=renamed(num_heads=HEADS, capacity="max_length max_len max_seq_len max_cache_len size"), how=_NEW_CACHE
     )
     def __init__(
         self,
@@ -108,16 +108,16 @@ class KVCache:
             head_offset=head_offset,
             num_heads_global=num_heads_global,
         )
-        self.scale, self._keeping = scale, self._reader.sources
+        self.scale, self._sources = scale, self._reader.sources
         self.pattern, self.num_heads, self.engine, self.capacity = self._reader.pattern, num_heads, engine, capacity
         self.reset()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a KVCache has no {name}" + (f": {_ASKED[name]}" if name in _ASKED else ""))
+        raise AttributeError(f"a KVCache has no {name}" + (f": {_ADVICE[name]}" if name in _ADVICE else ""))
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
         """Raise TypeError: a cache is not callable."""
-        raise TypeError(f"a KVCache cannot be called: {_ADDS}")
+        raise TypeError(f"a KVCache cannot be called: {_HOW_TO_ADD}")
 
     def reset(self) -> None:
         """Forget all tokens, and the sizes, dtype and device that they set."""
@@ -168,7 +168,7 @@ class KVCache:
     @advises(
         keywords={
             **OTHER_KEYWORDS,
-            **dict.fromkeys(("key_padding_mask", "padding_mask"), _LENGTHS),
+            **dict.fromkeys(("key_padding_mask", "padding_mask"), _HOW_TO_PAD),
             **renamed(lengths="seqlens seq_lens cu_seqlens"),
         },
         how="write cache.attend(q, k, v) with those of the new tokens",
@@ -208,7 +208,7 @@ class KVCache:
         score_mod = fixed_score_mod(score_mod, sum_dtype(q), q.device)
         parts, outs = self._split_cohorts(k, v, numbers), []
         for cohort, number in parts:
-            new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
+            new_q, new_k, new_v = (cohort.tokens_of(x, number) for x in (q, k, v))
             with _entries_in_errors(cohort.entries, len(q)):
                 local = cohort.local_score_mod(score_mod, len(q))
                 outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, local))
@@ -219,7 +219,7 @@ class KVCache:
             return outs[0]
         out = outs[0].new_zeros(whole)
         for (cohort, number), part in zip(parts, outs, strict=True):
-            out[cohort.rows, :, :number] = part
+            out[cohort.batch_index, :, :number] = part
         return out
 
     @advises(keywords=renamed(lengths="seqlens seq_lens"), how="write cache.append(k, v) with those of the new tokens")
@@ -243,7 +243,7 @@ class KVCache:
         for cohort, number in parts:
             if not number:
                 continue
-            new = (cohort.of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
+            new = (cohort.tokens_of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
             with _entries_in_errors(cohort.entries, len(k)):
                 for some_k, some_v in zip(*new, strict=True):
                     cohort.held.append(some_k, some_v, cohort.seen)
@@ -369,7 +369,7 @@ class KVCache:
         options = {"capacity": self.capacity, "undo": self.undo}
         groups = {numbers: range(len(k))} if isinstance(numbers, int) else grouped(numbers)
         return [
-            (Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._keeping, **options)), number)
+            (Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._sources, **options)), number)
             for number, entries in groups.items()
         ]
 

@@ -52,9 +52,9 @@ from .group import (
     check_shards,
     constant_probability,
     equal_shards,
+    resolved_pattern,
     shared_dropout,
-    values_of,
-    whole_rule,
+    tensor_digests,
 )
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
@@ -226,7 +226,7 @@ def attend(
         pool=name_of(pool),  # raises for an invalid pool, before anything is sent
         dropout_p=dropout_p,
     )
-    once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
+    once = None if torch.compiler.is_compiling() else lambda: tensor_digests(pattern, tensors)
     facts = _facts(q, k, v, features, schedule, pattern.text, call)
     _check_facts((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
@@ -313,7 +313,7 @@ def _auto_schedule(
     head_dim = index(q.shape[3])
     sizes: dict[str, Any] = {"num_heads": index(q.shape[1]), "num_kv_heads": index(k.shape[1]), "dtype": q.dtype}
     sizes |= {"head_dim": head_dim, "head_offset": head_offset, "num_heads_global": num_heads_global}
-    sizes |= {"batch": index(q.shape[0]), "wire_row_bytes": coded.row_bytes(head_dim, q.dtype)}
+    sizes |= {"batch": index(q.shape[0]), "wire_vector_bytes": coded.vector_bytes(head_dim, q.dtype)}
     if not bindings:
         return _schedule_as_constant(pattern.text, sharding.numbers(), tuple(sizes.items()))
     if torch.compiler.is_compiling():
@@ -321,7 +321,7 @@ def _auto_schedule(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **sizes).name
+    return choose_schedule(resolved_pattern(pattern.text, bindings, sharding.num_tokens), sharding, **sizes).name
 
 
 @graph_constant

@@ -16,7 +16,7 @@ from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
 from .counts import KVNeeds
-from .group import PartSums, PlainCall, Posted, Ranks, Sharding, as_promised, post, whole_rule
+from .group import PartSums, PlainCall, Posted, Ranks, Sharding, post, resolved_pattern, with_dtype_and_strides_of
 from .wire import Codec, Lease, codec_for, gradient_codec, lease_from, pool_named
 
 # B batch, G key/value heads, L tokens of this rank's shard, S tokens of a part of a shard, D head dim
@@ -35,7 +35,7 @@ class ShardPart:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def of(self, x: Tensor) -> Tensor:
+    def view_of(self, x: Tensor) -> Tensor:
         """Return a view of these tokens of a shard x (B, G, L, ...)."""
         return x[:, :, self.tokens.start : self.tokens.stop]
 
@@ -135,7 +135,7 @@ class Ring:
         self.turns: tuple[Turn, ...] = ()
         if len(self.own):  # no other rank sends to a rank without tokens, or waits for it
             heads = range(call.head_offset, call.head_offset + q.shape[1])
-            rule = whole_rule(call.pattern, without_seed(bindings, call.dropout_p)[0], self.sharding.num_tokens)
+            rule = resolved_pattern(call.pattern, without_seed(bindings, call.dropout_p)[0], self.sharding.num_tokens)
             self.turns = turns_of(rule, self.sharding, rank, heads=heads, num_heads_global=call.num_heads_global)
 
     def placement(self, part: ShardPart) -> Placement:
@@ -183,7 +183,7 @@ class Ring:
         mine: this rank's encoded keys and values.
         """
         lease, length = self.lease_buffer(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
-        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.of(x), len(self.own))]
+        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.view_of(x), len(self.own))]
         receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
         return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
@@ -197,7 +197,7 @@ class Ring:
         """
         width, dtype = (like.shape[3], like.dtype)
         if codec.name is not None:
-            width, dtype = codec.row_bytes(width, dtype), torch.uint8
+            width, dtype = codec.vector_bytes(width, dtype), torch.uint8
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
     def decoded(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
@@ -254,7 +254,7 @@ class Gradients:
         like = self.totals[0]
         with self.ring.decoded(transfer, self.codec, like, like.dtype) as came:
             for total, grad in zip(self.totals, came, strict=True):
-                turn.sent.of(total).add_(grad)
+                turn.sent.view_of(total).add_(grad)
         self.begun = None
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ def ring_backward_op(
         gradients.settle()
     finally:
         gradients.close()
-    return parts.query_gradient(), as_promised(dk, k), as_promised(dv, v)
+    return parts.query_gradient(), with_dtype_and_strides_of(dk, k), with_dtype_and_strides_of(dv, v)
 
 
 @ring_backward_op.register_fake

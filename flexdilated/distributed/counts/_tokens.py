@@ -27,7 +27,7 @@ from ...masks.core import And, Expression, Pattern, Ranges, common_period, requi
 from ...masks.patterns import Causal, Dilated, missing, run_time_leaves
 from ..group import Sharding
 
-# W ranks, R some of them, n chunks, T turns (a rank's first chunk, its second)
+# W ranks, R some of them, n chunks, T chunks of a rank (1 or 2)
 
 _MOST_COUNTS = 1 << 20  # entries of a (chunk, range) table computed at once: bounds its memory
 
@@ -61,12 +61,12 @@ class Chunks:
 
         T is 1 or 2, and column w is for rank w.
         """
-        turns = torch.full((2, self.num_ranks), -1)
+        own_chunks = torch.full((2, self.num_ranks), -1)
         order = self.rank.argsort(stable=True)
         again = torch.zeros_like(order)
         again[1:] = self.rank[order][1:] == self.rank[order][:-1]
-        turns[again, self.rank[order]] = order
-        return turns if bool(again.any()) else turns[:1]
+        own_chunks[again, self.rank[order]] = order
+        return own_chunks if bool(again.any()) else own_chunks[:1]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
         """Return the sums of `tokens` over the chunks of each rank, indexed [receiver, source]; the diagonal is 0.
@@ -146,19 +146,19 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
 
 
 def _tokens_of_branches(
-    group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
+    group: tuple[DilatedBranch, ...], chunks: Chunks, own_chunks: Int64[Tensor, "T R"]
 ) -> Int64[Tensor, "R n"]:
     """Return the number of tokens of each chunk that each of R ranks needs in a KV head; undefined for its own chunks.
 
     A token that several branches need counts once.
 
     group: the branches of the head, by ascending rate.
-    turns: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
+    own_chunks: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
     """
-    total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
+    total = torch.zeros(own_chunks.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
-        head, tail = _needed_bounds(branch, chunks, turns)
+        head, tail = _needed_bounds(branch, chunks, own_chunks)
         _, *holders = _containing_branches(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
         # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
@@ -169,7 +169,7 @@ def _tokens_of_branches(
 
 
 def _needed_bounds(
-    branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
+    branch: DilatedBranch, chunks: Chunks, own_chunks: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
     """Return (head, tail), bounds of the keys that each of R ranks needs in each chunk of another rank.
 
@@ -179,7 +179,7 @@ def _needed_bounds(
     chunk's first segment and, unless causal, up to the end of its last segment, if the chunk has an active query in
     that segment.
 
-    turns: for each of the R ranks, indices of its chunks; -1 if missing.
+    own_chunks: for each of the R ranks, indices of its chunks; -1 if missing.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
@@ -189,7 +189,7 @@ def _needed_bounds(
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
     head, tail = chunks.start, chunks.stop
     each = torch.arange(len(chunks))
-    for chunk in turns[..., None]:  # chunk of queries of each rank; -1, no chunk, selects the last entry: no keys
+    for chunk in own_chunks[..., None]:  # chunk of queries of each rank; -1, no chunk, selects the last entry: no keys
         later = torch.where(chunk < each, on_to[chunk], 0)
         head = torch.maximum(head, torch.minimum(later, chunks.stop))
         tail = torch.minimum(tail, torch.maximum(torch.where(chunk > each, back_to[chunk], nowhere), chunks.start))

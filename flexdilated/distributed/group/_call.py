@@ -101,7 +101,7 @@ def uninitialised_rows(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
-def as_promised(x: Tensor, like: Tensor) -> Tensor:
+def with_dtype_and_strides_of(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ.
 
     The fake implementations of the custom ops declare this dtype and these strides.
@@ -144,7 +144,7 @@ class PartSums:
         if self.sums is None:
             return uninitialised_rows(self.q)
         out, lse = self.sums if sinks is None else add_sinks(*self.sums, sinks)
-        return as_promised(out, self.q), lse.contiguous()
+        return with_dtype_and_strides_of(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return [dk, dv] of keys k and values v, in float32 or wider; add this part's contribution to dq.
@@ -161,7 +161,7 @@ class PartSums:
 
     def query_gradient(self) -> Tensor:
         """Return dq over the parts so far, in the dtype and memory format of q; 0 for no parts."""
-        return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
+        return torch.zeros_like(self.q) if self.dq is None else with_dtype_and_strides_of(self.dq, self.q)
 
 
 def constant_probability(name: str, value: object) -> float:
@@ -173,7 +173,7 @@ def constant_probability(name: str, value: object) -> float:
     return index(int(require_probability(name, value) * 2**62)) / 2**62
 
 
-def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
+def resolved_pattern(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """Return the pattern, given in JSON, with its run-time tensors replaced by their values.
 
     bindings: the tensors, for a sequence of num_tokens tokens, sorted by name.
@@ -194,7 +194,7 @@ class _Checks:
     count: int = 0
 
     @property
-    def next_place(self) -> str:
+    def next_prefix(self) -> str:
         """Prefix of the next check's keys in the store; equal on all ranks, because every rank makes every check."""
         return f"flexdilated/agreement/{self.count}"
 
@@ -220,16 +220,16 @@ def check_agreement(
     digest, call = _digest_and_text(tuple(facts.items()))
     if ranks.size == 1 or digest in checks.agreed:
         return
-    place = checks.next_place
+    prefix = checks.next_prefix
     checks.count += 1
     first, call = (digest, call) if once is None else _digest_and_text((*facts.items(), *once().items()))
     try:
-        verdict = _verdict(ranks, place, first, call)
+        verdict = _verdict(ranks, prefix, first, call)
     except RuntimeError as error:  # stores raise no specific class
         limit_s = timeout_of(ranks).total_seconds()
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
-            f"{_absent_text(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A "
+            f"{_absent_text(ranks, prefix)} did not answer within the timeout of the process group, {limit_s:g} s. A "
             f"peer may have died, may hang, or may not make this rank's new call: {_call_text(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
@@ -237,7 +237,7 @@ def check_agreement(
     checks.agreed.add(digest)
 
 
-def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
+def tensor_digests(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
     """Return {"run-time tensor 'NAME'": text with shape, dtype and a digest of its values} for a pattern's tensors.
 
     tensors: the values of the run-time tensors, sorted by name.
@@ -256,10 +256,10 @@ def waiting_ranks_text(ranks: Ranks) -> str:
     It states their arguments; "" if no rank waits, or the store cannot be read.
     """
     group = group_of(ranks.name)
-    place, store = _checks.setdefault(group, _Checks()).next_place, group.get_group_store()
+    prefix, store = _checks.setdefault(group, _Checks()).next_prefix, group.get_group_store()
     try:
-        there = [rank for rank in ranks.others if store.check([f"{place}/{rank}"])]
-        calls = [f"rank {rank}: {_call_text(json.loads(store.get(f'{place}/{rank}')))}" for rank in there]
+        there = [rank for rank in ranks.others if store.check([f"{prefix}/{rank}"])]
+        calls = [f"rank {rank}: {_call_text(json.loads(store.get(f'{prefix}/{rank}')))}" for rank in there]
     except RuntimeError:  # the process that serves the store may be the one that died
         return ""
     return f"Meanwhile other ranks have begun a call with other arguments ({'; '.join(calls)})." if calls else ""
@@ -272,37 +272,37 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
 
 
-def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
+def _verdict(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Under the prefix `place`, each rank adds 1 to the count of its digest. The last rank to come compares the count of
+    Under `prefix`, each rank adds 1 to the count of its digest. The last rank to come compares the count of
     its digest with the number of ranks.
 
     call: the facts, as JSON.
     """
     store = group_of(ranks.name).get_group_store()
-    store.set(f"{place}/{ranks.rank}", call)
-    store.add(f"{place}/{digest}", 1)
-    if store.add(f"{place}/come", 1) == ranks.size:
+    store.set(f"{prefix}/{ranks.rank}", call)
+    store.add(f"{prefix}/{digest}", 1)
+    if store.add(f"{prefix}/come", 1) == ranks.size:
         verdict = _AGREED
-        if store.add(f"{place}/{digest}", 0) != ranks.size:
-            verdict = disagreement_text([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
-        store.set(f"{place}/verdict", verdict)
+        if store.add(f"{prefix}/{digest}", 0) != ranks.size:
+            verdict = disagreement_text([json.loads(store.get(f"{prefix}/{rank}")) for rank in range(ranks.size)])
+        store.set(f"{prefix}/verdict", verdict)
     else:
-        store.wait([f"{place}/verdict"], timeout_of(ranks))
-        verdict = store.get(f"{place}/verdict").decode()
-    if store.add(f"{place}/read", 1) == ranks.size and verdict == _AGREED:
+        store.wait([f"{prefix}/verdict"], timeout_of(ranks))
+        verdict = store.get(f"{prefix}/verdict").decode()
+    if store.add(f"{prefix}/read", 1) == ranks.size and verdict == _AGREED:
         for key in (*range(ranks.size), digest, "come", "verdict", "read"):
-            store.delete_key(f"{place}/{key}")
+            store.delete_key(f"{prefix}/{key}")
     record("set-up", sent=len(call), received=len(verdict))
     return verdict
 
 
-def _absent_text(ranks: Ranks, place: str) -> str:
+def _absent_text(ranks: Ranks, prefix: str) -> str:
     store = group_of(ranks.name).get_group_store()
     try:
         return (
-            _ranks_text([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])])
+            _ranks_text([rank for rank in ranks.others if not store.check([f"{prefix}/{rank}"])])
             or "a rank that began it"
         )
     except RuntimeError:

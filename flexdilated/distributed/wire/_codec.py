@@ -1,6 +1,6 @@
 """Codecs: encodings of key and value vectors in a message; codec "auto" is the narrowest that keeps an error bound.
 
-For "auto" all ranks choose the same codec, from the largest `row_peak` of all ranks.
+For "auto" all ranks choose the same codec, from the largest `peak_to_rms` of all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCALE_BYTES = 4
 _FLOAT32 = torch.finfo(torch.float32)
 
 # Bounds on |decoded − x| / |x| of a vector x. int8: half a scale, including float32 rounding, if all numbers of x have
-# one magnitude; multiply by `row_peak` for other vectors.
+# one magnitude; multiply by `peak_to_rms` for other vectors.
 BF16_ERROR = 2.0**-8
 INT8_ERROR = 0.50001 / 127
 
@@ -45,7 +45,7 @@ class Codec:
 
     name: CodecName | None
 
-    def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
+    def vector_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes of an encoded vector of `head_dim` numbers of this dtype."""
         return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._wire_dtype(dtype).itemsize
 
@@ -88,7 +88,9 @@ class Codec:
         head_dim, dtype: of the vectors before they were encoded.
         out: a tensor of any strides and any floating dtype.
         """
-        assert wire.shape[-1] == self.row_bytes(head_dim, dtype), f"{head_dim} numbers of {dtype} are no {wire.shape}"
+        assert wire.shape[-1] == self.vector_bytes(head_dim, dtype), (
+            f"{head_dim} numbers of {dtype} are no {wire.shape}"
+        )
         if out is None:
             out = torch.empty((*wire.shape[:-1], head_dim), dtype=dtype, device=wire.device)
         if self.name != "int8":
@@ -156,7 +158,7 @@ def choose_codec(
     largest_peak, peak = (error_bound - rounding) / INT8_ERROR, 1.0
     takes_bf16 = wider and error_bound >= BF16_ERROR
     if largest_peak >= 1 or takes_bf16:
-        peak = max(row_peak(k), row_peak(v))
+        peak = max(peak_to_rms(k), peak_to_rms(v))
         if ranks is not None and ranks.size > 1:
             shared = torch.tensor(peak, dtype=torch.float64, device=ranks.device_type)
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group_of(ranks.name))
@@ -183,7 +185,7 @@ def codec_for(
     return codec_named(None if name == "bf16" and k.dtype == torch.bfloat16 else name)
 
 
-def row_peak(x: Float[Tensor, "... D"]) -> float:
+def peak_to_rms(x: Float[Tensor, "... D"]) -> float:
     """Return the largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
 
     The ratio of a vector of zeros is 1, and so is the result for a tensor without vectors. The result is infinite if a
