@@ -397,7 +397,7 @@ class KVCache:
         return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held, score_mod=score_mod)
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError if a token that a crop leaves sees the key of a removed one."""
+        """Raise ValueError if a token that remains after a crop sees the key of a removed token."""
         if num_tokens < cohort.seen:
             self._reader.check_crop(num_tokens)
 
@@ -446,9 +446,10 @@ class KVCache:
 
 
 def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
-    """Return the numbers in a tensor of integers, one for each batch entry, from 0 to the entry's number in `most`.
+    """Return `value`, a tensor with an integer for each batch entry, as a list.
 
-    name: that of the argument, for errors.
+    name: name of the argument, for errors.
+    most: largest number for each batch entry; the smallest is 0.
 
     Raises TypeError or ValueError for another value.
     """

@@ -245,7 +245,7 @@ def _(grad_out, grad_lse, q, k, v, *others):
 
 @own_op("flexdilated::exchange_keys")
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
-    """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
+    """Return (k, v), each with this rank's tokens, then tokens received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
     heads are padded. Only the shape of q is used.

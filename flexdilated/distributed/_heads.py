@@ -96,10 +96,9 @@ def attend_heads(
     pattern and engine can be used. A second sends the output back to the ranks that hold the queries, and a third the
     lse, if it is needed. The load is balanced if the rules of the heads have equal work.
 
-    bindings: values of the pattern's run-time tensors, for the whole sequence.
+    bindings, dropout_p: as in `distributed.attend`.
     sinks: for all heads of q. Gradients of sinks, of a scale and of tensors that score_mod captures must be summed over
         the ranks.
-    dropout_p: as in `distributed.attend`.
 
     Other arguments: as in `flexdilated.attend`.
 

@@ -272,7 +272,7 @@ def _tokens_of_rules(
 ) -> Int64[Tensor, "W n"]:
     """Return the number of tokens of each chunk that each rank needs in a KV head, by the rules of its query heads.
 
-    group: (rule for one head, index of a head that follows it) pairs.
+    group: (rule for one head, index of a head with this rule) pairs.
     """
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
@@ -282,14 +282,14 @@ def _tokens_of_rules(
     return tokens
 
 
-RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head that follows it
+RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head with this rule
 
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
     """Finds the keys that some queries need in each KV head of this device, by the rules of its query heads.
 
-    groups: for each KV head, the distinct rules of its query heads, each with the index of a head that follows it.
+    groups: for each KV head, the distinct rules of its query heads, each with the index of a head with this rule.
     """
 
     num_heads_global: int
@@ -321,7 +321,7 @@ class KVNeeds:
         pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
         firsts = range(head_offset, head_offset + num_heads, size)
-        # Groups with equal rules must compare equal: each rule is paired with the first of all heads that follow it.
+        # Groups with equal rules must compare equal: each rule is paired with the first of all heads with this rule.
         follower = rules_of_heads(pattern, range(head_offset, head_offset + num_heads), total)
         rules = (rules_of_heads(pattern, range(at, at + size), total) for at in firsts)
         groups = tuple(tuple((rule, follower[rule]) for rule in each) for each in rules)
@@ -336,7 +336,7 @@ class KVNeeds:
     def in_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
-        runs: pairs ((rule for one head, index of a head that follows it), range of positions of queries in that head).
+        runs: pairs ((rule for one head, index of a head with this rule), range of positions of queries in that head).
         """
         # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))

@@ -275,9 +275,10 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 def _verdict(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Under `prefix`, each rank adds 1 to the count of its digest. The last rank to come compares the count of
-    its digest with the number of ranks.
+    Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the number
+    of ranks.
 
+    prefix: of the check's keys in the store.
     call: the facts, as JSON.
     """
     store = group_of(ranks.name).get_group_store()
