@@ -20,7 +20,7 @@ from flexdilated.distributed.wire._codec import (
     CodecName,
     choose_codec,
     codec_named,
-    row_peak,
+    peak_to_rms,
 )
 from flexdilated.distributed.wire._pool import lease_from
 
@@ -156,7 +156,11 @@ def codec(size: Size = Size(4096, num_heads=8, repeats=5), window: int = 1024) -
     for kind, (_, k, v) in drawn.items():
         chosen = choose_codec(k, v, _ERROR_BOUND)
         report = wire_report(k, v, chosen)
-        detail = {"codec": str(chosen.name), "percent_saved": 100 * report.saved, "peak": max(row_peak(k), row_peak(v))}
+        detail = {
+            "codec": str(chosen.name),
+            "percent_saved": 100 * report.saved,
+            "peak": max(peak_to_rms(k), peak_to_rms(v)),
+        }
         what = f'"auto" within {100 * _ERROR_BOUND:.0f} %, {kind} rows: largest error of a row'
         yield Row(what, at_most(100 * _ERROR_BOUND, "%"), 100 * report.largest_error, detail=detail)
 
@@ -170,7 +174,7 @@ def _errors(name: CodecName, q: Tensor, k: Tensor, v: Tensor, window: int) -> di
     return {
         "largest_row_error": report.largest_error,
         "mean_row_error": report.mean_error,
-        "proven_bound": BF16_ERROR if name == "bf16" else INT8_ERROR * max(row_peak(k), row_peak(v)),
+        "proven_bound": BF16_ERROR if name == "bf16" else INT8_ERROR * max(peak_to_rms(k), peak_to_rms(v)),
         "output_error": relative_error(fd.attend(q, keys, values, pattern), fd.attend(q, k, v, pattern)),
     }
 

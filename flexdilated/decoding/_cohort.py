@@ -24,7 +24,7 @@ class State(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def cut(self, tokens: int) -> Any:
+    def cropped(self, tokens: int) -> Any:
         """Return the state after only the first `tokens` tokens."""
         ...
 
@@ -52,21 +52,19 @@ class Cohort:
         return self.held.nbytes + (0 if self.state is None else self.state.nbytes)
 
     @property
-    def rows(self) -> slice | Int64[Tensor, " C"]:
+    def batch_index(self) -> slice | Int64[Tensor, " C"]:
         """Index of the cohort's entries along the batch dim of the cache's tensors: a slice if they are consecutive."""
         first, last = self.entries[0], self.entries[-1]
         return slice(first, last + 1) if last - first < len(self.entries) else torch.tensor(self.entries)
 
-    def of(self, x: Shaped[Tensor, "B ..."], tokens: int) -> Shaped[Tensor, "C ..."]:
+    def tokens_of(self, x: Shaped[Tensor, "B ..."], tokens: int) -> Shaped[Tensor, "C ..."]:
         """Return the first `tokens` tokens (dim 2) of the cohort's entries of x; a view if entries are consecutive."""
         if (len(self.entries), tokens) == (x.shape[0], x.shape[2]):
             return x  # slicing takes microseconds, which count in a step
-        return x[self.rows, :, :tokens]
+        return x[self.batch_index, :, :tokens]
 
     def local_score_mod(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
-        """Return a function that calls score_mod with indices of entries in the cache's batch; None for None.
-
-        Its own argument b is an index in the cohort.
+        """Return score_mod as a function of the entry's index in the cohort, not in the cache's batch; None for None.
 
         batch: number of entries of the cache.
         """
@@ -76,9 +74,11 @@ class Cohort:
         return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Split the cohort into cohorts whose entries have one number; return [(cohort, that number)].
+        """Split the cohort by a number of each entry, such as its number of new tokens; return [(cohort, number)].
 
         numbers: one for all entries, or one for each entry of the cache's batch.
+
+        A returned cohort shares the buffer if it has all entries.
         """
         if isinstance(numbers, int):
             return [(self._select(range(len(self.entries)), self.entries), numbers)]
@@ -119,9 +119,9 @@ class Cohort:
 
     def crop(self, tokens: int) -> None:
         """Drop all but the first `tokens` tokens; raises ValueError if later queries may see evicted keys."""
-        self.held.take_back(tokens, self.seen)
+        self.held.crop(tokens, self.seen)
         self.seen = tokens
-        self.state = None if self.state is None else self.state.cut(tokens)
+        self.state = None if self.state is None else self.state.cropped(tokens)
 
 
 def grouped(values: Iterable[_Value]) -> dict[_Value, list[int]]:

@@ -72,7 +72,7 @@ class HeldKeys:
 
     @property
     def traits(self) -> str:
-        """Description of what all tokens have in common: heads, head dims, dtype and device."""
+        """Text with the number of key/value heads, head dims, dtype and device, which all tokens share."""
         return _traits(self.keys, self.values)
 
     @property
@@ -131,7 +131,7 @@ class HeldKeys:
                 self._pack(kept, num_slots)
 
     def snapshot(self) -> HeldKeys:
-        """Copy of the current state that shares the buffers with this object.
+        """Return a copy of the current state that shares the buffers with this object.
 
         Append to only one of the two, because both write to the same slots. The other one keeps its tokens, unless the
         first one dropped tokens before it appended.
@@ -152,7 +152,7 @@ class HeldKeys:
         if held != new:
             raise ValueError(f"k and v must match those in the cache, {held}; got {new}")
 
-    def take_back(self, position: int, seen: int) -> None:
+    def crop(self, position: int, seen: int) -> None:
         """Drop the tokens at `position` and later, or raise ValueError if queries from there on may see evicted keys.
 
         seen: number of tokens appended so far, for the error.
@@ -177,7 +177,7 @@ class HeldKeys:
             self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
-        """Slices of the buffer's token dim that contain the keys at `positions`, one slice per run.
+        """Return the slices of the buffer's token dim that contain the keys at `positions`, one slice per run.
 
         positions: an ascending range, all of whose positions must be held.
         """
@@ -190,7 +190,7 @@ class HeldKeys:
         return found
 
     def slots(self, positions: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """Index in the buffer's token dim of each position; `positions` is on the CPU, and all must be held."""
+        """Return the index in the buffer's token dim of each position; positions are on the CPU, and must be held."""
         firsts = torch.tensor([run.first for run in self.runs])
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
@@ -199,7 +199,7 @@ class HeldKeys:
     def visible(
         self, query: int, num_queries: int = FOREVER, sources: Sequence[RowSource] | None = None
     ) -> list[range]:
-        """Ranges of held positions that at least one query in [query, query + num_queries) may see, in ascending order.
+        """Return the ascending ranges of held positions that some query in [query, query + num_queries) may see.
 
         They consist of whole pages, of up to 64 keys of a run, so a range may include keys that no such query sees.
 
@@ -230,7 +230,7 @@ class HeldKeys:
     def _are_visible(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """For each page (range of positions), True if a query in [query, query + num_queries) may see a key of it.
+        """Return, for each page (range of positions), True if a query in [query, query + num_queries) may see its keys.
 
         False is certain; True, derived from bounds, is not.
 

@@ -22,13 +22,13 @@ from ._reader import Reader
 # B batch, H query heads, G key/value heads, N new tokens, M held tokens, C selected batch entries
 # D head dim of queries and keys, E of values
 
-_APPENDED_AT_ONCE = 4096  # tokens without queries are appended in chunks, with eviction after each
+_APPENDED_AT_ONCE = 4096  # tokens that `append` stores at a time; keys are evicted in between
 _SHOWN = 400  # characters of a pattern in a repr
 
 
-_ADDS = "write cache.attend(q, k, v) to append the new tokens and attend, cache.append(k, v) to append only"
-_ASKED = {
-    **dict.fromkeys(("update", "forward", "step", "decode"), _ADDS),
+_HOW_TO_ADD = "write cache.attend(q, k, v) to append the new tokens and attend, cache.append(k, v) to append only"
+_ADVICE = {
+    **dict.fromkeys(("update", "forward", "step", "decode"), _HOW_TO_ADD),
     **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
     **dict.fromkeys(
         ("is_compileable", "layers", "max_cache_len", "get_max_cache_shape", "is_initialized", "get_mask_sizes"),
@@ -39,8 +39,8 @@ _ASKED = {
     **dict.fromkeys(("lengths", "seqlens", "position"), "cache.positions has the number of tokens of each batch entry"),
     **dict.fromkeys(("merge", "extend", "cat", "concat"), "cache.join(other) adds the batch entries of another cache"),
 }
-_LENGTHS = "pad on the right, and write lengths=, the number of new tokens of each batch entry"
-_A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
+_HOW_TO_PAD = "pad on the right, and write lengths=, the number of new tokens of each batch entry"
+_NEW_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
 class KVCache:
@@ -83,7 +83,7 @@ class KVCache:
         return super().__new__(cls)
 
     @advises(
-        keywords=renamed(num_heads=HEADS, capacity="max_length max_len max_seq_len max_cache_len size"), how=_A_CACHE
+        keywords=renamed(num_heads=HEADS, capacity="max_length max_len max_seq_len max_cache_len size"), how=_NEW_CACHE
     )
     def __init__(
         self,
@@ -108,16 +108,16 @@ class KVCache:
             head_offset=head_offset,
             num_heads_global=num_heads_global,
         )
-        self.scale, self._keeping = scale, self._reader.sources
+        self.scale, self._sources = scale, self._reader.sources
         self.pattern, self.num_heads, self.engine, self.capacity = self._reader.pattern, num_heads, engine, capacity
         self.reset()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a KVCache has no {name}" + (f": {_ASKED[name]}" if name in _ASKED else ""))
+        raise AttributeError(f"a KVCache has no {name}" + (f": {_ADVICE[name]}" if name in _ADVICE else ""))
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
         """Raise TypeError: a cache is not callable."""
-        raise TypeError(f"a KVCache cannot be called: {_ADDS}")
+        raise TypeError(f"a KVCache cannot be called: {_HOW_TO_ADD}")
 
     def reset(self) -> None:
         """Forget all tokens, and the sizes, dtype and device that they set."""
@@ -168,7 +168,7 @@ class KVCache:
     @advises(
         keywords={
             **OTHER_KEYWORDS,
-            **dict.fromkeys(("key_padding_mask", "padding_mask"), _LENGTHS),
+            **dict.fromkeys(("key_padding_mask", "padding_mask"), _HOW_TO_PAD),
             **renamed(lengths="seqlens seq_lens cu_seqlens"),
         },
         how="write cache.attend(q, k, v) with those of the new tokens",
@@ -187,14 +187,14 @@ class KVCache:
 
         N may be 0. G must divide H.
 
-        lengths: number of new tokens of each batch entry, from 0 to N, read on the host. They are the first of its N
-            tokens; the others are padding, which is neither read nor stored, and has output 0. None: all N tokens of
-            each entry are new.
+        lengths: number of new tokens of each batch entry, from 0 to N, read on the host. The new tokens come first
+            among its N tokens; the tokens after them are padding, which is neither read nor stored, and has output 0.
+            None: all N tokens of each entry are new.
         score_mod: as in `flexdilated.attend`.
         sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None adds no term.
 
-        Raises ValueError if a new token sees a key after the last new token of its batch entry: see `chunk`. A call
-        that raises changes nothing.
+        Raises ValueError if a new token sees a key after the last new token of its batch entry (see `chunk`), or if the
+        keys exceed `capacity`. A call that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
         numbers = self._checked_lengths(q, k, v, lengths)
@@ -208,7 +208,7 @@ class KVCache:
         score_mod = fixed_score_mod(score_mod, sum_dtype(q), q.device)
         parts, outs = self._split_cohorts(k, v, numbers), []
         for cohort, number in parts:
-            new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
+            new_q, new_k, new_v = (cohort.tokens_of(x, number) for x in (q, k, v))
             with _entries_in_errors(cohort.entries, len(q)):
                 local = cohort.local_score_mod(score_mod, len(q))
                 outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, local))
@@ -219,7 +219,7 @@ class KVCache:
             return outs[0]
         out = outs[0].new_zeros(whole)
         for (cohort, number), part in zip(parts, outs, strict=True):
-            out[cohort.rows, :, :number] = part
+            out[cohort.batch_index, :, :number] = part
         return out
 
     @advises(keywords=renamed(lengths="seqlens seq_lens"), how="write cache.append(k, v) with those of the new tokens")
@@ -243,7 +243,7 @@ class KVCache:
         for cohort, number in parts:
             if not number:
                 continue
-            new = (cohort.of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
+            new = (cohort.tokens_of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
             with _entries_in_errors(cohort.entries, len(k)):
                 for some_k, some_v in zip(*new, strict=True):
                     cohort.held.append(some_k, some_v, cohort.seen)
@@ -325,12 +325,14 @@ class KVCache:
     def held(
         self, entry: int | None = None
     ) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
-        """(positions, keys, values) of the M tokens in the cache, in ascending order of position.
+        """Return (positions, keys, values) of the M tokens in the cache, in ascending order of position.
 
-        positions are on the CPU; keys and values are views of the cache's buffers. entry: index of a batch entry, whose
-        keys and values are returned with batch 1; None for the whole batch. Raises ValueError before the first token,
-        when sizes are unknown, and for the whole batch once entries were given different lengths or crops, or were
-        joined: they may then hold different tokens.
+        positions are on the CPU; keys and values are views of the cache's buffers.
+
+        entry: index of a batch entry, whose keys and values are returned with batch 1; None for the whole batch.
+
+        Raises ValueError before the first token, when sizes are unknown, and for the whole batch once entries were
+        given different lengths or crops, or were joined: they may then hold different tokens.
         """
         if not self._cohorts:
             raise ValueError("a cache that has seen no tokens holds no keys")
@@ -350,7 +352,7 @@ class KVCache:
         return torch.cat([torch.arange(0), *positions]), held.keys[rows, :, slots], held.values[rows, :, slots]
 
     def _tokens_seen(self) -> list[int]:
-        """Number of tokens seen by each batch entry; [] before the first tokens."""
+        """Return the number of tokens seen by each batch entry; [] before the first tokens."""
         seen = {entry: cohort.seen for cohort in self._cohorts for entry in cohort.entries}
         return [seen[entry] for entry in range(len(seen))]
 
@@ -367,7 +369,7 @@ class KVCache:
         options = {"capacity": self.capacity, "undo": self.undo}
         groups = {numbers: range(len(k))} if isinstance(numbers, int) else grouped(numbers)
         return [
-            (Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._keeping, **options)), number)
+            (Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._sources, **options)), number)
             for number, entries in groups.items()
         ]
 
@@ -395,7 +397,7 @@ class KVCache:
         return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held, score_mod=score_mod)
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError if a token that a crop leaves sees the key of a removed one."""
+        """Raise ValueError if a token that remains after a crop sees the key of a removed token."""
         if num_tokens < cohort.seen:
             self._reader.check_crop(num_tokens)
 
@@ -444,9 +446,10 @@ class KVCache:
 
 
 def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
-    """Return the numbers in a tensor of integers, one for each batch entry, from 0 to the entry's number in `most`.
+    """Return `value`, a tensor with an integer for each batch entry, as a list.
 
-    name: that of the argument, for errors.
+    name: name of the argument, for errors.
+    most: largest number for each batch entry; the smallest is 0.
 
     Raises TypeError or ValueError for another value.
     """

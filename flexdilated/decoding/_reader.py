@@ -76,12 +76,14 @@ class Reader:
         self._branches = rules(self.pattern)
         self.sources = _sources(self._branches)
         self._period = common_period(self.pattern.branches())
-        self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
+        self._leaves_with_limits = [
+            leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens
+        ]
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
         """Raise ValueError if the pattern rejects queries at these positions for every number of keys."""
-        for leaf in self._limited:
+        for leaf in self._leaves_with_limits:
             # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):
                 leaf.check_tokens(queries, range(queries.stop))
@@ -125,8 +127,8 @@ class Reader:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
         first: position of the first query; the next ones follow.
-        k, v: the buffers of `held`, which maps positions to their S indices along the token dim.
-        score_mod: as in `attend`.
+        k, v: the buffers of `held`, which maps a position to the slot with its key and value.
+        score_mod: as in `KVCache.attend`.
 
         No query may see a key after the last query: see `check_end`.
         """

@@ -52,9 +52,9 @@ from .group import (
     check_shards,
     constant_probability,
     equal_shards,
+    resolved_pattern,
     shared_dropout,
-    values_of,
-    whole_rule,
+    tensor_digests,
 )
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
@@ -150,8 +150,8 @@ def attend(
     equal on all ranks; the first call with these arguments compares the ones on which messages depend. Gradients are of
     the sum of all ranks' losses.
 
-    mesh: a DeviceMesh of one dimension, over the ranks that share the sequence. Of a larger mesh give the slice of that
-        dimension, such as mesh["sp"].
+    mesh: a DeviceMesh of one dimension, over the ranks that share the sequence; for a mesh of several dimensions, its
+        slice along that dimension, such as mesh["sp"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
     schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends each contiguous
         range of a shard (up to two in zigzag order) whole to every rank that needs a key of it; a rank holds at most
@@ -165,8 +165,8 @@ def attend(
     bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as {"documents":
         ids}.
     score_mod: as in `flexdilated.attend`, with positions in the whole sequence, for schedules "exchange" and "auto",
-        which then is "exchange". All ranks must give equal functions, which are not compared; errors that it raises
-        come after keys were sent.
+        which then is "exchange". All ranks must give equal functions, which are not compared. Errors of its operations
+        on scores, such as an index out of range, come after keys were sent.
     scale, enable_gqa, sinks, head_offset, num_heads_global, block_size, return_lse: as in `flexdilated.attend`.
     engine: "aten" (on CPU), "flex" or "portable"; None: as in `flexdilated.attend`.
 
@@ -174,7 +174,8 @@ def attend(
     them over the ranks. A rank without tokens has no gradient (None) of captured tensors.
 
     Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
-    arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.
+    arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs. (NCCL's
+    waits do not block by default; then its watchdog ends the process instead.)
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.distributed.attend(q, k, v, masks.causal(), mesh=mesh).shape  # this rank's tokens
@@ -225,7 +226,7 @@ def attend(
         pool=name_of(pool),  # raises for an invalid pool, before anything is sent
         dropout_p=dropout_p,
     )
-    once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
+    once = None if torch.compiler.is_compiling() else lambda: tensor_digests(pattern, tensors)
     facts = _facts(q, k, v, features, schedule, pattern.text, call)
     _check_facts((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
@@ -312,7 +313,7 @@ def _auto_schedule(
     head_dim = index(q.shape[3])
     sizes: dict[str, Any] = {"num_heads": index(q.shape[1]), "num_kv_heads": index(k.shape[1]), "dtype": q.dtype}
     sizes |= {"head_dim": head_dim, "head_offset": head_offset, "num_heads_global": num_heads_global}
-    sizes |= {"batch": index(q.shape[0]), "wire_row_bytes": coded.row_bytes(head_dim, q.dtype)}
+    sizes |= {"batch": index(q.shape[0]), "wire_vector_bytes": coded.vector_bytes(head_dim, q.dtype)}
     if not bindings:
         return _schedule_as_constant(pattern.text, sharding.numbers(), tuple(sizes.items()))
     if torch.compiler.is_compiling():
@@ -320,7 +321,7 @@ def _auto_schedule(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **sizes).name
+    return choose_schedule(resolved_pattern(pattern.text, bindings, sharding.num_tokens), sharding, **sizes).name
 
 
 @graph_constant

@@ -31,11 +31,22 @@ from ..engines import (
 )
 from ..masks.core import suspended_torch_modes
 from ._exchange_plan import ExchangePlan
-from .group import PartSums, PlainCall, Ranks, Role, Sharding, as_promised, communicating, group_of, record, whole_rule
+from .group import (
+    PartSums,
+    PlainCall,
+    Ranks,
+    Role,
+    Sharding,
+    communicating,
+    group_of,
+    record,
+    resolved_pattern,
+    with_dtype_and_strides_of,
+)
 from .wire import codec_for, gradient_codec, lease_from, pool_named
 
-# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim, S rows sent,
-# R rows received (in one key/value head, where G is a dim)
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim, S vectors sent,
+# R vectors received (in one key/value head, where G is a dim)
 
 KeysAndValues = tuple[Tensor, Tensor]
 
@@ -48,7 +59,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
     """
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
     return ExchangePlan.of(
-        whole_rule(call.pattern, bindings, split.num_tokens),
+        resolved_pattern(call.pattern, bindings, split.num_tokens),
         split,
         rank,
         num_heads=num_heads,
@@ -61,7 +72,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 class Exchange:
     """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
 
-    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -69,7 +80,7 @@ class Exchange:
         self.plan = plan_of(call, q.shape[1], k.shape[1], without_seed(bindings, call.dropout_p)[0])
         self.ranks = Ranks.named(call.group, k.device.type)
         self.codec = codec_for(call.codec, call.error_bound, k, v, self.ranks)
-        self.sent, self.received = self.plan.rows(k.device)
+        self.sent, self.received = self.plan.vectors_on(k.device)
         # If parts are merged, float32 or wider, because CPU kernels would round each part to the dtype of q.
         self.dtype = sum_dtype(q) if self.plan.others.num_keys else q.dtype
 
@@ -87,11 +98,11 @@ class Exchange:
 
         def receive(others: Sequence[Tensor]) -> None:
             for room, x in zip(others, arrived(), strict=True):
-                room[:, self.received.heads, self.received.place] = x
+                room[:, self.received.heads, self.received.tokens] = x
 
-        rows = [x[:, self.sent.heads, self.sent.place] for x in (self.k, self.v)]
-        with self._all_to_all(rows, "keys") as arrived:
-            del rows
+        vectors = [x[:, self.sent.heads, self.sent.tokens] for x in (self.k, self.v)]
+        with self._all_to_all(vectors, "keys") as arrived:
+            del vectors
             yield receive
 
     @contextmanager
@@ -106,34 +117,35 @@ class Exchange:
 
         def add_received(totals: Sequence[Tensor]) -> None:
             numbers = self.plan.num_sent
-            heads, tokens = self.sent.heads.split(numbers), self.sent.place.split(numbers)
+            heads, tokens = self.sent.heads.split(numbers), self.sent.tokens.split(numbers)
             for total, x in zip(totals, arrived(), strict=True):
                 for head, token, part in zip(heads, tokens, x.split(numbers, dim=1), strict=True):
-                    total[:, head, token] += part  # a rank sends at most one row per token and head: no repeated index
+                    # A rank sends at most one vector per token and head, so no index repeats.
+                    total[:, head, token] += part
 
-        rows = [x[:, self.received.heads, self.received.place] for x in grads]
-        with self._all_to_all(rows, "gradients") as arrived:
-            del grads, rows  # free their memory while this rank computes with its own keys
+        vectors = [x[:, self.received.heads, self.received.tokens] for x in grads]
+        with self._all_to_all(vectors, "gradients") as arrived:
+            del grads, vectors  # free their memory while this rank computes with its own keys
             yield add_received
 
     @contextmanager
     def _all_to_all(
-        self, rows: Sequence[Float[Tensor, "B S D"]], role: Role
+        self, vectors: Sequence[Float[Tensor, "B S D"]], role: Role
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
-        """Context manager that starts one all-to-all of `rows`; yields a function that returns the received vectors.
+        """Context manager that starts one all-to-all of `vectors`; yields a function that returns the received vectors.
 
-        rows: one tensor for k and one for v.
+        vectors: one tensor for k and one for v.
         role: "keys", or "gradients" for the way back to the owners.
 
         The function waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with`
         block raises: until the other ranks have sent their vectors, or until the process group's timeout.
         """
-        batch, _, head_dim = rows[0].shape
-        dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec
+        batch, _, head_dim = vectors[0].shape
+        dtype, device, ranks, codec = vectors[0].dtype, vectors[0].device, self.ranks, self.codec
         numbers = self.plan.num_sent, self.plan.num_received
         if role == "gradients":
             numbers, codec = numbers[::-1], gradient_codec(codec, dtype)
-        pool, each = pool_named(self.call.pool, device), (len(rows), batch, codec.row_bytes(head_dim, dtype))
+        pool, each = pool_named(self.call.pool, device), (len(vectors), batch, codec.vector_bytes(head_dim, dtype))
         leases = [lease_from(pool, (sum(number), *each), torch.uint8, device) for number in numbers]
         begun: list[dist.Work] = []
 
@@ -146,7 +158,7 @@ class Exchange:
 
         try:
             sent, received = (lease.tensor for lease in leases)
-            for place, x in enumerate(rows):
+            for place, x in enumerate(vectors):
                 codec.encode(x.transpose(0, 1), out=sent[:, place])
                 del x
             with communicating(f"the exchange of {role}", ranks):
@@ -154,7 +166,7 @@ class Exchange:
                 work = dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
             assert work is not None
             begun.append(work)
-            del rows, work, sent, received  # so that only the leases hold memory while the caller computes
+            del vectors, work, sent, received  # so that only the leases hold memory while the caller computes
             yield arrived
         finally:
             for work in begun:
@@ -173,7 +185,7 @@ def exchange_op(
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
     shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys.
 
-    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
     """
@@ -223,7 +235,7 @@ def exchange_backward_op(
     with own.sending_gradients(parts.gradients(own.plan.others, k_others, v_others)) as add_received:
         grads = parts.gradients(own.plan.own, k, v)
         add_received(grads)
-    return parts.query_gradient(), as_promised(grads[0], k), as_promised(grads[1], v)
+    return parts.query_gradient(), with_dtype_and_strides_of(grads[0], k), with_dtype_and_strides_of(grads[1], v)
 
 
 @exchange_backward_op.register_fake
@@ -233,12 +245,13 @@ def _(grad_out, grad_lse, q, k, v, *others):
 
 @own_op("flexdilated::exchange_keys")
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
-    """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
+    """Return (k, v), each with this rank's tokens, then tokens received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used.
+    heads are padded. Only the shape of q is used.
 
-    bindings: the pattern's run-time tensors, sorted by name; with dropout followed by its seed, which is not read.
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed, which is not
+        read.
     constants: the other arguments of the call (pattern, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
     """
@@ -323,7 +336,8 @@ def exchange(
     Every rank must make this call, and run its backward.
 
     call: the pattern, the engine and other plain arguments.
-    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; if there is dropout, followed by
+        its seed.
     features: without return_lse the lse may be None; dropout is that of `call`, and that of `features` is not read.
 
     One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward

@@ -16,21 +16,21 @@ from ..masks.plan_cache import cache
 from .counts import KVNeeds
 from .group import Sharding
 
-# W ranks, S rows sent, R rows received: each a token of one key/value head
+# W ranks, R vectors of a message, each of one token and KV head
 
 Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 
 
-class MessageRows(NamedTuple):
+class MessageVectors(NamedTuple):
     """Vectors (each of one token and KV head) sent or received by a rank, in message order: by (rank, KV head, token).
 
     heads: KV head of each vector.
-    place: of a sent vector, its local token index on this rank; of a received vector, its index among the tokens
+    tokens: of a sent vector, its local token index on this rank; of a received vector, its index among the tokens
         received in its head.
     """
 
     heads: Int64[Tensor, " R"]
-    place: Int64[Tensor, " R"]
+    tokens: Int64[Tensor, " R"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class ExchangePlan:
 
     received: Tokens
     sent: Tokens
-    local: Ranges  # the positions that this rank holds
-    num_tokens: int  # of all ranks
-    _rows_on: dict[torch.device, tuple[MessageRows, ...]] = field(default_factory=dict, repr=False, compare=False)
+    local: Ranges
+    num_tokens: int
+    _vectors_on: dict[torch.device, tuple[MessageVectors, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -116,18 +116,18 @@ class ExchangePlan:
         keys = tuple((*local_keys, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
-    def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
+    def vectors_on(self, device: torch.device) -> tuple[MessageVectors, ...]:
         """Return (sent, received): KV head and token index of each vector, as tensors on `device`; cached."""
-        if device not in self._rows_on:
+        if device not in self._vectors_on:
             ranges = tuple(keys for by_head in self.sent for ranges in by_head for keys in ranges)
             counts = _num_vectors(self.received)
-            first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
+            first = counts.cumsum(0) - counts  # index of each rank's first vector within its head
             each = counts.flatten()
             row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
             sent = _heads_of_vectors(_num_vectors(self.sent)), local_indices(self.local, ranges)
             received = _heads_of_vectors(counts), first.flatten().repeat_interleave(each) + row
-            self._rows_on[device] = tuple(MessageRows(*(x.to(device) for x in side)) for side in (sent, received))
-        return self._rows_on[device]
+            self._vectors_on[device] = tuple(MessageVectors(*(x.to(device) for x in side)) for side in (sent, received))
+        return self._vectors_on[device]
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
@@ -155,7 +155,8 @@ def _heads_of_vectors(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, two int64 indices per vector."""
+    """Return the estimated bytes of a plan: its ranges, tuples and two int64 indices per vector."""
+    # 320 bytes per range, because placements hold copies of the ranges.
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
     return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))

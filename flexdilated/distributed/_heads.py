@@ -59,12 +59,11 @@ from .group import (
 # L tokens of this rank's shard, N all tokens, D head dim
 
 
-def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
-    """Return, for each rank, the range of heads that it needs of a tensor.
+def heads_of_ranks(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
+    """Return, for each rank, the range of a tensor's heads that it needs.
 
-    The num_heads query heads are split evenly, in order, over the ranks; num_ranks must divide num_heads. of: number of
-    heads of the tensor, which is num_heads for queries, or the number of key/value heads. Several ranks may need the
-    same key/value head.
+    num_heads: number of query heads, split evenly, in order, over the ranks; a multiple of num_ranks.
+    of: number of heads of the tensor: num_heads, or that of key/value heads, each of which several ranks may need.
     """
     share, group = num_heads // num_ranks, num_heads // of
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
@@ -92,15 +91,14 @@ def attend_heads(
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
     """Compute attention over a sequence sharded by `sharding`, where each of W ranks computes H / W heads.
 
-    q, k, v are this rank's tokens; returns their output (B, H, L, D) or, if return_lse is True, (output, lse). A first
-    all-to-all sends q, k and v, so that each rank has its heads for the whole sequence, and any pattern and engine can
-    be used. A second sends the output back to the ranks that hold the queries, and a third the lse, if it is needed.
-    The load is balanced if the rules of the heads have equal work.
+    q, k, v are this rank's tokens; returns their output (B, H, L, E), for v of head dim E, or, if return_lse is True,
+    (output, lse). A first all-to-all sends q, k and v, so that each rank has its heads for the whole sequence, and any
+    pattern and engine can be used. A second sends the output back to the ranks that hold the queries, and a third the
+    lse, if it is needed. The load is balanced if the rules of the heads have equal work.
 
-    bindings: values of the pattern's run-time tensors, for the whole sequence.
+    bindings, dropout_p: as in `distributed.attend`.
     sinks: for all heads of q. Gradients of sinks, of a scale and of tensors that score_mod captures must be summed over
         the ranks.
-    dropout_p: as in `distributed.attend`.
 
     Other arguments: as in `flexdilated.attend`.
 
@@ -125,7 +123,7 @@ def attend_heads(
             f"head parallelism needs a number of query heads that is a multiple of the number of ranks; got {H} "
             f"heads and {W} ranks: {H} heads go on {fitting} ranks, and schedule='exchange' or 'ring' takes any number"
         )
-    mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
+    mine, place = heads_of_ranks(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
     score_mod = fixed_score_mod(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
     q, factor = scaled(q, scale, q.shape[-1])
@@ -153,7 +151,7 @@ def attend_heads(
     return (out, row_lse) if return_lse else out
 
 
-Takers = tuple[range, ...]  # by rank: the heads of one tensor that it receives
+HeadsByRank = tuple[range, ...]  # by rank: the heads of one tensor that it receives
 PiecesByRank = list[list[Tensor]]  # by rank: views into this rank's tensors
 
 
@@ -164,7 +162,7 @@ def tokens_to_heads(
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
     The shards, such as q, k and v, have one dtype and are sent in one all-to-all. The num_heads query heads are split
-    evenly over the ranks; each head of a shard is sent to the ranks that need it, see `taken_heads`.
+    evenly over the ranks; each head of a shard is sent to the ranks that need it, see `heads_of_ranks`.
 
     sharding: `Sharding.numbers()`.
     group: a process group's name.
@@ -172,11 +170,11 @@ def tokens_to_heads(
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
         gradients are sent and summed in that dtype.
     """
-    rank, split, takers_of_tensors = _rank_sharding_and_takers(num_heads, [x.shape[1] for x in shards], sharding, group)
+    rank, split, heads_of_tensors = _rank_sharding_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
-    wholes = [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, takers_of_tensors, strict=True)]
-    sources = _pieces_of_shards(shards, takers_of_tensors, split, rank)
+    wholes = [_empty_whole(x, heads, split, rank, widen) for x, heads in zip(shards, heads_of_tensors, strict=True)]
+    sources = _pieces_of_shards(shards, heads_of_tensors, split, rank)
     targets = _pieces_of_wholes(wholes, split)
     _all_to_all(sources, targets, like=shards[0], group=group, add=False)
     return wholes
@@ -184,8 +182,8 @@ def tokens_to_heads(
 
 @tokens_to_heads.register_fake
 def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
-    rank, split, takers_of_tensors = _rank_sharding_and_takers(num_heads, [x.shape[1] for x in shards], sharding, group)
-    return [_empty_whole(x, takers, split, rank, widen) for x, takers in zip(shards, takers_of_tensors, strict=True)]
+    rank, split, heads_of_tensors = _rank_sharding_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
+    return [_empty_whole(x, heads, split, rank, widen) for x, heads in zip(shards, heads_of_tensors, strict=True)]
 
 
 @own_op("flexdilated::heads_to_tokens")
@@ -199,13 +197,13 @@ def heads_to_tokens(
     Other arguments: as in `tokens_to_heads`. If several ranks have the same head, their values for it are summed, in
     float32 or wider and in the order of the ranks.
     """
-    rank, split, takers_of_tensors = _rank_sharding_and_takers(num_heads, heads, sharding, group)
+    rank, split, heads_of_tensors = _rank_sharding_and_heads(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
-    shared = sum(len(taken) for takers in takers_of_tensors for taken in takers) > sum(heads)
+    shared = sum(len(taken) for heads_by_rank in heads_of_tensors for taken in heads_by_rank) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
     shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, heads, strict=True)]
     sources = _pieces_of_wholes(wholes, split)
-    targets = _pieces_of_shards(shards, takers_of_tensors, split, rank)
+    targets = _pieces_of_shards(shards, heads_of_tensors, split, rank)
     _all_to_all(sources, targets, like=wholes[0], group=group, add=shared)
     return [shard.to(dtype) for shard in shards]
 
@@ -242,16 +240,16 @@ tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_reme
 heads_to_tokens.register_autograd(_heads_to_tokens_backward, setup_context=_remember_heads_to_tokens)
 
 
-def _rank_sharding_and_takers(
+def _rank_sharding_and_heads(
     num_heads: int, heads: Sequence[int], sharding: list[int], group: str
-) -> tuple[int, Sharding, tuple[Takers, ...]]:
+) -> tuple[int, Sharding, tuple[HeadsByRank, ...]]:
     """Return (this rank, the sharding, for each tensor the heads that each rank needs).
 
     num_heads: number of query heads.
     heads: number of heads of each tensor.
     """
     split = Sharding.of(sharding)
-    return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
+    return group_of(group).rank(), split, tuple(heads_of_ranks(num_heads, each, split.num_ranks) for each in heads)
 
 
 def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: float) -> dict[str, object]:
@@ -270,33 +268,33 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: f
     }
 
 
-def _empty_whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
+def _empty_whole(shard: Tensor, heads_by_rank: HeadsByRank, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
 
     It is in float32 or wider if `widen` is True and some head goes to several ranks.
 
     shard: (B, X, L, D), all heads of this rank's tokens.
-    takers: for each rank, the heads that it receives.
+    heads_by_rank: for each rank, the heads that it receives.
     """
-    shared = sum(map(len, takers)) > shard.shape[1]
+    shared = sum(map(len, heads_by_rank)) > shard.shape[1]
     dtype = sum_dtype(shard) if widen and shared else shard.dtype
-    return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
+    return shard.new_empty(shard.shape[0], len(heads_by_rank[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
 def _pieces_of_shards(
-    shards: Sequence[Tensor], takers_of_tensors: Sequence[Takers], split: Sharding, rank: int
+    shards: Sequence[Tensor], heads_of_tensors: Sequence[HeadsByRank], split: Sharding, rank: int
 ) -> PiecesByRank:
     """Return, for each rank r, views of this rank's tokens in the heads that r needs.
 
     One view for each tensor and contiguous range of positions.
 
-    takers_of_tensors: for each shard, the heads that each rank needs.
+    heads_of_tensors: for each shard, the heads that each rank needs.
     """
     bounds = [0, *accumulate(map(len, split.ranges(rank)))]
     return [
         [
-            x[:, takers[peer].start : takers[peer].stop, begin:end]
-            for x, takers in zip(shards, takers_of_tensors, strict=True)
+            x[:, heads_by_rank[peer].start : heads_by_rank[peer].stop, begin:end]
+            for x, heads_by_rank in zip(shards, heads_of_tensors, strict=True)
             for begin, end in pairwise(bounds)
         ]
         for peer in range(split.num_ranks)

@@ -16,7 +16,7 @@ from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
 from .counts import KVNeeds
-from .group import PartSums, PlainCall, Posted, Ranks, Sharding, as_promised, post, whole_rule
+from .group import PartSums, PlainCall, Posted, Ranks, Sharding, post, resolved_pattern, with_dtype_and_strides_of
 from .wire import Codec, Lease, codec_for, gradient_codec, lease_from, pool_named
 
 # B batch, G key/value heads, L tokens of this rank's shard, S tokens of a part of a shard, D head dim
@@ -35,17 +35,17 @@ class ShardPart:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def of(self, x: Tensor) -> Tensor:
-        """View of these tokens of a shard x (B, G, L, ...)."""
+    def view_of(self, x: Tensor) -> Tensor:
+        """Return a view of these tokens of a shard x (B, G, L, ...)."""
         return x[:, :, self.tokens.start : self.tokens.stop]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends some to rank `target`.
+    """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends its own to `target`.
 
-    received: part of the shard of `source`.
-    sent: part of this rank's shard.
+    received: the part of the shard of `source` that this rank receives.
+    sent: the part of this rank's shard that it sends.
 
     The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
     `target`.
@@ -135,11 +135,11 @@ class Ring:
         self.turns: tuple[Turn, ...] = ()
         if len(self.own):  # no other rank sends to a rank without tokens, or waits for it
             heads = range(call.head_offset, call.head_offset + q.shape[1])
-            rule = whole_rule(call.pattern, without_seed(bindings, call.dropout_p)[0], self.sharding.num_tokens)
+            rule = resolved_pattern(call.pattern, without_seed(bindings, call.dropout_p)[0], self.sharding.num_tokens)
             self.turns = turns_of(rule, self.sharding, rank, heads=heads, num_heads_global=call.num_heads_global)
 
     def placement(self, part: ShardPart) -> Placement:
-        """Positions of this rank's queries, and of the keys of `part`."""
+        """Return the positions of this rank's queries and of the keys of `part`."""
         tokens = self.sharding.num_tokens
         return Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
 
@@ -178,12 +178,12 @@ class Ring:
             visit(turn, turn.received, *lease.tensor)
 
     def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
-        """Start to send the keys and values that the turn's target needs, and to receive from its source.
+        """Start to send keys and values to the turn's target, and to receive from its source; return both transfers.
 
         mine: this rank's encoded keys and values.
         """
         lease, length = self.lease_buffer(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
-        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.of(x), len(self.own))]
+        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.view_of(x), len(self.own))]
         receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
         return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
@@ -197,7 +197,7 @@ class Ring:
         """
         width, dtype = (like.shape[3], like.dtype)
         if codec.name is not None:
-            width, dtype = codec.row_bytes(width, dtype), torch.uint8
+            width, dtype = codec.vector_bytes(width, dtype), torch.uint8
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
     def decoded(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
@@ -224,9 +224,9 @@ class Ring:
 
 
 class Gradients:
-    """Sums dk, dv (B, G, L, D) of the gradients of this rank's keys and values.
+    """Accumulates dk and dv (B, G, L, D), the gradients of this rank's keys and values, in place.
 
-    In each turn another rank sends the gradients through its queries, which are added.
+    In each turn another rank sends the contribution of its queries, which is added.
     """
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
@@ -254,7 +254,7 @@ class Gradients:
         like = self.totals[0]
         with self.ring.decoded(transfer, self.codec, like, like.dtype) as came:
             for total, grad in zip(self.totals, came, strict=True):
-                turn.sent.of(total).add_(grad)
+                turn.sent.view_of(total).add_(grad)
         self.begun = None
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class Gradients:
 
 
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
-    """Views of x (B, G, S, ...) for messages: x itself if it is a whole shard, else one per batch entry and head.
+    """Return views of x (B, G, S, ...) for messages: x if it is a whole shard, else one per batch entry and head.
 
     length: number of tokens of the whole shard.
 
@@ -285,7 +285,8 @@ def ring_op(
 
     Every rank must make this call, and run its backward.
 
-    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; with dropout followed by its seed.
+    bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; if there is dropout, followed by
+        its seed.
     constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
 
@@ -352,7 +353,7 @@ def ring_backward_op(
         gradients.settle()
     finally:
         gradients.close()
-    return parts.query_gradient(), as_promised(dk, k), as_promised(dv, v)
+    return parts.query_gradient(), with_dtype_and_strides_of(dk, k), with_dtype_and_strides_of(dv, v)
 
 
 @ring_backward_op.register_fake

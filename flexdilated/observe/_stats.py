@@ -94,7 +94,7 @@ def stats() -> Stats:
 def _pools() -> Iterable[PoolStats]:
     module = sys.modules.get(_POOL_MODULE)
     # The references are copied in one step, because other threads create and free pools.
-    found = () if module is None else (reference() for reference in module.named.valuerefs())
+    found = () if module is None else (reference() for reference in module.pools_by_name.valuerefs())
     for pool in (pool for pool in found if pool is not None):
         device = "any" if pool.device is None else str(pool.device)
         threshold = None if pool.threshold_bytes == sys.maxsize else pool.threshold_bytes

@@ -162,9 +162,9 @@ class SelectorState(NamedTuple):
         own = sum(x.nbytes for x in (*self.pools, self.blocks, self.scores))
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
-    def cut(self, tokens: int) -> SelectorState:
+    def cropped(self, tokens: int) -> SelectorState:
         """State after only the first `tokens` keys; pools and the last query block's choice are kept unchanged."""
-        coarse = None if self.coarse is None else self.coarse.cut(tokens)
+        coarse = None if self.coarse is None else self.coarse.cropped(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
     def select(self, entries: Int64[Tensor, " C"]) -> SelectorState:
@@ -269,7 +269,7 @@ class SelectedCache(KVCache):
         super().__init__(
             selector.within if always is None else always & selector.within, num_heads=num_heads, **options
         )
-        self._keeping = [RowSource(causal(), 0, 1)]
+        self._sources = [RowSource(causal(), 0, 1)]
         self.selector, self._beyond, self._biased = selector, beyond, biased
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:

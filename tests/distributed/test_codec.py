@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.buffers import wire_report
 from flexdilated.distributed import traffic
 from flexdilated.distributed.group._ranks import Ranks
-from flexdilated.distributed.wire._codec import check_codec, choose_codec, codec_named, gradient_codec, row_peak
+from flexdilated.distributed.wire._codec import check_codec, choose_codec, codec_named, gradient_codec, peak_to_rms
 from tests.support.ranks import on_ranks
 from tests.support.sharded_cases import line
 
@@ -57,7 +57,7 @@ def test_bytes_shapes_and_strides(name, dtype) -> None:
     for shape in ((8,), (0, 8), (2, 3, 5, 24), (1, 1, 7, 1), (3, 17)):
         x = torch.randn(shape).to(dtype)
         size = {None: shape[-1] * dtype.itemsize, "bf16": 2 * shape[-1], "int8": shape[-1] + 4}[name]
-        assert codec.row_bytes(shape[-1], dtype) == size
+        assert codec.vector_bytes(shape[-1], dtype) == size
         wire = codec.encode(x)
         assert (wire.shape, wire.dtype) == ((*shape[:-1], size), torch.uint8)
         back = codec.decode(wire, shape[-1], dtype)
@@ -126,7 +126,7 @@ def test_what_a_codec_cannot_reach_is_not_finite() -> None:
 def test_gradients_never_go_below_bf16() -> None:
     for name, dtype in product(NAMES, DTYPES):
         found = gradient_codec(codec_named(name), dtype)
-        assert found.row_bytes(16, dtype) >= 32
+        assert found.vector_bytes(16, dtype) >= 32
         assert found.name == ("bf16" if name and dtype in (torch.float32, torch.float64) else None)
         found.check(dtype)
 
@@ -136,7 +136,7 @@ def test_auto_keeps_the_bound(data: st.DataObject) -> None:
     """And takes int8 wherever half a scale, and the rounding of half precision, is within it for every row."""
     x = data.draw(rows())
     rounding = torch.finfo(x.dtype).eps / 2 if x.dtype.itemsize == 2 else 0
-    half_scale = row_peak(x) * 0.50001 / 127
+    half_scale = peak_to_rms(x) * 0.50001 / 127
     at_the_edge = [1.0001 * half_scale + part * rounding for part in (0, 0.5, 0.9, 1)]
     anywhere = [0.001, 2**-8, 0.0039, 0.005, 0.008, 0.01, 0.02, 0.1, 0.9]
     bound = data.draw(st.sampled_from([edge for edge in (*at_the_edge, *anywhere) if edge < 1]))

@@ -238,7 +238,7 @@ def check_bytes_of_schedules(many: Many):
     shards = many.num_kv_heads * torch.tensor([[sum(each) for each in row] for row in runs]).fill_diagonal_(0)
     exchanged, ringed = int(minimum(needed, sharding).sum(1).max()), int(shards.sum(1).max())
     held = int(shards.sort(1, descending=True).values[:, :2].sum(1).max())
-    how = {"head_dim": 3, "dtype": torch.float32, "batch": 2, "wire_row_bytes": 7}
+    how = {"head_dim": 3, "dtype": torch.float32, "batch": 2, "wire_vector_bytes": 7}
     choice = choose_schedule(many.twin.pattern, sharding, **many.sizes, **how)
     row, wire = 2 * 2 * 3 * 4, 2 * 2 * 7
     assert (choice.exchange_bytes, choice.exchange_memory) == (wire * exchanged, row * exchanged)

@@ -220,7 +220,7 @@ def check_coded(case: ShardedCase, way: Way, coder: Codec, shares: list[Shares],
         totals = [total + each for total, each in zip(totals, others, strict=True)]
         for found, truth in zip(share.parts, (*results, dq), strict=False):
             assert_close(found.double(), truth.detach(), **CLOSE[dtype], msg=lambda text: f"{way}: {text}")
-        row, returned = coder.row_bytes(D, dtype), gradient_codec(coder, wide).row_bytes(D, wide)
+        row, returned = coder.vector_bytes(D, dtype), gradient_codec(coder, wide).vector_bytes(D, wide)
         assert share.received["keys"] * D * dtype.itemsize == bare.received["keys"] * row, way
         assert share.received["gradients"] * D * wide.itemsize == bare.received["gradients"] * returned, way
         if coder.name is None:

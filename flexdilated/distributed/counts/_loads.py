@@ -73,7 +73,7 @@ def choose_schedule(
     head_offset: int = 0,
     num_heads_global: int | None = None,
     batch: int = 1,
-    wire_row_bytes: int | None = None,
+    wire_vector_bytes: int | None = None,
 ) -> ScheduleChoice:
     """Choose "exchange" or "ring" for attention over ranks, by the bytes that the most loaded rank receives and holds.
 
@@ -82,7 +82,7 @@ def choose_schedule(
     more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
     holds more exceeds the factor by which the ring receives more.
 
-    wire_row_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
+    wire_vector_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
     Raises ValueError if the pattern does not fit the sharding's tokens and these heads.
@@ -91,7 +91,7 @@ def choose_schedule(
     tokens = sharding.num_tokens
     rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # includes the values of run-time tensors
     held = 2 * batch * head_dim * dtype.itemsize
-    sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
+    sent = held if wire_vector_bytes is None else 2 * batch * wire_vector_bytes
 
     def build() -> ScheduleChoice:
         counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
@@ -137,8 +137,8 @@ def _choice_by_bytes(exchange_bytes: int, ring_bytes: int, exchange_memory: int,
     return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
 
 
-MOST_RANKS = 4096
-_WIDEST = 70  # characters of a fact
+MOST_RANKS = 4096  # of which `fd.plan` counts the loads
+_WIDEST_FACT = 70  # characters of a fact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class RankLoads:
         rows.append(("max / mean", "", *(f"{each:.4f}" for each in self.max_over_mean.values())))
         headers = ("rank", "tokens", "received\nin the forward", "received\nin the backward", "pairs")
         table = tabulate(rows, headers, disable_numparse=True, colalign=("right",) * len(headers))
-        shown = tabulate(facts, tablefmt="plain", disable_numparse=True, maxcolwidths=[None, _WIDEST])
+        shown = tabulate(facts, tablefmt="plain", disable_numparse=True, maxcolwidths=[None, _WIDEST_FACT])
         return f"{shown}\n\n{table}"
 
 
@@ -241,7 +241,7 @@ def rank_loads(
     width = max(size.dims)
     held = 2 * size.batch * width * size.dtype.itemsize
     key_bytes, gradient_bytes = (
-        2 * size.batch * each.row_bytes(width, size.dtype) for each in (sent, gradient_codec(sent, size.dtype))
+        2 * size.batch * each.vector_bytes(width, size.dtype) for each in (sent, gradient_codec(sent, size.dtype))
     )
     choice = choice_of(counts, held_bytes=held, sent_bytes=key_bytes)
     name, reason = (choice.name, choice.reason) if schedule == "auto" else (schedule, None)

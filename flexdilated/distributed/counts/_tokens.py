@@ -1,10 +1,11 @@
 """Counts of the tokens that each rank needs from each other rank, and of the allowed pairs of each rank's queries.
 
-Chunks: the contiguous ranges of positions that ranks hold, in the order of the sequence. Dilated branches are counted
-in closed form. A segment that contains tokens of two chunks contains all positions between them: the end of the earlier
-chunk and the beginning of the later one. If rates divide their segments, the active tokens of a branch are one residue
-class of all positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the
-beginning of the chunk, its end, or both. Active tokens are the queries and keys of the pairs that a branch allows.
+Chunks are the contiguous ranges of positions that ranks hold, in the order of the sequence. Active tokens of a branch
+are the queries and keys of the pairs that it allows. Dilated branches are counted in closed form. A segment that
+contains tokens of two chunks contains all positions between them: the end of the earlier chunk and the beginning of the
+later one. If rates divide their segments, the active tokens of a branch are one residue class of all positions. So the
+keys that a rank needs in a chunk are a union of residue classes, each restricted to the beginning of the chunk, its
+end, or both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ...masks.core import And, Expression, Pattern, Ranges, common_period, requi
 from ...masks.patterns import Causal, Dilated, missing, run_time_leaves
 from ..group import Sharding
 
-# W ranks, R some of them, n chunks, T turns (a rank's first chunk, its second)
+# W ranks, R some of them, n chunks, T chunks of a rank (1 or 2)
 
 _MOST_COUNTS = 1 << 20  # entries of a (chunk, range) table computed at once: bounds its memory
 
@@ -60,12 +61,12 @@ class Chunks:
 
         T is 1 or 2, and column w is for rank w.
         """
-        turns = torch.full((2, self.num_ranks), -1)
+        own_chunks = torch.full((2, self.num_ranks), -1)
         order = self.rank.argsort(stable=True)
         again = torch.zeros_like(order)
         again[1:] = self.rank[order][1:] == self.rank[order][:-1]
-        turns[again, self.rank[order]] = order
-        return turns if bool(again.any()) else turns[:1]
+        own_chunks[again, self.rank[order]] = order
+        return own_chunks if bool(again.any()) else own_chunks[:1]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
         """Return the sums of `tokens` over the chunks of each rank, indexed [receiver, source]; the diagonal is 0.
@@ -76,7 +77,7 @@ class Chunks:
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
     def count(self, positions: Ranges) -> Int64[Tensor, " n"]:
-        """Number of these positions in each chunk."""
+        """Return the number of these positions in each chunk."""
         first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
         counts = torch.zeros(len(self), dtype=torch.int64)
         for some in torch.arange(len(first)).split(max(1, _MOST_COUNTS // len(self))):
@@ -133,7 +134,7 @@ Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV hea
 
 
 def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens that each rank needs in each chunk, summed over KV heads; undefined for its own chunks.
+    """Return how many tokens each rank needs in each chunk, summed over KV heads; undefined for its own chunks.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
     """
@@ -145,19 +146,19 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
 
 
 def _tokens_of_branches(
-    group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]
+    group: tuple[DilatedBranch, ...], chunks: Chunks, own_chunks: Int64[Tensor, "T R"]
 ) -> Int64[Tensor, "R n"]:
-    """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
+    """Return the number of tokens of each chunk that each of R ranks needs in a KV head; undefined for its own chunks.
 
-    It is undefined for the chunks of the rank itself.
+    A token that several branches need counts once.
 
     group: the branches of the head, by ascending rate.
-    turns: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
+    own_chunks: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
     """
-    total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
+    total = torch.zeros(own_chunks.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
-        head, tail = _needed_bounds(branch, chunks, turns)
+        head, tail = _needed_bounds(branch, chunks, own_chunks)
         _, *holders = _containing_branches(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
         # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
@@ -168,7 +169,7 @@ def _tokens_of_branches(
 
 
 def _needed_bounds(
-    branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
+    branch: DilatedBranch, chunks: Chunks, own_chunks: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
     """Return (head, tail), bounds of the keys that each of R ranks needs in each chunk of another rank.
 
@@ -178,7 +179,7 @@ def _needed_bounds(
     chunk's first segment and, unless causal, up to the end of its last segment, if the chunk has an active query in
     that segment.
 
-    turns: for each of the R ranks, indices of its chunks; -1 if missing.
+    own_chunks: for each of the R ranks, indices of its chunks; -1 if missing.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
@@ -188,7 +189,7 @@ def _needed_bounds(
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
     head, tail = chunks.start, chunks.stop
     each = torch.arange(len(chunks))
-    for chunk in turns[..., None]:  # of each rank's queries; -1, for no chunk, selects the last entry: no keys
+    for chunk in own_chunks[..., None]:  # chunk of queries of each rank; -1, no chunk, selects the last entry: no keys
         later = torch.where(chunk < each, on_to[chunk], 0)
         head = torch.maximum(head, torch.minimum(later, chunks.stop))
         tail = torch.minimum(tail, torch.maximum(torch.where(chunk > each, back_to[chunk], nowhere), chunks.start))
@@ -229,13 +230,13 @@ def _containing_branches(group: tuple[DilatedBranch, ...], index: int) -> list[i
 
 
 def _num_active(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
-    """Number of positions in [begin, end) that equal the branch's offset modulo its rate; 0 if end <= begin."""
+    """Return how many positions in [begin, end) equal the branch's offset modulo its rate; 0 if end <= begin."""
     before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
     return (upto - before).clamp_(min=0)
 
 
 def _quotient(number: Tensor, divisor: int) -> Tensor:
-    """Floor division; uses a shift for powers of two, which is several times as fast."""
+    """Return number // divisor, by a shift for powers of two, which is several times as fast."""
     if divisor & (divisor - 1):
         return number.div(divisor, rounding_mode="floor")
     return number >> divisor.bit_length() - 1
@@ -269,9 +270,9 @@ def tokens_by_chunk(
 def _tokens_of_rules(
     group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks
 ) -> Int64[Tensor, "W n"]:
-    """Number of tokens of each chunk that each rank needs in a KV head whose query heads have the rules in `group`.
+    """Return the number of tokens of each chunk that each rank needs in a KV head, by the rules of its query heads.
 
-    group: (rule for one head, index of a head that follows it) pairs.
+    group: (rule for one head, index of a head with this rule) pairs.
     """
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
@@ -281,18 +282,18 @@ def _tokens_of_rules(
     return tokens
 
 
-RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head that follows it
+RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head with this rule
 
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
     """Finds the keys that some queries need in each KV head of this device, by the rules of its query heads.
 
-    groups: for each KV head, the distinct rules of its query heads, each with the index of a head that follows it.
+    groups: for each KV head, the distinct rules of its query heads, each with the index of a head with this rule.
     """
 
     num_heads_global: int
-    groups: tuple[tuple[RuleHead, ...], ...]  # the distinct rules of each KV head's query heads
+    groups: tuple[tuple[RuleHead, ...], ...]
     _known: dict[tuple[KeyQuery, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
@@ -320,14 +321,14 @@ class KVNeeds:
         pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
         firsts = range(head_offset, head_offset + num_heads, size)
-        # Groups with equal rules must compare equal: each rule is paired with the first head of all that follows it.
+        # Groups with equal rules must compare equal: each rule is paired with the first of all heads with this rule.
         follower = rules_of_heads(pattern, range(head_offset, head_offset + num_heads), total)
         rules = (rules_of_heads(pattern, range(at, at + size), total) for at in firsts)
         groups = tuple(tuple((rule, follower[rule]) for rule in each) for each in rules)
         return cls(total, groups)
 
     def by_head(self, queries: Ranges, keys: Ranges) -> tuple[Ranges, ...]:
-        """For each KV head, the positions among `keys` that some of `queries` need."""
+        """Return, for each KV head, the positions among `keys` that some of `queries` need."""
         if not queries or not keys:
             return ((),) * len(self.groups)
         return tuple(self.in_head([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
@@ -335,7 +336,7 @@ class KVNeeds:
     def in_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
-        runs: pairs ((rule for one head, index of a head that follows it), range of positions of queries in that head).
+        runs: pairs ((rule for one head, index of a head with this rule), range of positions of queries in that head).
         """
         # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))
@@ -359,7 +360,7 @@ def work_of_ranks(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Int64[Tensor, " W"]:
-    """Number of (query, key) pairs that the pattern allows for each rank's queries, summed over the query heads.
+    """Return the number of (query, key) pairs that the pattern allows for each rank's queries, over all query heads.
 
     A pair counts once for each branch of a mixture that allows it. The number is for one batch entry; if run-time
     tensors have values by batch entry, it is the sum over their entries.

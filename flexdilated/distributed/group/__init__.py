@@ -1,9 +1,18 @@
 """Ranks of a mesh, shardings, shard and unshard, messages with byte counts, and the check that ranks make equal calls.
 
-Every rank computes the plans of all ranks, so ranks first compare their calls; if these differ, all raise an error.
+Each rank derives from its own arguments the messages that it sends and expects, so ranks first compare their calls; if
+these differ, all raise an error.
 """
 
-from ._call import PartSums, PlainCall, as_promised, check_agreement, constant_probability, values_of, whole_rule
+from ._call import (
+    PartSums,
+    PlainCall,
+    check_agreement,
+    constant_probability,
+    resolved_pattern,
+    tensor_digests,
+    with_dtype_and_strides_of,
+)
 from ._messages import Posted, communicating, post, shared_dropout
 from ._ranks import Ranks, Role, Traffic, group_of, record, traffic
 from ._sharding import ORDERS, Sharding, ShardOrder, check_sharding, check_shards, equal_shards, shard, unshard

@@ -1,8 +1,9 @@
-"""Arguments of a call over ranks as plain values, and the check, before any message, that they are equal on all ranks.
+"""Arguments of a call over ranks, the check that they are equal on all ranks, and sums of attention over parts of keys.
 
-Every rank computes the plans of all ranks. If arguments differ between ranks, messages do not match: gloo then ends the
-process, and NCCL waits. The check uses the group's key-value store. A collective could be matched with a transfer that
-another rank has begun; the store cannot, so all ranks end within the group's timeout.
+Each rank derives from its own arguments the messages that it sends and expects. If arguments differ between ranks,
+messages do not match: gloo then ends the process, and NCCL waits. So ranks check them before any message, through the
+group's key-value store. A collective could be matched with a transfer that another rank has begun; the store cannot, so
+all ranks end within the group's timeout.
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ class PlainCall(NamedTuple):
 
 
 def uninitialised_rows(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
+    """Return uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
-def as_promised(x: Tensor, like: Tensor) -> Tensor:
+def with_dtype_and_strides_of(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ.
 
     The fake implementations of the custom ops declare this dtype and these strides.
@@ -143,7 +144,7 @@ class PartSums:
         if self.sums is None:
             return uninitialised_rows(self.q)
         out, lse = self.sums if sinks is None else add_sinks(*self.sums, sinks)
-        return as_promised(out, self.q), lse.contiguous()
+        return with_dtype_and_strides_of(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return [dk, dv] of keys k and values v, in float32 or wider; add this part's contribution to dq.
@@ -160,11 +161,11 @@ class PartSums:
 
     def query_gradient(self) -> Tensor:
         """Return dq over the parts so far, in the dtype and memory format of q; 0 for no parts."""
-        return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
+        return torch.zeros_like(self.q) if self.dq is None else with_dtype_and_strides_of(self.dq, self.q)
 
 
 def constant_probability(name: str, value: object) -> float:
-    """Return a probability as a float that is a constant in a graph; raises as `require_probability`.
+    """Return `value`, a probability, as a float that is a constant in a graph; raises as `require_probability`.
 
     With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to which
     `index` specializes the graph; so the probability is converted to an integer and back.
@@ -172,7 +173,7 @@ def constant_probability(name: str, value: object) -> float:
     return index(int(require_probability(name, value) * 2**62)) / 2**62
 
 
-def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
+def resolved_pattern(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """Return the pattern, given in JSON, with its run-time tensors replaced by their values.
 
     bindings: the tensors, for a sequence of num_tokens tokens, sorted by name.
@@ -193,7 +194,7 @@ class _Checks:
     count: int = 0
 
     @property
-    def next_place(self) -> str:
+    def next_prefix(self) -> str:
         """Prefix of the next check's keys in the store; equal on all ranks, because every rank makes every check."""
         return f"flexdilated/agreement/{self.count}"
 
@@ -210,7 +211,7 @@ def check_agreement(
     once: returns further facts, which are slow to compute or may change later. They are compared only if `facts` have
         not passed before.
 
-    All ranks must make equal checks in one order.
+    All ranks must make the same checks in the same order.
 
     Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
     not make the check within the group's timeout.
@@ -219,16 +220,16 @@ def check_agreement(
     digest, call = _digest_and_text(tuple(facts.items()))
     if ranks.size == 1 or digest in checks.agreed:
         return
-    place = checks.next_place
+    prefix = checks.next_prefix
     checks.count += 1
     first, call = (digest, call) if once is None else _digest_and_text((*facts.items(), *once().items()))
     try:
-        verdict = _verdict(ranks, place, first, call)
+        verdict = _verdict(ranks, prefix, first, call)
     except RuntimeError as error:  # stores raise no specific class
         limit_s = timeout_of(ranks).total_seconds()
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
-            f"{_absent_text(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A "
+            f"{_absent_text(ranks, prefix)} did not answer within the timeout of the process group, {limit_s:g} s. A "
             f"peer may have died, may hang, or may not make this rank's new call: {_call_text(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
@@ -236,8 +237,8 @@ def check_agreement(
     checks.agreed.add(digest)
 
 
-def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
-    """Map the name of each run-time tensor of a pattern to text with its shape, dtype and a digest of its values.
+def tensor_digests(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
+    """Return {"run-time tensor 'NAME'": text with shape, dtype and a digest of its values} for a pattern's tensors.
 
     tensors: the values of the run-time tensors, sorted by name.
     """
@@ -255,10 +256,10 @@ def waiting_ranks_text(ranks: Ranks) -> str:
     It states their arguments; "" if no rank waits, or the store cannot be read.
     """
     group = group_of(ranks.name)
-    place, store = _checks.setdefault(group, _Checks()).next_place, group.get_group_store()
+    prefix, store = _checks.setdefault(group, _Checks()).next_prefix, group.get_group_store()
     try:
-        there = [rank for rank in ranks.others if store.check([f"{place}/{rank}"])]
-        calls = [f"rank {rank}: {_call_text(json.loads(store.get(f'{place}/{rank}')))}" for rank in there]
+        there = [rank for rank in ranks.others if store.check([f"{prefix}/{rank}"])]
+        calls = [f"rank {rank}: {_call_text(json.loads(store.get(f'{prefix}/{rank}')))}" for rank in there]
     except RuntimeError:  # the process that serves the store may be the one that died
         return ""
     return f"Meanwhile other ranks have begun a call with other arguments ({'; '.join(calls)})." if calls else ""
@@ -271,37 +272,38 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
 
 
-def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
+def _verdict(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Under the prefix `place`, each rank adds 1 to the count of its digest. The last rank to come compares the count of
-    its digest with the number of ranks.
+    Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the number
+    of ranks.
 
+    prefix: of the check's keys in the store.
     call: the facts, as JSON.
     """
     store = group_of(ranks.name).get_group_store()
-    store.set(f"{place}/{ranks.rank}", call)
-    store.add(f"{place}/{digest}", 1)
-    if store.add(f"{place}/come", 1) == ranks.size:
+    store.set(f"{prefix}/{ranks.rank}", call)
+    store.add(f"{prefix}/{digest}", 1)
+    if store.add(f"{prefix}/come", 1) == ranks.size:
         verdict = _AGREED
-        if store.add(f"{place}/{digest}", 0) != ranks.size:
-            verdict = disagreement_text([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
-        store.set(f"{place}/verdict", verdict)
+        if store.add(f"{prefix}/{digest}", 0) != ranks.size:
+            verdict = disagreement_text([json.loads(store.get(f"{prefix}/{rank}")) for rank in range(ranks.size)])
+        store.set(f"{prefix}/verdict", verdict)
     else:
-        store.wait([f"{place}/verdict"], timeout_of(ranks))
-        verdict = store.get(f"{place}/verdict").decode()
-    if store.add(f"{place}/read", 1) == ranks.size and verdict == _AGREED:
+        store.wait([f"{prefix}/verdict"], timeout_of(ranks))
+        verdict = store.get(f"{prefix}/verdict").decode()
+    if store.add(f"{prefix}/read", 1) == ranks.size and verdict == _AGREED:
         for key in (*range(ranks.size), digest, "come", "verdict", "read"):
-            store.delete_key(f"{place}/{key}")
+            store.delete_key(f"{prefix}/{key}")
     record("set-up", sent=len(call), received=len(verdict))
     return verdict
 
 
-def _absent_text(ranks: Ranks, place: str) -> str:
+def _absent_text(ranks: Ranks, prefix: str) -> str:
     store = group_of(ranks.name).get_group_store()
     try:
         return (
-            _ranks_text([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])])
+            _ranks_text([rank for rank in ranks.others if not store.check([f"{prefix}/{rank}"])])
             or "a rank that began it"
         )
     except RuntimeError:
@@ -327,7 +329,7 @@ def disagreement_text(calls: Sequence[dict[str, str]]) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Text such as "ranks 0, 1, 5", in which at most 8 ranks are named; "" for no ranks."""
+    """Return text such as "ranks 0, 1, 5", in which at most 8 ranks are named; "" for no ranks."""
     if not ranks:
         return ""
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""Messages between ranks, counted in `Traffic`; the seed of dropout of all ranks; the error if another rank fails."""
+"""Messages between ranks, counted in `Traffic`; the dropout seed of all ranks; the error if another rank fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 
 @dataclass
 class Posted:
-    """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read.
+    """Messages in transfer: do not read received tensors before `wait`, nor change sent ones before `wait_for_all`.
 
     sent: tensors, kept until they are sent.
     lease: lease of the receiving buffer, or None; `drop` releases it.
@@ -33,8 +33,8 @@ class Posted:
 
     role: Role
     ranks: Ranks
-    sent: list[Tensor]  # kept alive until sent
-    lease: Any = None  # of the buffer that receives; `drop` releases it
+    sent: list[Tensor]
+    lease: Any = None
     arriving: list[dist.Work] = field(default_factory=list)
     leaving: list[dist.Work] = field(default_factory=list)
 

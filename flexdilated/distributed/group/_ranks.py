@@ -1,4 +1,4 @@
-"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs; counts of the bytes sent."""
+"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs; `Traffic`: counts of bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: object) -> Ranks:
-        """The ranks of a one-dimensional DeviceMesh that contains this process.
+        """Return the ranks of a one-dimensional DeviceMesh that contains this process.
 
         Raises TypeError or ValueError for anything else.
         """
@@ -51,7 +51,7 @@ class Ranks:
 
     @classmethod
     def named(cls, name: str, device_type: str) -> Ranks:
-        """The ranks of the process group `name`; ops refer to a group by its name."""
+        """Return the ranks of the process group `name`; ops refer to a group by its name."""
         group = group_of(name)
         return cls(name, group.size(), group.rank(), device_type)
 
@@ -62,7 +62,7 @@ class Ranks:
 
 
 def group_of(name: str) -> ProcessGroup:
-    """The process group of this name. Raises RuntimeError if this process has not made it."""
+    """Return the process group of this name. Raises RuntimeError if this process has not made it."""
     try:
         return _torch_private.resolve_process_group(name)
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def group_of(name: str) -> ProcessGroup:
 
 
 def timeout_of(ranks: Ranks) -> timedelta:
-    """Timeout of a transfer; torch's default if there is no backend for this kind of device or the backend has none."""
+    """Return the timeout of a transfer: the one of the group's backend for this kind of device, or torch's default."""
     try:
         backend = _torch_private.get_backend(group_of(ranks.name), torch.device(ranks.device_type))
     except RuntimeError:  # no backend for this kind: `check_device` raises a better error
@@ -105,7 +105,7 @@ class Traffic:
     * "keys": keys and values for the queries of other ranks.
     * "gradients": gradients of these keys and values, sent back.
     * "heads": exchanges of head parallelism.
-    * "shards": `unshard` and its gradient, also in `SelectedAttention` with a mesh.
+    * "shards": `unshard` and its gradient, also where modules call it, such as `SelectedAttention` with a mesh.
     * "set-up": the check that all ranks agree, the choice of codec "auto", and the seed of dropout.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
@@ -135,7 +135,7 @@ _traffic = Traffic()
 
 
 def traffic() -> Traffic:
-    """The `Traffic` of this process: counts of bytes and transfers since the process began, or since `Traffic.reset`.
+    """Return the `Traffic` of this process: bytes and transfers since the process began, or since `Traffic.reset`.
 
     >>> print(sum(fd.distributed.traffic().sent.values()), 'bytes')
     0 bytes

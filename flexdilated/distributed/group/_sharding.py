@@ -40,7 +40,7 @@ class Sharding:
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
         have one token more. In zigzag order a rank's two chunks are halves of its shard; if its length is odd, the
         first chunk has one token more. After construction the field always holds the lengths, so two shardings are
-        equal if they have one order and assign the same positions to each rank.
+        equal if they have the same order and assign the same positions to each rank.
 
     Raises TypeError or ValueError for other values.
 
@@ -79,11 +79,11 @@ class Sharding:
         return self.shard_lengths
 
     def length(self, rank: int) -> int:
-        """Number of tokens of rank `rank`."""
+        """Return the number of tokens of rank `rank`."""
         return self.lengths[self._checked_rank(rank)]
 
     def ranges(self, rank: int) -> Ranges:
-        """Positions of rank `rank`: one or two ascending `range`s, or () for no tokens."""
+        """Return the positions of rank `rank`: one or two ascending `range`s, or () for no tokens."""
         chunks = [self._chunk(self._checked_rank(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
@@ -92,7 +92,7 @@ class Sharding:
         return tuple(chunk for chunk in chunks if chunk)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Int64[Tensor, " L"]:
-        """Position, in the whole sequence, of each token of rank `rank`, as rotary embeddings need them."""
+        """Return the position in the whole sequence of each token of rank `rank`, as rotary embeddings need it."""
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.ranges(rank)]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -328,7 +328,7 @@ def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
 
 
 def equal_shards(length: int, ranks: Ranks) -> Sharding:
-    """The default sharding: contiguous, with `length` tokens on every rank. Raises ValueError if length is 0."""
+    """Return the default sharding: contiguous, with `length` tokens on every rank. Raises ValueError if length is 0."""
     length = index(length)  # a constant in a compiled graph
     if not length:
         raise ValueError(

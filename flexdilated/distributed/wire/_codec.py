@@ -1,6 +1,6 @@
 """Codecs: encodings of key and value vectors in a message; codec "auto" is the narrowest that keeps an error bound.
 
-For "auto" all ranks choose the same codec, from the largest `row_peak` of all ranks.
+For "auto" all ranks choose the same codec, from the largest `peak_to_rms` of all ranks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from ..group import Ranks, group_of, record
 
-# B batch, G key/value heads, L tokens of this rank, D numbers in a row, R bytes of an encoded row
+# B batch, G key/value heads, L tokens of this rank, D numbers in a vector, R bytes of an encoded vector
 
 CodecName = Literal["bf16", "int8"]
 CodecChoice = CodecName | Literal["auto"] | None
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LEVELS = 127  # largest int8 level; symmetric, so that a row and its negative have equal errors
+_LEVELS = 127  # largest int8 level; symmetric, so that a vector and its negative have equal errors
 _SCALE_BYTES = 4
 _FLOAT32 = torch.finfo(torch.float32)
 
-# Bounds on |decoded − row| / |row|. int8: half a scale, including float32 rounding, for a row whose numbers all have
-# one magnitude; multiply by `row_peak` for other rows.
+# Bounds on |decoded − x| / |x| of a vector x. int8: half a scale, including float32 rounding, if all numbers of x have
+# one magnitude; multiply by `peak_to_rms` for other vectors.
 BF16_ERROR = 2.0**-8
 INT8_ERROR = 0.50001 / 127
 
@@ -38,14 +38,15 @@ class Codec:
 
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
         for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
-        number and one float32 scale per vector, its largest magnitude over 127; errors are at most half a scale. A
-        vector that is not finite, or whose scale exceeds float32, decodes to NaN.
+        number and one float32 scale per vector, its largest magnitude over 127, but at least the smallest normal
+        float32; errors are at most half a scale. A vector that is not finite, or whose scale exceeds float32, decodes
+        to NaN.
     """
 
     name: CodecName | None
 
-    def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of an encoded vector of `head_dim` numbers of this dtype."""
+    def vector_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
+        """Return the bytes of an encoded vector of `head_dim` numbers of this dtype."""
         return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._wire_dtype(dtype).itemsize
 
     def check(self, dtype: torch.dtype) -> None:
@@ -69,7 +70,7 @@ class Codec:
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
         rows, largest = _vectors_and_largest(x)
-        # A scale of at least the smallest normal number: rows of 0 need no special case, and some devices flush
+        # A scale of at least the smallest normal number: vectors of 0 need no special case, and some devices flush
         # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
         scale = scale.where(scale.isfinite(), math.nan)
@@ -87,7 +88,9 @@ class Codec:
         head_dim, dtype: of the vectors before they were encoded.
         out: a tensor of any strides and any floating dtype.
         """
-        assert wire.shape[-1] == self.row_bytes(head_dim, dtype), f"{head_dim} numbers of {dtype} are no {wire.shape}"
+        assert wire.shape[-1] == self.vector_bytes(head_dim, dtype), (
+            f"{head_dim} numbers of {dtype} are no {wire.shape}"
+        )
         if out is None:
             out = torch.empty((*wire.shape[:-1], head_dim), dtype=dtype, device=wire.device)
         if self.name != "int8":
@@ -101,7 +104,7 @@ class Codec:
 
 
 def codec_named(name: str | None) -> Codec:
-    """The codec of this name; None: vectors unchanged.
+    """Return the codec of this name: "bf16", "int8", or None, which leaves vectors unchanged.
 
     Raises ValueError for any other name.
     """
@@ -111,7 +114,7 @@ def codec_named(name: str | None) -> Codec:
 
 
 def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
-    """Codec for the gradients of keys and values that were sent with `codec`.
+    """Return the codec for the gradients of keys and values that were sent with `codec`.
 
     dtype: of the gradients.
 
@@ -142,7 +145,7 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """The first of int8, bf16 and None that keeps |decoded − x| / |x| within the bound for each vector x of all ranks.
+    """Return the first of int8, bf16 and None with |decoded − x| / |x| within the bound for each vector x of all ranks.
 
     bf16 is tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0
     but has an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
@@ -155,7 +158,7 @@ def choose_codec(
     largest_peak, peak = (error_bound - rounding) / INT8_ERROR, 1.0
     takes_bf16 = wider and error_bound >= BF16_ERROR
     if largest_peak >= 1 or takes_bf16:
-        peak = max(row_peak(k), row_peak(v))
+        peak = max(peak_to_rms(k), peak_to_rms(v))
         if ranks is not None and ranks.size > 1:
             shared = torch.tensor(peak, dtype=torch.float64, device=ranks.device_type)
             dist.all_reduce(shared, dist.ReduceOp.MAX, group=group_of(ranks.name))
@@ -182,8 +185,8 @@ def codec_for(
     return codec_named(None if name == "bf16" and k.dtype == torch.bfloat16 else name)
 
 
-def row_peak(x: Float[Tensor, "... D"]) -> float:
-    """Largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
+def peak_to_rms(x: Float[Tensor, "... D"]) -> float:
+    """Return the largest ratio, over all vectors, of a vector's largest magnitude to its root mean square.
 
     The ratio of a vector of zeros is 1, and so is the result for a tensor without vectors. The result is infinite if a
     vector is not finite, exceeds the range of bfloat16, or is not 0 but has an int8 scale that is no normal float32.

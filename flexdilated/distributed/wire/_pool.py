@@ -19,9 +19,9 @@ from ...masks.core import bytes_text, device_kind
 
 _Buffer = tuple[int, torch.device, Any, torch.UntypedStorage]  # bytes, device, stream that orders its uses, storage
 _AUTO_THRESHOLD_BYTES = {"cpu": 1 << 24}  # from this size a lease saves a tenth of the time: bench/results/pool.json
-_numbers = count()
-_of_devices: dict[torch.device, BufferPool] = {}
-named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
+_pool_ids = count()
+_device_pools: dict[torch.device, BufferPool] = {}
+pools_by_name: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 
 
 @dataclass
@@ -110,14 +110,14 @@ class BufferPool:
             if number is not None and (not isinstance(number, int) or number < 0):
                 raise ValueError(f"{name} must be an integer, at least 0; got {number!r}")
         self.device = None if device is None else torch.empty(0, device=device).device  # resolves the device index
-        self.threshold_bytes, self.budget_bytes, self.name = threshold_bytes, budget_bytes, f"pool {next(_numbers)}"
+        self.threshold_bytes, self.budget_bytes, self.name = threshold_bytes, budget_bytes, f"pool {next(_pool_ids)}"
         self._lock, self._counts = Lock(), PoolStatistics()
         self._idle: list[_Buffer] = []  # in order of return
         self._open: WeakKeyDictionary[Lease, _Buffer] = WeakKeyDictionary()
-        named[self.name] = self
+        pools_by_name[self.name] = self
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Lease:
-        """Lease of a contiguous uninitialised tensor; device=None: the pool's device, or torch's default.
+        """Return a lease of a contiguous uninitialised tensor; device=None: the pool's device, or torch's default.
 
         Raises ValueError for a device that is not the pool's.
         """
@@ -233,7 +233,7 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
     """
     if name in ("", "auto"):
         return pool_for(device) if name else None
-    pool = named.get(name)
+    pool = pools_by_name.get(name)
     if pool is None:
         raise RuntimeError(f"a BufferPool must live as long as what was compiled with it; {name!r} no longer exists")
     return pool
@@ -248,9 +248,9 @@ def pool_for(device: torch.device | str) -> BufferPool:
     """
     where = torch.empty(0, device=device).device
     threshold = _AUTO_THRESHOLD_BYTES.get(where.type, maxsize)
-    return _of_devices.get(where) or _of_devices.setdefault(where, BufferPool(where, threshold_bytes=threshold))
+    return _device_pools.get(where) or _device_pools.setdefault(where, BufferPool(where, threshold_bytes=threshold))
 
 
 def lease_from(pool: BufferPool | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
-    """Lease of a tensor from the pool, or of a newly allocated tensor if `pool` is None."""
+    """Return a lease of a tensor from the pool, or of a newly allocated tensor if `pool` is None."""
     return pool.lease(shape, dtype, device) if pool else Lease(torch.empty(tuple(shape), dtype=dtype, device=device))

@@ -301,7 +301,7 @@ class _Layer(CacheLayerMixin):
             for reader in (self.known | self.readers).values():
                 reader.check_crop(self.num_tokens + tokens_to_remove)
             self.held.sources = _sources(self.known | self.readers)
-            self.held.take_back(self.num_tokens + tokens_to_remove, self.num_tokens)
+            self.held.crop(self.num_tokens + tokens_to_remove, self.num_tokens)
             self.num_tokens += tokens_to_remove
 
     def reset(self) -> None:
