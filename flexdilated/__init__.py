@@ -1,4 +1,4 @@
-"""Exact, fast sparse attention over long sequences, on PyTorch's FlexAttention."""
+"""Exact sparse attention over long sequences in PyTorch: by torch's kernels on CPU, by FlexAttention on GPUs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

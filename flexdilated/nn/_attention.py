@@ -63,7 +63,7 @@ class BlockSparseAttention(nn.Module):
     dropout: probability of dropping an attention weight, in training.
     sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
         exp(sink) to every softmax denominator.
-    num_heads: only with sinks=True.
+    num_heads: number of query heads; required with sinks=True, else None.
     scale: factor on the scores, a number; None: 1 / sqrt(D).
     enable_gqa, engine, block_size, autotune: as in `attend`; autotune must be False with a mesh.
     mesh: the ranks that share the sequence, a DeviceMesh of one dimension; None for one device. With a mesh, q, k, v
@@ -142,7 +142,7 @@ class BlockSparseAttention(nn.Module):
         """Attention output; 0 for a query that may attend to no key.
 
         Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. With a mesh
-        the sharding determines positions: leave both out, or give 0; anything else raises ValueError.
+        the sharding determines positions, and an offset other than None or 0 raises ValueError.
 
         score_mod, bindings, head_offset, num_heads_global: as in `attend`.
         key_padding_mask: True for keys to hide; None to hide none.

@@ -100,7 +100,7 @@ class SelectedLayers:
 LAYOUTS = ("auto", "natural", "residue")
 NORMS = ("layer", "rms")
 POSITIONS = ("rotary", "xpos", "learned")
-XPOS_SPAN = 126  # in units of xpos_scale: the least factor to the power of half of it is near float32's smallest number
+XPOS_SPAN = 126  # most tokens in units of xpos_scale: (2 / 7)^63, the smallest factor, is in float32's range
 
 
 OTHER_NAMES = {

@@ -256,7 +256,7 @@ def _shares(
 ) -> Float[Tensor, "h n"]:
     """Attention that query block row[i] gives to key block column[i]: shares, summed over queries and batch entries.
 
-    heads: indices on this device of the h heads, each of which has all n results.
+    heads: indices of the h heads among this device's; the result has n numbers for each.
     rule: function (query positions, key positions) -> allowed pairs, equal for all `heads`; None allows all pairs.
     """
     groups = given.q.shape[1] // given.k.shape[1]

@@ -17,7 +17,7 @@ from ..masks.core import And, Box, Extent, Progression, device_kind, outside_tor
 from ..masks.patterns import names
 from ..masks.text import read_text
 
-# M keys, C blocks of keys, n rows, x listed boxes, o boxes with separate pools, p groups of w such boxes
+# M keys, C key blocks, n query blocks, x listed boxes, o boxes with separate pools, p groups of w such boxes
 
 # State of a box. NOTHING: choosing it adds no pair. PLAIN: a candidate that adds all its pairs. WHOLE: a candidate that
 # adds some pairs, with all keys visible. PARTIAL_VIEW: a candidate with hidden keys. UNCHOSEN: not a candidate,
@@ -25,8 +25,8 @@ from ..masks.text import read_text
 NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
 
 _CELLS = 1 << 20  # pairs evaluated at once
-_WIDEST = 64  # most boxes of one block that are scored by one product
-_KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds them
+_WIDEST = 64  # most boxes of one key block that are scored by one product
+_KEPT = 1 << 26  # most boxes of a call for which they are cached; with more, each call builds them
 
 
 class QueryBlocks(NamedTuple):
@@ -175,11 +175,11 @@ class SelectionRule(NamedTuple):
 
 
 class PartialViews(NamedTuple):
-    """Candidate boxes with keys that their query block does not see; each box is scored by pools of its other keys.
+    """Candidate boxes with keys that their query block does not see; a box is scored by pools of only the seen keys.
 
-    C: number of key blocks. The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
+    The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
 
-    place: row * C + block of each box, ascending.
+    place: query block * C + key block of each box, ascending; C: number of key blocks.
     at: index of each box, in the order of `place`, in the flattened groups.
     block: key block of each group.
     row: query block of each box in the groups; 0 for padding.
@@ -201,7 +201,7 @@ class Boxes(NamedTuple):
     state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
         candidate that adds some pairs, whose keys are all visible to the query block; PARTIAL_VIEW: a candidate with
         keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
-    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending.
+    place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
     partial: the candidates with hidden keys; None if there are none.
     sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
@@ -345,8 +345,8 @@ def _visibility(
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
-    The first mask is None if every query that is scored sees a key. With rows.whole all queries are scored, else the
-    first one of each query block. The second mask is None if all keys are seen.
+    The first mask is None if all queries by which query blocks are scored see a key: with rows.whole all queries, else
+    the first one of each query block. The second mask is None if all keys are seen.
 
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.
@@ -358,7 +358,7 @@ def _visibility(
     keys.index_add_(0, some.block, some.view.long())
     inside = torch.arange(rows.query_block) < num_queries[:, None]
     shown = (queries > 0) & inside
-    if rows.whole and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first row
+    if rows.whole and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first query block
         shown[0] = shown[0].roll(rows.lead)
         inside[0] = inside[0].roll(rows.lead)
     looked = slice(None) if rows.whole else slice(0, 1)

@@ -14,7 +14,7 @@ from ..engines import sum_dtype
 from ._boxes import Boxes, PartialViews, QueryBlocks, SelectionCall, SelectionRule, found_in
 from ._choose import masked_lse
 
-# B batch, H query heads, G key/value heads, N queries, M keys, C blocks of keys, n rows, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, C key blocks, n query blocks, D head dim
 
 
 class Pools(NamedTuple):
@@ -96,11 +96,11 @@ def in_rows(q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range) -> Floa
     return shown.unflatten(2, (len(part), rows.query_block))
 
 
-# b batch entries, h query heads, g key/value heads, N queries, M keys, C blocks of keys, n rows, L blocks to choose
+# b batch entries, h query heads, g key/value heads, N queries, M keys, C key blocks, n query blocks, L blocks to choose
 # from, o boxes with separate pools, p groups of w such boxes, D head dim
 
 LOGS = ("mass", "antidiagonal")  # scorers whose scores are logarithms of shares
-_AT_ONCE = 1 << 21  # most numbers of an intermediate tensor
+_AT_ONCE = 1 << 21  # largest number of elements of an intermediate tensor
 
 
 def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
@@ -125,7 +125,7 @@ def scores_of(
 
     pools: result of `pools_for`.
     boxes: the boxes of these query blocks under `rule`.
-    lists: the L blocks of each query block to score; None scores all C blocks.
+    lists: the L key blocks to score for each query block; None scores all C blocks.
 
     Scores of blocks that may not be chosen are arbitrary.
     """
@@ -149,7 +149,7 @@ def scores_of(
 def _scores_of_partial_views(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], boxes: PartialViews, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Score of each box (query block, key block) in `boxes`, by pools over only the keys that the query block sees.
+    """Score of each box in `boxes`, in the order of `boxes.place`, by pools of only the keys that its query block sees.
 
     queries: one for each query block, with the scale applied.
     block: tokens of a key block.
@@ -186,7 +186,7 @@ def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Scores of the blocks that `lists` has for each query block, arbitrary for block -1; all scores if it is None."""
+    """Scores of the blocks that `lists` has for each query block, arbitrary for block -1; `scores` if it is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )

@@ -1,4 +1,4 @@
-"""Custom op that scores and chooses blocks; torch.compile sees only its output shapes and its backward."""
+"""Custom ops that score and choose blocks; torch.compile sees only their output shapes and the backward."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k:
     return found
 
 
-# B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, n rows at a time,
-# L blocks that a row may choose from, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, R query blocks, n of them in a chunk, C key blocks,
+# T tables, L blocks that a query block may choose from, D head dim
 
 
-Scored = tuple[Float[Tensor, "B T n L"], Bool[Tensor, "B T n L"]]  # scores and candidates of some rows for each table
-HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
+Scored = tuple[Float[Tensor, "B T n L"], Bool[Tensor, "B T n L"]]  # scores and candidates of a chunk, by table
+HeadBoxes = list[tuple[HeadPart, Boxes]]  # of a chunk of query blocks, by rule
 
 
 def query_block_chunks(
@@ -371,7 +371,7 @@ def selection_sides(
     call = SelectionCall.of(constants, q_offset)
     rows = call.rows(q, k)
     places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
-    # False outside the call's queries; but a row scored by its first query uses the first query in the call.
+    # False outside the call's queries; but a query block scored by its first query uses the first query in the call.
     inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
     sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)

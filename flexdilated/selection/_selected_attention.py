@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from ..distributed import Sharding
 
-# B batch, H query heads, G key/value heads, N queries, L of them on this rank, M keys, D head dim, T tables, R rows,
-# C blocks of keys
+# B batch, H query heads, G key/value heads, N queries, L of them on this rank, M keys, D head dim, T tables,
+# R query blocks, C key blocks
 
 
 _GRADIENTS = ("none", "bias", "distill")

@@ -22,8 +22,8 @@ from ._scores import Pools, pools_for, pools_of
 from ._select_op import choose_blocks, selection_pairs
 from ._selector import BlockSelector, is_causal
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys, and in
-# `select` C selected batch entries
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R query blocks, C key blocks,
+# and in `select` C selected batch entries
 
 
 class TableAttention(NamedTuple):
@@ -72,7 +72,7 @@ class TableAttention(NamedTuple):
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Call it only for a selector with `always`: without, it returns `rule`, although there are no such pairs.
+        Only for a selector with `always`: without it, the result is `rule`, although there are no such pairs.
         """
         return self.rule if self.selector.always is None else self.selector.always & self.rule
 
@@ -206,7 +206,7 @@ def advance(
         coarse, _, inner = advance(selector.coarse, None if known is None else known.coarse, q, k, scale)
     pools = _pools(selector, known, k)
     side = selector.query_block
-    late = min(-first % side, q.shape[2])  # queries of a row with a known choice
+    late = min(-first % side, q.shape[2])  # queries of a query block with a known choice
     found = [] if not late or known is None else [(known.blocks, known.scores)]
     if late < q.shape[2]:
         if selector.coarse is not None and coarse is not None:

@@ -20,7 +20,7 @@ from ._choose import Threshold, TopK, TopP
 from ._scores import LOGS, Pools, pools_of, summaries
 from ._select_op import select_blocks, selection_sides
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R query blocks, C key blocks
 
 _SCORERS = ("mean", "minmax", "antidiagonal", "mass")
 _SHARES = ("all", "group", "head")  # from one table to many
@@ -271,7 +271,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """Arguments of a call except tensors; rule: set pattern of the pairs that the call allows, `always` aside."""
+        """Arguments of a call except tensors; rule: the pairs that the call allows, from the method `rule`."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,
