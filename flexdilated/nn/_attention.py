@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
-_OF_MODULES = {
+_KEYWORD_ADVICE = {
     **OTHER_KEYWORDS,
     **dict.fromkeys(
         f"{WIDTH} embed_dim num_heads {HEADS}".split(),
@@ -40,13 +40,13 @@ _OF_MODULES = {
     ),
     "dropout_p": "write dropout=, which is applied in training",
 }
-_OF_DILATED = {
-    **_OF_MODULES,
+_DILATED_KEYWORD_ADVICE = {
+    **_KEYWORD_ADVICE,
     **OF_BRANCHES,
     "is_causal": "write causal=True",
     "pattern": "write fd.BlockSparseAttention(pattern)",
 }
-_BRANCHES = (
+_DILATED_HOW = (
     "write fd.DilatedAttention((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch; "
     "fd.BlockSparseAttention(pattern) takes any pattern"
 )
@@ -84,7 +84,7 @@ class BlockSparseAttention(nn.Module):
     sinks: nn.Parameter | None
 
     @advises(
-        keywords=_OF_MODULES | {"segment_lengths": "write fd.DilatedAttention(segment_lengths, dilation_rates)"},
+        keywords=_KEYWORD_ADVICE | {"segment_lengths": "write fd.DilatedAttention(segment_lengths, dilation_rates)"},
         how="write fd.BlockSparseAttention(pattern); fd.DilatedAttention takes segment lengths and dilation rates",
     )
     def __init__(
@@ -210,7 +210,7 @@ def dilated_pattern(
     return pattern & masks.causal() if causal else pattern
 
 
-def chosen_pattern(
+def pattern_from_arguments(
     pattern: Pattern | Mixture | None,
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
@@ -257,7 +257,7 @@ class DilatedAttention(BlockSparseAttention):
     torch.Size([1, 4, 256, 64])
     """
 
-    @advises(keywords=_OF_DILATED, how=_BRANCHES)
+    @advises(keywords=_DILATED_KEYWORD_ADVICE, how=_DILATED_HOW)
     def __init__(
         self,
         segment_lengths: Sequence[int],

@@ -24,9 +24,9 @@ from ..masks.text import read_text
 # although it would add pairs. The last three are listed.
 NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
 
-_CELLS = 1 << 20  # pairs evaluated at once
-_WIDEST = 64  # most boxes of one key block that are scored by one product
-_KEPT = 1 << 26  # most boxes of a call for which they are cached; with more, each call builds them
+_PAIRS_AT_ONCE = 1 << 20  # pairs evaluated at once
+_MOST_BOXES_IN_GROUP = 64  # most boxes of one key block that are scored by one product
+_MOST_CACHED_BOXES = 1 << 26  # most boxes of a call for which they are cached; with more, each call builds them
 
 
 class QueryBlocks(NamedTuple):
@@ -50,11 +50,11 @@ class QueryBlocks(NamedTuple):
         return self.q_offset % self.query_block
 
     @property
-    def number(self) -> int:
+    def num_query_blocks(self) -> int:
         return -(-(self.lead + self.num_queries) // self.query_block)
 
     @property
-    def blocks(self) -> int:
+    def num_key_blocks(self) -> int:
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
@@ -65,7 +65,7 @@ class QueryBlocks(NamedTuple):
 
     def keys_of(self) -> tuple[Int64[Tensor, " C"], Int64[Tensor, " C"]]:
         """(first position, number) of the keys of each block."""
-        first = torch.arange(self.blocks) * self.block
+        first = torch.arange(self.num_key_blocks) * self.block
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
@@ -73,9 +73,9 @@ class QueryBlocks(NamedTuple):
 
         A range is small enough to bound the memory of its masks of pairs and of `numbers` values per query block.
         """
-        most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
+        most = min((1 << 20) // max(numbers, self.num_key_blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
-        yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
+        yield from (range(at, min(at + step, self.num_query_blocks)) for at in range(0, self.num_query_blocks, step))
 
 
 class SelectionCall(NamedTuple):
@@ -118,7 +118,7 @@ class SelectionCall(NamedTuple):
         """Build a call from its `arguments`; q_offset may be symbolic."""
         return cls._make((*read_constants(constants), q_offset))
 
-    def rows(self, q: Tensor, k: Tensor) -> QueryBlocks:
+    def query_blocks(self, q: Tensor, k: Tensor) -> QueryBlocks:
         return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
@@ -207,7 +207,7 @@ class Boxes(NamedTuple):
     sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
     seen: mask of the keys that some query block sees; None if all are seen.
     pairs: number of pairs that `within` allows.
-    open: number of these pairs that are attended to only if their box is chosen.
+    pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -217,7 +217,7 @@ class Boxes(NamedTuple):
     sees: Bool[Tensor, "n query_block"] | None
     seen: Bool[Tensor, " M"] | None
     pairs: int
-    open: int
+    pairs_to_choose: int
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +239,7 @@ class Boxes(NamedTuple):
         area = (queries[:, None] * keys[known]).masked_fill(state != PLAIN, 0)
         if not len(self.place):
             return area
-        at, _ = found_in(self.place, row * rows.blocks + known)
+        at, _ = found_in(self.place, row * rows.num_key_blocks + known)
         return torch.where(state > PLAIN, self.gain[at].long(), area)
 
 
@@ -263,7 +263,7 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
     def built() -> Boxes:
         return _build_boxes(rule, rows, part)
 
-    if rows.number * rows.blocks > _KEPT:
+    if rows.num_query_blocks * rows.num_key_blocks > _MOST_CACHED_BOXES:
         return outside_torch_modes(built)().on(device)
     key = ("selection_boxes", rule.text, rule.head, rule.num_heads, rows, part)
     found = cache().get(key, built, lambda boxes: boxes.nbytes, pattern=rule.within)
@@ -294,7 +294,7 @@ class _EvaluatedBoxes(NamedTuple):
 def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     """Classify the boxes of the query blocks in `part`, by bounds on the patterns, else pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
-    n, C = len(part), rows.blocks
+    n, C = len(part), rows.num_key_blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
     head = torch.full_like(r, rule.head)
     box = Box(head, Progression(q_first[r], 1, q_count[r]), Progression(k_first[j], 1, k_count[j]))
@@ -321,13 +321,13 @@ def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
         sees=sees,
         seen=seen,
         pairs=int(box.area[plain | covered].sum() + some.pairs.sum()),
-        open=int(box.area[plain].sum() + some.gain.sum()),
+        pairs_to_choose=int(box.area[plain].sum() + some.gain.sum()),
     )
 
 
 def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Tensor) -> _EvaluatedBoxes:
     found = []
-    for some in torch.arange(len(r)).split(max(1, _CELLS // (rows.query_block * rows.block))):
+    for some in torch.arange(len(r)).split(max(1, _PAIRS_AT_ONCE // (rows.query_block * rows.block))):
         q = (box.q.first[some, None] + torch.arange(rows.query_block))[:, :, None]
         k = (box.k.first[some, None] + torch.arange(rows.block))[:, None, :]
         q_stop, k_stop = (side.last[some, None, None] for side in (box.q, box.k))
@@ -376,7 +376,7 @@ def _partial_views(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) 
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()
     blocks, number = block[order].unique_consecutive(return_counts=True)
-    w = min(_WIDEST, int(number.max()))
+    w = min(_MOST_BOXES_IN_GROUP, int(number.max()))
     in_block = torch.arange(len(order)) - (number.cumsum(0) - number).repeat_interleave(number)
     pieces = -(-number // w)
     piece = (pieces.cumsum(0) - pieces).repeat_interleave(number) + in_block // w

@@ -124,7 +124,7 @@ def require_share(name: str, value: object) -> None:
 
 
 _NONE = -1e300  # below every float32: marks entries that are no candidates
-_TIES = (1 << 29) - 1  # mantissa bits that float64 has and float32 lacks
+_LOW_BITS = (1 << 29) - 1  # mantissa bits that float64 has and float32 lacks
 
 
 def choose(
@@ -197,4 +197,4 @@ def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0
     # A float32 converted to float64 ends in 29 zero bits, into which the id is written.
     bits = rounded.double().view(torch.int64)
-    return (bits | torch.where(rounded < 0, ids, _TIES - ids)).view(torch.float64)
+    return (bits | torch.where(rounded < 0, ids, _LOW_BITS - ids)).view(torch.float64)

@@ -26,7 +26,7 @@ from ._select_op import HeadPart, head_parts_of
 _ON_HOST, _ON_ACCELERATORS = 1 << 21, 1 << 25
 
 
-class _Compared(NamedTuple):
+class _Comparison(NamedTuple):
     """Queries of a chunk, and the keys with which they are compared.
 
     queries: range of indices into the queries of the call.
@@ -48,16 +48,16 @@ class _Compared(NamedTuple):
         """
         if self.at is None:
             return k[:, None, self.keys].masked_fill(~self.candidates.any(1)[:, None, :, None], 0.0)
-        return k.flatten(0, 1).index_select(0, self._rows(k)).unflatten(0, self.at.shape)
+        return k.flatten(0, 1).index_select(0, self._flat_indices(k)).unflatten(0, self.at.shape)
 
-    def add_keys(self, total: Float[Tensor, "B M d"], part: Float[Tensor, "B _ L d"]) -> None:
+    def add_gradients(self, total: Float[Tensor, "B M d"], part: Float[Tensor, "B _ L d"]) -> None:
         """Add gradients of the keys that `keys_of` returns to `total`, the gradients of all keys, in place."""
         if self.at is None:
             total[:, self.keys] += part.squeeze(1)
         else:
-            total.flatten(0, 1).index_add_(0, self._rows(total), part.flatten(0, 2))
+            total.flatten(0, 1).index_add_(0, self._flat_indices(total), part.flatten(0, 2))
 
-    def _rows(self, k: Float[Tensor, "B M d"]) -> Int64[Tensor, " BnL"]:
+    def _flat_indices(self, k: Float[Tensor, "B M d"]) -> Int64[Tensor, " BnL"]:
         assert self.at is not None
         first = torch.arange(len(k), device=k.device)[:, None, None] * k.shape[1]
         return (self.at + first).flatten()
@@ -124,7 +124,7 @@ def index_loss(
     call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
     total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for some in _compared(call, bindings, q, k, table, teacher):
+        for some in _comparisons(call, bindings, q, k, table, teacher):
             own = q[:, :, some.queries], some.keys_of(k), w[:, some.queries]
             total += _divergence(some, *own, _mean_weights(some, *teacher, call.scale))
             number += some.candidates.any(-1).expand(len(q), -1).sum()
@@ -156,13 +156,13 @@ def index_loss_backward(
     call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
     dq, dk, dw = (torch.zeros_like(x, dtype=sum_dtype(x), memory_format=torch.contiguous_format) for x in (q, k, w))
     with torch.autocast(q.device.type, enabled=False):
-        for some in _compared(call, bindings, q, k, table, teacher):
+        for some in _comparisons(call, bindings, q, k, table, teacher):
             shares, here = _mean_weights(some, *teacher, call.scale), some.queries
             own_q, keys, own_w = (x.detach().requires_grad_() for x in (q[:, :, here], some.keys_of(k), w[:, here]))
             with autograd_on():
                 lacks = _divergence(some, own_q, keys, own_w, shares)
             dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(lacks, (own_q, keys, own_w), grad.to(lacks))
-            some.add_keys(dk, of_keys.to(dk.dtype))
+            some.add_gradients(dk, of_keys.to(dk.dtype))
     return dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
 
@@ -193,7 +193,7 @@ index_loss_backward.register_autograd(refusing_backward("the loss of an indexer 
 
 
 def _divergence(
-    some: _Compared,
+    some: _Comparison,
     q: Float[Tensor, "B h n d"],
     keys: Float[Tensor, "B _ L d"],
     w: Float[Tensor, "B n h"],
@@ -221,7 +221,7 @@ def _by_group(q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> tuple
 
 
 def _mean_weights(
-    some: _Compared, q: Float[Tensor, "B H N D"], k: Float[Tensor, "G B M D"], scale: float
+    some: _Comparison, q: Float[Tensor, "B H N D"], k: Float[Tensor, "G B M D"], scale: float
 ) -> Float[Tensor, "B n L"]:
     """Attention weights of a chunk of queries over their candidates, as a mean over heads; 0 without candidates."""
     wide, heads = sum_dtype(q), q.shape[1] // len(k)
@@ -234,14 +234,14 @@ def _mean_weights(
     return (total / q.shape[1]).masked_fill(~some.candidates.any(-1, keepdim=True), 0.0)
 
 
-def _compared(
+def _comparisons(
     call: SelectionCall,
     bindings: Sequence[Tensor],
     q: Tensor,
     k: Tensor,
     table: Tensor | None,
     teacher: tuple[Tensor, Tensor],
-) -> Iterator[_Compared]:
+) -> Iterator[_Comparison]:
     """Yield chunks of queries with their keys in the loss: those in `table`, or all visible keys if it is None.
 
     Raises ValueError for a table on the host with numbers that are neither keys nor -1; elsewhere they count as -1.
@@ -260,12 +260,12 @@ def _compared(
         repeated = torch.nn.functional.pad(at[..., 1:] == at[..., :-1], (1, 0))
         counts = (at >= 0) & (at < k.shape[1]) & ~repeated
         # An entry that does not count reads a key that does: other keys may hold NaN that no query sees.
-        yield _Compared(some, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
+        yield _Comparison(some, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
 
 
 def _visible_keys(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, width: int
-) -> Iterator[_Compared]:
+) -> Iterator[_Comparison]:
     """Yield chunks of queries with the range from the first to the last key that one of them sees.
 
     A chunk whose queries see no key is left out.
@@ -278,7 +278,7 @@ def _visible_keys(
         places = seen.any(0).any(0).nonzero()
         if len(places):
             keys = slice(int(places[0]), int(places[-1]) + 1)
-            yield _Compared(some, keys, seen[..., keys], None)
+            yield _Comparison(some, keys, seen[..., keys], None)
 
 
 def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:

@@ -293,7 +293,7 @@ def distill_loss(
         zero = q.new_zeros((), dtype=sum_dtype(q))
         return sum((x.sum() * 0.0 for x in selector.parameters()), zero), zero.long()
     coarse, tensors, call = selector.prepared(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
-    num_blocks = call.rows(q, k).blocks
+    num_blocks = call.query_blocks(q, k).num_key_blocks
     # kind "top_p" with amount 1 chooses all candidates, and gives heads that share a table the mean of their shares.
     call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
     student = selector.selected(q, k, coarse, tensors, call)

@@ -250,7 +250,7 @@ def _pools(
     return tuple(torch.cat([old[:, :, :done], more], 2) for old, more in zip(known.pools, made, strict=True))
 
 
-_TRIED = 2048  # positions that `_always_covers_own_blocks` checks
+_POSITIONS_TESTED = 2048  # positions that `_always_covers_own_blocks` checks
 
 
 class SelectedCache(KVCache):
@@ -345,7 +345,7 @@ def _always_covers_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
 
     Only positions below 2,048 are tested.
     """
-    at = torch.arange(_TRIED)
+    at = torch.arange(_POSITIONS_TESTED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)
     q, k = q.expand_as(own)[own], k.expand_as(own)[own]

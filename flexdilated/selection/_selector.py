@@ -17,15 +17,15 @@ from ..masks.core import Extent, advises, every, require_bool, require_choice, r
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._boxes import SelectionCall
 from ._choose import Threshold, TopK, TopP
-from ._scores import LOGS, Pools, pools_of, summaries
-from ._select_op import select_blocks, selection_sides
+from ._scores import LOG_SCORERS, Pools, pools_of, summaries
+from ._select_op import select_blocks, selection_visibility
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R query blocks, C key blocks
 
 _SCORERS = ("mean", "minmax", "antidiagonal", "mass")
 _SHARES = ("all", "group", "head")  # from one table to many
 _DEFAULT_STRIDE = 8
-_TRIED = 2048  # positions that `later_pair` searches
+_POSITIONS_SEARCHED = 2048  # positions that `later_pair` searches
 _MOST_HEADS = 256  # largest number of heads that is tried for a pattern that fits only certain numbers
 
 
@@ -126,7 +126,7 @@ class BlockSelector(nn.Module):
         self.coarse = coarse
         if coarse is not None:
             self._check_coarse(coarse)
-        if choose.kind == "top_p_of_row" and (self.scorer not in LOGS or coarse is not None):
+        if choose.kind == "top_p_of_row" and (self.scorer not in LOG_SCORERS or coarse is not None):
             raise ValueError(
                 "TopP(of='row') needs scorer='mass' or 'antidiagonal', whose scores give shares of a row's attention, "
                 f"and no coarse; got scorer={self.scorer!r:.80} and "
@@ -248,18 +248,23 @@ class BlockSelector(nn.Module):
 
         Raises ValueError for scores of another shape, TypeError for scores that are not floating-point.
         """
-        sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call.arguments)
-        rows = call.rows(q, k)
-        queries = summaries(q, rows, range(rows.number), sees)
+        sees, seen = selection_visibility(q.detach(), k.detach(), bindings, *call.arguments)
+        rows = call.query_blocks(q, k)
+        queries = summaries(q, rows, range(rows.num_query_blocks), sees)
         if pools is None:
             pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
         if getattr(scorer, "takes_positions", False):
             first = rows.q_offset - rows.lead
-            begins = torch.arange(first, first + rows.number * self.query_block, self.query_block, device=q.device)
+            begins = torch.arange(
+                first, first + rows.num_query_blocks * self.query_block, self.query_block, device=q.device
+            )
             scores = scorer(queries, pools, begins)
         else:
             scores = scorer(queries, pools)
-        wanted = [(*queries.shape[:1], heads, rows.number, rows.blocks) for heads in (q.shape[1], k.shape[1])]
+        wanted = [
+            (*queries.shape[:1], heads, rows.num_query_blocks, rows.num_key_blocks)
+            for heads in (q.shape[1], k.shape[1])
+        ]
         if not isinstance(scores, Tensor) or tuple(scores.shape) not in wanted:
             came = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
@@ -292,8 +297,8 @@ class BlockSelector(nn.Module):
         )
 
     def _empty_selection(self, call: SelectionCall, q: Tensor, k: Tensor) -> Selection:
-        rows = call.rows(q, k)
-        shape = (q.shape[0], call.tables(q, k), rows.number if q.shape[2] else 0, call.most)
+        rows = call.query_blocks(q, k)
+        shape = (q.shape[0], call.tables(q, k), rows.num_query_blocks if q.shape[2] else 0, call.most)
         scores = q.new_full(shape, -torch.inf, dtype=sum_dtype(q))
         zero = scores.new_zeros(())
         return Selection(scores.new_full(shape, -1, dtype=torch.int64), scores, zero, zero.clone())
@@ -368,8 +373,8 @@ def is_causal(pattern: Pattern) -> bool:
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
-    shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
-    most = blank(most, shapes, Extent(_TRIED, _TRIED))
+    shapes = {leaf.name: torch.zeros((_POSITIONS_SEARCHED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
+    most = blank(most, shapes, Extent(_POSITIONS_SEARCHED, _POSITIONS_SEARCHED))
     heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits_heads(most, number)), None)
     if heads is None:
         return True
