@@ -34,7 +34,7 @@ class QueryBlocks(NamedTuple):
 
     q_offset: position of the first query; keys begin at position 0, and query blocks at multiples of query_block.
     block: tokens of a key block.
-    whole: True if a query block is scored by all its queries, False if by its first query.
+    all_queries: True if a query block is scored by all its queries, False if by its first query.
     """
 
     num_queries: int
@@ -42,7 +42,7 @@ class QueryBlocks(NamedTuple):
     q_offset: int
     block: int
     query_block: int
-    whole: bool
+    all_queries: bool
 
     @property
     def lead(self) -> int:
@@ -82,7 +82,7 @@ class SelectionCall(NamedTuple):
     """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
     block, query_block: tokens of a key block and of a query block.
-    whole: True if a query block is scored by all its queries, False if by its first.
+    all_queries: True if a query block is scored by all its queries, False if by its first.
     scorer: name of the scorer, or "module".
     stride: size of the tiles of "antidiagonal", else 1.
     kind, amount, most: rule of the choice, as in `choose`.
@@ -96,7 +96,7 @@ class SelectionCall(NamedTuple):
     always: str
     block: int
     query_block: int
-    whole: bool
+    all_queries: bool
     scorer: str
     stride: int
     kind: str
@@ -119,7 +119,7 @@ class SelectionCall(NamedTuple):
         return cls._make((*read_constants(constants), q_offset))
 
     def query_blocks(self, q: Tensor, k: Tensor) -> QueryBlocks:
-        return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
+        return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.all_queries)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
         """Number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
@@ -150,7 +150,7 @@ class SelectionRule(NamedTuple):
     num_heads: int
 
     @property
-    def rest(self) -> Pattern:
+    def needs_choice(self) -> Pattern:
         """Pairs that are attended to only if their block is chosen: within & ~always."""
         return self.within if self.always is None else And.of(self.within, ~self.always)
 
@@ -298,7 +298,7 @@ def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
     head = torch.full_like(r, rule.head)
     box = Box(head, Progression(q_first[r], 1, q_count[r]), Progression(k_first[j], 1, k_count[j]))
-    within, rest = (each.count(box, num_heads=rule.num_heads) for each in (rule.within, rule.rest))
+    within, rest = (each.count(box, num_heads=rule.num_heads) for each in (rule.within, rule.needs_choice))
     full = within.low == box.area
     # Covered: all pairs are attended to without a choice.
     plain, covered = full & (rest.low == box.area), full & (rest.high == 0)
@@ -335,7 +335,7 @@ def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor,
         q, k = q.minimum(q_stop), k.minimum(k_stop)
         seen = rule.sees(q, k) & inside
         left = rule.without_always(q, k, seen)
-        view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
+        view, choice = (seen.any(1), left) if rows.all_queries else (seen[:, 0], left[:, :1])
         found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
     return _EvaluatedBoxes(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
@@ -345,8 +345,8 @@ def _visibility(
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
-    The first mask is None if all queries by which query blocks are scored see a key: with rows.whole all queries, else
-    the first one of each query block. The second mask is None if all keys are seen.
+    The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
+    else the first one of each query block. The second mask is None if all keys are seen.
 
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.
@@ -358,10 +358,10 @@ def _visibility(
     keys.index_add_(0, some.block, some.view.long())
     inside = torch.arange(rows.query_block) < num_queries[:, None]
     shown = (queries > 0) & inside
-    if rows.whole and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first query block
+    if rows.all_queries and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first query block
         shown[0] = shown[0].roll(rows.lead)
         inside[0] = inside[0].roll(rows.lead)
-    looked = slice(None) if rows.whole else slice(0, 1)
+    looked = slice(None) if rows.all_queries else slice(0, 1)
     seen = (keys > 0).flatten()[: int(num_keys.sum())]
     all_see = bool((shown | ~inside)[:, looked].all())
     return None if all_see else shown, None if bool(seen.all()) else seen

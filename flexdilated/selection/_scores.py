@@ -72,13 +72,13 @@ def summaries(
 ) -> Float[Tensor, "B H n D"]:
     """One query for each query block in `part`, in float32 or wider.
 
-    With `rows.whole` it is the mean of the query block's queries that see a key, else the query block's first query; it
-    is 0 if none of these sees a key.
+    With `rows.all_queries` it is the mean of the query block's queries that see a key, else the query block's first
+    query; it is 0 if none of these sees a key.
 
     part: range of query block indices.
     sees: mask of queries that see a key; None if all do.
     """
-    if not rows.whole:
+    if not rows.all_queries:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
         first = q if rows.query_block == 1 and len(part) == q.shape[2] else q[:, :, at]
         first = first.to(sum_dtype(q))
@@ -250,7 +250,7 @@ def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: i
 
     There is one score for each tile of stride x stride pairs.
     """
-    each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
+    each = q.shape[0] * q.shape[1] * (rows.query_block if rows.all_queries else 1) * rows.num_keys // stride**2
     few = max(1, _MOST_ELEMENTS // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
 
@@ -265,7 +265,7 @@ def _log_shares(
     on its antidiagonal; stride 1 gives the exact share.
     """
     stride, group, columns = call.stride, 1, rows.num_key_blocks * rows.block // call.stride
-    if rows.whole:
+    if rows.all_queries:
         queries, group = queries_by_block(q, rows, part).flatten(2, 3), rows.query_block // stride
         positions = _positions(rows, part, q.device)
     else:

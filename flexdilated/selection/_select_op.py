@@ -330,7 +330,7 @@ def _visibility(
         seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for part, own in boxes:
         if sees is not None and own.sees is not None:
-            sees[part.entries, part.heads] = own.sees if call.whole else own.sees[:, :1].expand(own.sees.shape)
+            sees[part.entries, part.heads] = own.sees if call.all_queries else own.sees[:, :1].expand(own.sees.shape)
         if seen is not None:
             seen[part.entries, part.key_heads] |= seen.new_ones(()) if own.seen is None else own.seen
     return sees, seen
@@ -372,7 +372,7 @@ def selection_visibility(
     rows = call.query_blocks(q, k)
     places = torch.arange(rows.num_query_blocks * rows.query_block, device=q.device) - rows.lead
     # False outside the call's queries; but a query block scored by its first query uses the first query in the call.
-    inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
+    inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.all_queries)
     sees = inside.view(rows.num_query_blocks, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for some, _, boxes in query_block_chunks(call, bindings, q, k):

@@ -95,7 +95,7 @@ class SelectedAttention(nn.Module):
         check_engine(engine)
         self.selector, self.engine = selector, engine
         self.over_ranks = over_ranks(mesh, schedule="auto", sharding=sharding)
-        self.beyond = None if selector.always is None else ~selector.always  # here, as torch.compile cannot trace ~
+        self.not_always = None if selector.always is None else ~selector.always  # here, as torch.compile cannot trace ~
 
     def forward(
         self,
@@ -134,7 +134,7 @@ class SelectedAttention(nn.Module):
         for start, own in runs.parts(q):
             selection = self.selector(own, k, scale=scale, q_offset=start, bindings=bindings, within=within)
             options = {"scale": scale, "q_offset": start, "engine": self.engine}
-            call = TableAttention.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
+            call = TableAttention.of(self.selector, self.not_always, self.selector.rule(within), bindings, **options)
             if self.gradient != "bias":
                 selection = selection._replace(scores=selection.scores.detach())
             outs.append(self._attend(own, k, v, call, selection, sinks).to(q.dtype))
@@ -256,7 +256,7 @@ class SelectedAttention(nn.Module):
             )
         return SelectedCache(
             self.selector,
-            self.beyond,
+            self.not_always,
             biased=self.gradient == "bias",
             num_heads=num_heads,
             capacity=capacity,
