@@ -191,7 +191,7 @@ class SelectedAttention(nn.Module):
             selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
             weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
             scorer="mass". Heads that share a table use the mean of their shares, in p and in the softmax.
-        teacher: (q, k) of the attention, in the shapes of q and k; None: the same as q and k. A gate that applies its
+        teacher: (q, k) of the attention, in the shapes of q and k; None: q and k. A gate that applies its
             own rotary embedding gets q and k without the model's, and the teacher has the model's.
 
         Other arguments are as in `forward`.

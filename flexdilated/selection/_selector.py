@@ -77,8 +77,8 @@ class BlockSelector(nn.Module):
         heads (T = 1). A table for several query heads chooses by the sum of their scores (NSA, arXiv 2502.11089); with
         TopP, Threshold or scores that are logarithms, by the mean of their shares. Scores (B, G, R, C) of a module
         count once per key/value head.
-    coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
-        its choice are scored and chosen from. It gets this selector's q and k.
+    coarse: a selector whose block and query_block are multiples of this one's, with at most as many tables. Only the
+        blocks within its choice are scored and chosen from. It gets this selector's q and k.
     query_summary: the query that represents a query block of several queries. "mean": the mean of its queries that see
         a key, or with "mass" and "antidiagonal" the mean of their shares; the query block sees every key that one of
         them sees. "first": its first query; the query block sees the keys of this query. With a causal `within`, "mean"
