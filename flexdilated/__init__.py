@@ -1,4 +1,4 @@
-"""Exact, fast sparse attention over long sequences, on PyTorch's FlexAttention."""
+"""Exact sparse attention over long sequences in PyTorch: by torch's kernels on CPU, by FlexAttention on GPUs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -69,19 +69,19 @@ __all__ = [
     "testing",
 ]
 __version__ = "0.1.0"
-_LATE = ("distributed", "flex_attention", "integrations", "testing", "viewer")
+_LAZY_MODULES = ("distributed", "flex_attention", "integrations", "testing", "viewer")
 
 profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """Return `convert` or a module of `_LATE`, imported on first access.
+    """Return `convert` or a module of `_LAZY_MODULES`, imported on first access.
 
     Any other name raises AttributeError; its text names what to write instead, if that is known.
     """
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
-    if name in _LATE:
+    if name in _LAZY_MODULES:
         return import_module(f".{name}", __name__)
     raise AttributeError(no_such_name(__name__, name, __all__, _suggestions(), "fd."))
 

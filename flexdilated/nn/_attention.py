@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
-_OF_MODULES = {
+_KEYWORD_ADVICE = {
     **OTHER_KEYWORDS,
     **dict.fromkeys(
         f"{WIDTH} embed_dim num_heads {HEADS}".split(),
@@ -40,13 +40,13 @@ _OF_MODULES = {
     ),
     "dropout_p": "write dropout=, which is applied in training",
 }
-_OF_DILATED = {
-    **_OF_MODULES,
+_DILATED_KEYWORD_ADVICE = {
+    **_KEYWORD_ADVICE,
     **OF_BRANCHES,
     "is_causal": "write causal=True",
     "pattern": "write fd.BlockSparseAttention(pattern)",
 }
-_BRANCHES = (
+_DILATED_HOW = (
     "write fd.DilatedAttention((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch; "
     "fd.BlockSparseAttention(pattern) takes any pattern"
 )
@@ -63,7 +63,7 @@ class BlockSparseAttention(nn.Module):
     dropout: probability of dropping an attention weight, in training.
     sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
         exp(sink) to every softmax denominator.
-    num_heads: only with sinks=True.
+    num_heads: number of query heads; required with sinks=True, else None.
     scale: factor on the scores, a number; None: 1 / sqrt(D).
     enable_gqa, engine, block_size, autotune: as in `attend`; autotune must be False with a mesh.
     mesh: the ranks that share the sequence, a DeviceMesh of one dimension; None for one device. With a mesh, q, k, v
@@ -84,7 +84,7 @@ class BlockSparseAttention(nn.Module):
     sinks: nn.Parameter | None
 
     @advises(
-        keywords=_OF_MODULES | {"segment_lengths": "write fd.DilatedAttention(segment_lengths, dilation_rates)"},
+        keywords=_KEYWORD_ADVICE | {"segment_lengths": "write fd.DilatedAttention(segment_lengths, dilation_rates)"},
         how="write fd.BlockSparseAttention(pattern); fd.DilatedAttention takes segment lengths and dilation rates",
     )
     def __init__(
@@ -142,7 +142,7 @@ class BlockSparseAttention(nn.Module):
         """Attention output; 0 for a query that may attend to no key.
 
         Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. With a mesh
-        the sharding determines positions: leave both out, or give 0; anything else raises ValueError.
+        the sharding determines positions, and an offset other than None or 0 raises ValueError.
 
         score_mod, bindings, head_offset, num_heads_global: as in `attend`.
         key_padding_mask: True for keys to hide; None to hide none.
@@ -210,7 +210,7 @@ def dilated_pattern(
     return pattern & masks.causal() if causal else pattern
 
 
-def chosen_pattern(
+def pattern_from_arguments(
     pattern: Pattern | Mixture | None,
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
@@ -257,7 +257,7 @@ class DilatedAttention(BlockSparseAttention):
     torch.Size([1, 4, 256, 64])
     """
 
-    @advises(keywords=_OF_DILATED, how=_BRANCHES)
+    @advises(keywords=_DILATED_KEYWORD_ADVICE, how=_DILATED_HOW)
     def __init__(
         self,
         segment_lengths: Sequence[int],

@@ -51,9 +51,9 @@ class LongNetBackbone(Pretrained):
 
     Each block attends by the configuration's branches or pattern, or, in layers of `config.selection`, chooses its
     keys. With branches, cost grows linearly with the number of tokens. With segment lengths and rates that grow
-    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment. Takes any
-    number of tokens from 1. `config.layout` may permute the tokens once at the input of the model, and back once at its
-    output.
+    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment length. Takes
+    any number of tokens for which it has positions. `config.layout` may permute the tokens once at the input of the
+    model, and back once at its output.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
@@ -96,6 +96,7 @@ class LongNetBackbone(Pretrained):
         self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, **sent)
         self._check_mesh()
         self.residue_rate = masks.layout(self.pattern, config.planned_tokens).rate
+        # False if costs differ by run-time tensors, or if the pattern limits the number of tokens.
         self.has_one_cost = not any(
             leaf.is_run_time or type(leaf).check_tokens is not Pattern.check_tokens for leaf in self.pattern.leaves()
         )

@@ -19,7 +19,7 @@ from ._pretrained import Pretrained
 
 # B batch, N tokens, M tokens of the source, E embed dim, V vocabulary, C outputs
 
-_OF_CONFIG = (
+_HOW = (
     "write fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, "
     "segment_lengths=(2048, 4096), dilation_rates=(1, 2)))"
 )
@@ -51,8 +51,8 @@ class LongNet(LongNetBackbone):
     """
 
     @advises(
-        keywords=dict.fromkeys((*(each.name for each in fields(LongNetConfig)), *OTHER_NAMES), _OF_CONFIG),
-        how=_OF_CONFIG,
+        keywords=dict.fromkeys((*(each.name for each in fields(LongNetConfig)), *OTHER_NAMES), _HOW),
+        how=_HOW,
     )
     def __init__(self, config: LongNetConfig, **options: Any) -> None:
         super().__init__(config, **options)

@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.engine, self.over_ranks, self.deepnorm = config.engine, over_ranks, config.deepnorm
         self.residual, self.gain = residual_scales(config) if scales is None else scales
-        # Only if the norms' placement calls for it; otherwise the first projections have full variance.
+        # Gain of the value projection and of the first feed-forward projection, as in DeepNet and Magneto.
         self.inner_gain = self.gain if config.deepnorm or config.subln else 1.0
         self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
         self.drop_path, self.selected = drop_path, selected

@@ -24,7 +24,7 @@ from ..masks.core import (
 )
 from ..masks.patterns import OF_BRANCHES
 from ..selection import BlockSelector, SelectedAttention, TopK
-from ._attention import chosen_pattern
+from ._attention import pattern_from_arguments
 
 
 @advises()
@@ -100,7 +100,7 @@ class SelectedLayers:
 LAYOUTS = ("auto", "natural", "residue")
 NORMS = ("layer", "rms")
 POSITIONS = ("rotary", "xpos", "learned")
-XPOS_SPAN = 126  # in units of xpos_scale: the least factor to the power of half of it is near float32's smallest number
+XPOS_SPAN = 126  # most tokens in units of xpos_scale: (2 / 7)^63, the smallest factor, is in float32's range
 
 
 OTHER_NAMES = {
@@ -124,7 +124,7 @@ _HOW = (
     "write fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, segment_lengths=(2048, 4096), "
     "dilation_rates=(1, 2))"
 )
-_PLANNED = 8192
+_PLANNED_TOKENS = 8192
 
 
 @advises(keywords=OTHER_NAMES, how=_HOW)
@@ -324,12 +324,12 @@ class LongNetConfig:
         """`pattern` or the pattern of the branches, causal if `causal`; for all layers except those of `selection`."""
         pattern = None if self.pattern is None else _pattern_of(self.pattern)
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
-        return chosen_pattern(pattern, self.segment_lengths, self.dilation_rates, **options, how=_HOW)
+        return pattern_from_arguments(pattern, self.segment_lengths, self.dilation_rates, **options, how=_HOW)
 
     @property
     def planned_tokens(self) -> int:
         """Number of tokens for which `layout` is decided: the longest segment length, or 8,192 for a `pattern`."""
-        return _PLANNED if self.segment_lengths is None else max(self.segment_lengths)
+        return _PLANNED_TOKENS if self.segment_lengths is None else max(self.segment_lengths)
 
 
 def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:

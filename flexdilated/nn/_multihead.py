@@ -19,7 +19,7 @@ from .._validate import require_dense
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_int, require_probability
 from ..masks.patterns import OF_BRANCHES
-from ._attention import chosen_pattern
+from ._attention import pattern_from_arguments
 from ._call_masks import require_causal_mask, without_padding
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         self.vdim = require_int("vdim", embed_dim if vdim is None else vdim, minimum=1)
         self.batch_first = require_bool("batch_first", batch_first)
         options = {"causal": causal, "offsets": offsets, "heads": heads}
-        self.pattern = chosen_pattern(pattern, segment_lengths, dilation_rates, **options, how=_HOW)
+        self.pattern = pattern_from_arguments(pattern, segment_lengths, dilation_rates, **options, how=_HOW)
         self.pattern.check_heads(num_heads)
         self.causal = causal
         self.engine = engine

@@ -115,10 +115,10 @@ def _read_arguments(cls: type[nn.Module], path: Path) -> dict[str, Any]:
     known = set(signature(cls).parameters)
     if strangers := [each for each in arguments if each not in known]:
         raise ValueError(f"{path} has arguments that {name} does not know: {', '.join(strangers)}")
-    return {each: _config(value, path) if isinstance(value, dict) else value for each, value in arguments.items()}
+    return {each: _config_from(value, path) if isinstance(value, dict) else value for each, value in arguments.items()}
 
 
-def _config(data: dict[str, Any], path: Path) -> LongNetConfig:
+def _config_from(data: dict[str, Any], path: Path) -> LongNetConfig:
     known = {each.name for each in fields(LongNetConfig)}
     if strangers := [name for name in data if name not in known]:
         raise ValueError(f"{path} has fields that LongNetConfig does not know: {', '.join(strangers)}")

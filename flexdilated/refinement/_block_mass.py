@@ -24,7 +24,7 @@ from ..masks.planning import block_sides, bound_blocks, shared_terms, term_block
 
 _Allowed = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> allowed pairs
 
-_CELLS = 1 << 22  # pairs computed at once, over all batch entries and heads
+_PAIRS_AT_ONCE = 1 << 22  # pairs computed at once, over all batch entries and heads
 
 
 @torch.no_grad()
@@ -83,14 +83,14 @@ def block_mass(
     if 0 in q.shape or 0 in k.shape:
         return mass
     has_keys = lse > -torch.inf
-    shifts = rows.cut(lse.to(mass.dtype).masked_fill(~has_keys, torch.inf)[..., None], torch.inf)
-    queries, keys = rows.cut(q), columns.cut(k)
+    shifts = rows.split(lse.to(mass.dtype).masked_fill(~has_keys, torch.inf)[..., None], torch.inf)
+    queries, keys = rows.split(q), columns.split(k)
     for entries, rule in _rules(call, tensors, q.shape[0]):
         given = _Operands(queries[entries], keys[entries], shifts[entries], rows, columns, factor)
         for branch, times in Counter(rule.branches()).items():
             bound = _extend_to_block_starts(call.bound(branch), rows, columns)
             _add_branch(mass, times, bound, _nonempty_blocks(bound, sides), given)
-    number = rows.cut(has_keys[..., None].to(mass.dtype)).sum((0, 3))
+    number = rows.split(has_keys[..., None].to(mass.dtype)).sum((0, 3))
     return mass / number.clamp(min=1)
 
 
@@ -138,8 +138,8 @@ def pooled_scores(
     if lse is None:
         return scores.mean(0)
     has_keys = lse > -torch.inf
-    number = rows.cut(has_keys[..., None].to(scores.dtype)).sum(3)
-    total = rows.cut(lse.to(scores.dtype).masked_fill(~has_keys, 0.0)[..., None]).sum(3)
+    number = rows.split(has_keys[..., None].to(scores.dtype)).sum(3)
+    total = rows.split(lse.to(scores.dtype).masked_fill(~has_keys, 0.0)[..., None]).sum(3)
     less = torch.where(number > 0, scores - total / number.clamp(min=1), 0.0)
     entries = (number > 0).sum(0)
     return (less.sum(0) / entries.clamp(min=1)).masked_fill(entries == 0, -torch.inf)
@@ -162,7 +162,7 @@ class _BlockAxis:
     def blocks(self) -> int:
         return -(-(self.ahead + self.tokens) // self.side)
 
-    def cut(self, x: Float[Tensor, "B X N D"], fill: float = 0.0) -> Float[Tensor, "B X R S D"]:
+    def split(self, x: Float[Tensor, "B X N D"], fill: float = 0.0) -> Float[Tensor, "B X R S D"]:
         """x with its token dim split into (R blocks, S = side), padded with `fill` at positions without a token."""
         behind = self.blocks * self.side - self.ahead - self.tokens
         padded = pad(x, (0, 0, self.ahead, behind), value=fill) if self.ahead or behind else x
@@ -170,7 +170,7 @@ class _BlockAxis:
 
     def mean(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B X R D"]:
         """Mean over the tokens of each block."""
-        return self.cut(x).sum(3) / self.cut(torch.ones_like(x[:1, :1, :, :1])).sum(3)
+        return self.split(x).sum(3) / self.split(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
         """Position of each place in each block: `block` has indices of blocks, `places` indices within a block."""
@@ -243,7 +243,7 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
         cells = given.q.shape[0] * len(heads) * blocks.q_block * blocks.k_block
         for full in (False, True):
             some = ((blocks.table == table) & (blocks.full == full)).nonzero().squeeze(1)
-            for part in some.split(max(1, _CELLS // cells)) if len(some) else ():
+            for part in some.split(max(1, _PAIRS_AT_ONCE // cells)) if len(some) else ():
                 row, column = (x[part].long().to(mass.device) for x in (blocks.row, blocks.column))
                 head = heads[0] + bound.head_offset
                 rule = None if full else lambda q, k, head=head: mod(none, head, q, k)
@@ -256,7 +256,7 @@ def _shares(
 ) -> Float[Tensor, "h n"]:
     """Attention that query block row[i] gives to key block column[i]: shares, summed over queries and batch entries.
 
-    heads: indices on this device of the h heads, each of which has all n results.
+    heads: indices of the h heads among this device's; the result has n numbers for each.
     rule: function (query positions, key positions) -> allowed pairs, equal for all `heads`; None allows all pairs.
     """
     groups = given.q.shape[1] // given.k.shape[1]
@@ -264,7 +264,7 @@ def _shares(
     keys = given.k[:, (heads // groups)[:, None], column].to(wide)
     key = given.columns.positions(column, range(given.columns.side))[:, None, :]
     seen = given.columns.holds(key)
-    strip = max(1, _CELLS // (given.q.shape[0] * len(heads) * given.columns.side * len(row)))
+    strip = max(1, _PAIRS_AT_ONCE // (given.q.shape[0] * len(heads) * given.columns.side * len(row)))
     total = torch.zeros(len(heads), len(row), dtype=wide, device=keys.device)
     for begin in range(0, given.rows.side, strip):
         places = range(begin, min(begin + strip, given.rows.side))

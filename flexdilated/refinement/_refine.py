@@ -218,7 +218,7 @@ class ImportanceTracker(nn.Module):
         sizes = {"num_heads": num_heads, "rows": rows, "columns": columns}
         shape = [require_int(name, size, minimum=1) for name, size in sizes.items()]
         self.decay, self.group = require_probability("decay", decay), group
-        self._arriving: tuple[dist.Work, Tensor] | None = None
+        self._pending: tuple[dist.Work, Tensor] | None = None
         self.register_buffer("average", torch.zeros(shape, dtype=torch.float32, device=device))
         self.register_buffer("weight", torch.zeros(shape, dtype=torch.float32, device=device))
         self.register_state_dict_pre_hook(_settle_pending)
@@ -242,7 +242,7 @@ class ImportanceTracker(nn.Module):
         total = mass.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group, async_op=True)
         assert work is not None, "this rank is in the group"
-        self._arriving = work, total
+        self._pending = work, total
 
     @torch.no_grad()
     def importance(self) -> Float[Tensor, "H R C"]:
@@ -271,8 +271,8 @@ class ImportanceTracker(nn.Module):
 
     def _settle(self) -> None:
         """Wait for the pending update, if any, and add it."""
-        if self._arriving is not None:
-            (work, total), self._arriving = self._arriving, None
+        if self._pending is not None:
+            (work, total), self._pending = self._pending, None
             work.wait()
             self._add_to_average(total / dist.get_world_size(self.group))
 

@@ -17,16 +17,16 @@ from ..masks.core import And, Box, Extent, Progression, device_kind, outside_tor
 from ..masks.patterns import names
 from ..masks.text import read_text
 
-# M keys, C blocks of keys, n rows, x listed boxes, o boxes with separate pools, p groups of w such boxes
+# M keys, C key blocks, n query blocks, x listed boxes, o boxes with separate pools, p groups of w such boxes
 
 # State of a box. NOTHING: choosing it adds no pair. PLAIN: a candidate that adds all its pairs. WHOLE: a candidate that
 # adds some pairs, with all keys visible. PARTIAL_VIEW: a candidate with hidden keys. UNCHOSEN: not a candidate,
 # although it would add pairs. The last three are listed.
 NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
 
-_CELLS = 1 << 20  # pairs evaluated at once
-_WIDEST = 64  # most boxes of one block that are scored by one product
-_KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds them
+_PAIRS_AT_ONCE = 1 << 20  # pairs evaluated at once
+_MOST_BOXES_IN_GROUP = 64  # most boxes of one key block that are scored by one product
+_MOST_CACHED_BOXES = 1 << 26  # most boxes of a call for which they are cached; with more, each call builds them
 
 
 class QueryBlocks(NamedTuple):
@@ -34,7 +34,7 @@ class QueryBlocks(NamedTuple):
 
     q_offset: position of the first query; keys begin at position 0, and query blocks at multiples of query_block.
     block: tokens of a key block.
-    whole: True if a query block is scored by all its queries, False if by its first query.
+    all_queries: True if a query block is scored by all its queries, False if by its first query.
     """
 
     num_queries: int
@@ -42,7 +42,7 @@ class QueryBlocks(NamedTuple):
     q_offset: int
     block: int
     query_block: int
-    whole: bool
+    all_queries: bool
 
     @property
     def lead(self) -> int:
@@ -50,11 +50,11 @@ class QueryBlocks(NamedTuple):
         return self.q_offset % self.query_block
 
     @property
-    def number(self) -> int:
+    def num_query_blocks(self) -> int:
         return -(-(self.lead + self.num_queries) // self.query_block)
 
     @property
-    def blocks(self) -> int:
+    def num_key_blocks(self) -> int:
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
@@ -65,7 +65,7 @@ class QueryBlocks(NamedTuple):
 
     def keys_of(self) -> tuple[Int64[Tensor, " C"], Int64[Tensor, " C"]]:
         """(first position, number) of the keys of each block."""
-        first = torch.arange(self.blocks) * self.block
+        first = torch.arange(self.num_key_blocks) * self.block
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
@@ -73,16 +73,16 @@ class QueryBlocks(NamedTuple):
 
         A range is small enough to bound the memory of its masks of pairs and of `numbers` values per query block.
         """
-        most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
+        most = min((1 << 20) // max(numbers, self.num_key_blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
-        yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
+        yield from (range(at, min(at + step, self.num_query_blocks)) for at in range(0, self.num_query_blocks, step))
 
 
 class SelectionCall(NamedTuple):
     """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
     block, query_block: tokens of a key block and of a query block.
-    whole: True if a query block is scored by all its queries, False if by its first.
+    all_queries: True if a query block is scored by all its queries, False if by its first.
     scorer: name of the scorer, or "module".
     stride: size of the tiles of "antidiagonal", else 1.
     kind, amount, most: rule of the choice, as in `choose`.
@@ -96,7 +96,7 @@ class SelectionCall(NamedTuple):
     always: str
     block: int
     query_block: int
-    whole: bool
+    all_queries: bool
     scorer: str
     stride: int
     kind: str
@@ -118,8 +118,8 @@ class SelectionCall(NamedTuple):
         """Build a call from its `arguments`; q_offset may be symbolic."""
         return cls._make((*read_constants(constants), q_offset))
 
-    def rows(self, q: Tensor, k: Tensor) -> QueryBlocks:
-        return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
+    def query_blocks(self, q: Tensor, k: Tensor) -> QueryBlocks:
+        return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.all_queries)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
         """Number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
@@ -150,7 +150,7 @@ class SelectionRule(NamedTuple):
     num_heads: int
 
     @property
-    def rest(self) -> Pattern:
+    def needs_choice(self) -> Pattern:
         """Pairs that are attended to only if their block is chosen: within & ~always."""
         return self.within if self.always is None else And.of(self.within, ~self.always)
 
@@ -175,11 +175,11 @@ class SelectionRule(NamedTuple):
 
 
 class PartialViews(NamedTuple):
-    """Candidate boxes with keys that their query block does not see; each box is scored by pools of its other keys.
+    """Candidate boxes with keys that their query block does not see; a box is scored by pools of only the seen keys.
 
-    C: number of key blocks. The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
+    The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
 
-    place: row * C + block of each box, ascending.
+    place: query block * C + key block of each box, ascending; C: number of key blocks.
     at: index of each box, in the order of `place`, in the flattened groups.
     block: key block of each group.
     row: query block of each box in the groups; 0 for padding.
@@ -201,13 +201,13 @@ class Boxes(NamedTuple):
     state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
         candidate that adds some pairs, whose keys are all visible to the query block; PARTIAL_VIEW: a candidate with
         keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
-    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending.
+    place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
     partial: the candidates with hidden keys; None if there are none.
     sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
     seen: mask of the keys that some query block sees; None if all are seen.
     pairs: number of pairs that `within` allows.
-    open: number of these pairs that are attended to only if their box is chosen.
+    pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -217,7 +217,7 @@ class Boxes(NamedTuple):
     sees: Bool[Tensor, "n query_block"] | None
     seen: Bool[Tensor, " M"] | None
     pairs: int
-    open: int
+    pairs_to_choose: int
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +239,7 @@ class Boxes(NamedTuple):
         area = (queries[:, None] * keys[known]).masked_fill(state != PLAIN, 0)
         if not len(self.place):
             return area
-        at, _ = found_in(self.place, row * rows.blocks + known)
+        at, _ = found_in(self.place, row * rows.num_key_blocks + known)
         return torch.where(state > PLAIN, self.gain[at].long(), area)
 
 
@@ -263,7 +263,7 @@ def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.
     def built() -> Boxes:
         return _build_boxes(rule, rows, part)
 
-    if rows.number * rows.blocks > _KEPT:
+    if rows.num_query_blocks * rows.num_key_blocks > _MOST_CACHED_BOXES:
         return outside_torch_modes(built)().on(device)
     key = ("selection_boxes", rule.text, rule.head, rule.num_heads, rows, part)
     found = cache().get(key, built, lambda boxes: boxes.nbytes, pattern=rule.within)
@@ -294,11 +294,11 @@ class _EvaluatedBoxes(NamedTuple):
 def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
     """Classify the boxes of the query blocks in `part`, by bounds on the patterns, else pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
-    n, C = len(part), rows.blocks
+    n, C = len(part), rows.num_key_blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
     head = torch.full_like(r, rule.head)
     box = Box(head, Progression(q_first[r], 1, q_count[r]), Progression(k_first[j], 1, k_count[j]))
-    within, rest = (each.count(box, num_heads=rule.num_heads) for each in (rule.within, rule.rest))
+    within, rest = (each.count(box, num_heads=rule.num_heads) for each in (rule.within, rule.needs_choice))
     full = within.low == box.area
     # Covered: all pairs are attended to without a choice.
     plain, covered = full & (rest.low == box.area), full & (rest.high == 0)
@@ -321,13 +321,13 @@ def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
         sees=sees,
         seen=seen,
         pairs=int(box.area[plain | covered].sum() + some.pairs.sum()),
-        open=int(box.area[plain].sum() + some.gain.sum()),
+        pairs_to_choose=int(box.area[plain].sum() + some.gain.sum()),
     )
 
 
 def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor, j: Tensor) -> _EvaluatedBoxes:
     found = []
-    for some in torch.arange(len(r)).split(max(1, _CELLS // (rows.query_block * rows.block))):
+    for some in torch.arange(len(r)).split(max(1, _PAIRS_AT_ONCE // (rows.query_block * rows.block))):
         q = (box.q.first[some, None] + torch.arange(rows.query_block))[:, :, None]
         k = (box.k.first[some, None] + torch.arange(rows.block))[:, None, :]
         q_stop, k_stop = (side.last[some, None, None] for side in (box.q, box.k))
@@ -335,7 +335,7 @@ def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor,
         q, k = q.minimum(q_stop), k.minimum(k_stop)
         seen = rule.sees(q, k) & inside
         left = rule.without_always(q, k, seen)
-        view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
+        view, choice = (seen.any(1), left) if rows.all_queries else (seen[:, 0], left[:, :1])
         found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
     return _EvaluatedBoxes(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
@@ -345,8 +345,8 @@ def _visibility(
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
-    The first mask is None if every query that is scored sees a key. With rows.whole all queries are scored, else the
-    first one of each query block. The second mask is None if all keys are seen.
+    The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
+    else the first one of each query block. The second mask is None if all keys are seen.
 
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.
@@ -358,10 +358,10 @@ def _visibility(
     keys.index_add_(0, some.block, some.view.long())
     inside = torch.arange(rows.query_block) < num_queries[:, None]
     shown = (queries > 0) & inside
-    if rows.whole and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first row
+    if rows.all_queries and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first query block
         shown[0] = shown[0].roll(rows.lead)
         inside[0] = inside[0].roll(rows.lead)
-    looked = slice(None) if rows.whole else slice(0, 1)
+    looked = slice(None) if rows.all_queries else slice(0, 1)
     seen = (keys > 0).flatten()[: int(num_keys.sum())]
     all_see = bool((shown | ~inside)[:, looked].all())
     return None if all_see else shown, None if bool(seen.all()) else seen
@@ -376,7 +376,7 @@ def _partial_views(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) 
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()
     blocks, number = block[order].unique_consecutive(return_counts=True)
-    w = min(_WIDEST, int(number.max()))
+    w = min(_MOST_BOXES_IN_GROUP, int(number.max()))
     in_block = torch.arange(len(order)) - (number.cumsum(0) - number).repeat_interleave(number)
     pieces = -(-number // w)
     piece = (pieces.cumsum(0) - pieces).repeat_interleave(number) + in_block // w

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks.core import advises, require_choice, require_finite, require_int
 
-# B batch, T tables, n rows, L blocks to choose from, most: the width of a table
+# B batch, T tables, n query blocks, L blocks to choose from, most: the width of a table
 
 
 @advises()
@@ -124,7 +124,7 @@ def require_share(name: str, value: object) -> None:
 
 
 _NONE = -1e300  # below every float32: marks entries that are no candidates
-_TIES = (1 << 29) - 1  # mantissa bits that float64 has and float32 lacks
+_LOW_BITS = (1 << 29) - 1  # mantissa bits that float64 has and float32 lacks
 
 
 def choose(
@@ -148,7 +148,7 @@ def choose(
         entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
-    and NaN counts as the lowest score.
+    and NaN counts as -inf.
     """
     keys = _distinct_scores(scores, ids).masked_fill(~candidates, _NONE)
     best, places = keys.topk(min(most, keys.shape[-1]))
@@ -157,9 +157,9 @@ def choose(
         total = masked_lse(scores, candidates)
         outside, log_whole = torch.zeros_like(total), total
         if kind == "top_p_of_row":
-            log_whole = outside  # zeros: scores are logs of shares of the row already, and the whole row is 1
+            log_whole = outside  # zeros: scores are logs of shares already, and the whole attention is 1
             outside = (1 - total.exp()).clamp(min=0.0)
-        # A row without candidates has log_whole -inf, and keeps nothing.
+        # A query block without candidates has log_whole -inf, and keeps nothing.
         log_whole = log_whole.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
         shares = (scores.gather(-1, places) - log_whole).exp().nan_to_num(0.0)
         shares = shares.masked_fill(~keep, 0.0)
@@ -197,4 +197,4 @@ def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0
     # A float32 converted to float64 ends in 29 zero bits, into which the id is written.
     bits = rounded.double().view(torch.int64)
-    return (bits | torch.where(rounded < 0, ids, _TIES - ids)).view(torch.float64)
+    return (bits | torch.where(rounded < 0, ids, _LOW_BITS - ids)).view(torch.float64)

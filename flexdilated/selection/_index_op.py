@@ -26,13 +26,14 @@ from ._select_op import HeadPart, head_parts_of
 _ON_HOST, _ON_ACCELERATORS = 1 << 21, 1 << 25
 
 
-class _Compared(NamedTuple):
+class _Comparison(NamedTuple):
     """Queries of a chunk, and the keys with which they are compared.
 
     queries: range of indices into the queries of the call.
     keys: range of indices into the keys of the call, with which all these queries are compared; None for a table.
-    candidates: True for the keys that count for a query.
-    at: with a table, the L keys of each query; where none counts, one that counts for the query, or 0. Else None.
+    candidates: mask of the keys that count for each query.
+    at: with a table, index of the L keys of each query; an entry that does not count holds a key that does, or 0 if the
+        query has none. None without a table.
     """
 
     queries: slice
@@ -41,22 +42,22 @@ class _Compared(NamedTuple):
     at: Int64[Tensor, "B n L"] | None
 
     def keys_of(self, k: Float[Tensor, "B M d"]) -> Float[Tensor, "B _ L d"]:
-        """Return the keys of each query; dim 1 has size 1 if all queries have the same.
+        """Keys with which each query is compared; dim 1 has size 1 if all queries share them.
 
-        Keys of a range that count for no query are 0, as their NaN would reach gradients.
+        Keys of the range that count for no query are 0, as their NaN would reach gradients.
         """
         if self.at is None:
             return k[:, None, self.keys].masked_fill(~self.candidates.any(1)[:, None, :, None], 0.0)
-        return k.flatten(0, 1).index_select(0, self._rows(k)).unflatten(0, self.at.shape)
+        return k.flatten(0, 1).index_select(0, self._flat_indices(k)).unflatten(0, self.at.shape)
 
-    def add_keys(self, total: Float[Tensor, "B M d"], part: Float[Tensor, "B _ L d"]) -> None:
-        """Add to `total`, in place, what belongs to the keys that `keys_of` returns."""
+    def add_gradients(self, total: Float[Tensor, "B M d"], part: Float[Tensor, "B _ L d"]) -> None:
+        """Add gradients of the keys that `keys_of` returns to `total`, the gradients of all keys, in place."""
         if self.at is None:
             total[:, self.keys] += part.squeeze(1)
         else:
-            total.flatten(0, 1).index_add_(0, self._rows(total), part.flatten(0, 2))
+            total.flatten(0, 1).index_add_(0, self._flat_indices(total), part.flatten(0, 2))
 
-    def _rows(self, k: Float[Tensor, "B M d"]) -> Int64[Tensor, " BnL"]:
+    def _flat_indices(self, k: Float[Tensor, "B M d"]) -> Int64[Tensor, " BnL"]:
         assert self.at is not None
         first = torch.arange(len(k), device=k.device)[:, None, None] * k.shape[1]
         return (self.at + first).flatten()
@@ -65,7 +66,7 @@ class _Compared(NamedTuple):
 def index_scores(
     q: Float[Tensor, "B h n d"], k: Float[Tensor, "B _ L d"], w: Float[Tensor, "B n h"]
 ) -> Float[Tensor, "B n L"]:
-    """Index score of each query and key, at least in float32; with dim 1 of k of size 1 all queries have equal keys."""
+    """Index score of each query and key, in float32 or wider; if dim 1 of k has size 1, all queries have these keys."""
     wide = sum_dtype(q)
     q, k, w = q.transpose(1, 2).to(wide), k.to(wide), w.to(wide)
     products = (q.flatten(1, 2) @ k[:, 0].mT).unflatten(1, q.shape[1:3]) if k.shape[1] == 1 else q @ k.mT
@@ -74,7 +75,7 @@ def index_scores(
 
 @own_op("flexdilated::index_keys")
 def index_keys(q: Tensor, k: Tensor, w: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
-    """Table (B, 1, N, most) of the keys with the highest index scores, in descending order, padded with -1.
+    """Table (B, 1, N, most) of the visible keys with the highest index scores, in descending order, padded with -1.
 
     q (B, h, N, d), k (B, M, d), w (B, N, h): index queries and keys, and the weights of the index heads.
     bindings: run-time tensors of the pattern, sorted by name.
@@ -123,7 +124,7 @@ def index_loss(
     call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
     total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for some in _compared(call, bindings, q, k, table, teacher):
+        for some in _comparisons(call, bindings, q, k, table, teacher):
             own = q[:, :, some.queries], some.keys_of(k), w[:, some.queries]
             total += _divergence(some, *own, _mean_weights(some, *teacher, call.scale))
             number += some.candidates.any(-1).expand(len(q), -1).sum()
@@ -155,13 +156,13 @@ def index_loss_backward(
     call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
     dq, dk, dw = (torch.zeros_like(x, dtype=sum_dtype(x), memory_format=torch.contiguous_format) for x in (q, k, w))
     with torch.autocast(q.device.type, enabled=False):
-        for some in _compared(call, bindings, q, k, table, teacher):
+        for some in _comparisons(call, bindings, q, k, table, teacher):
             shares, here = _mean_weights(some, *teacher, call.scale), some.queries
             own_q, keys, own_w = (x.detach().requires_grad_() for x in (q[:, :, here], some.keys_of(k), w[:, here]))
             with autograd_on():
                 lacks = _divergence(some, own_q, keys, own_w, shares)
             dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(lacks, (own_q, keys, own_w), grad.to(lacks))
-            some.add_keys(dk, of_keys.to(dk.dtype))
+            some.add_gradients(dk, of_keys.to(dk.dtype))
     return dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
 
@@ -192,7 +193,7 @@ index_loss_backward.register_autograd(refusing_backward("the loss of an indexer 
 
 
 def _divergence(
-    some: _Compared,
+    some: _Comparison,
     q: Float[Tensor, "B h n d"],
     keys: Float[Tensor, "B _ L d"],
     w: Float[Tensor, "B n h"],
@@ -215,14 +216,14 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 
 def _by_group(q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
-    """Return (q, keys of each key/value head): contiguous, so that no chunk copies all of them."""
+    """Return (q, k with the key/value heads first), k contiguous, so that no chunk copies all keys."""
     return q, k.transpose(0, 1).contiguous()
 
 
 def _mean_weights(
-    some: _Compared, q: Float[Tensor, "B H N D"], k: Float[Tensor, "G B M D"], scale: float
+    some: _Comparison, q: Float[Tensor, "B H N D"], k: Float[Tensor, "G B M D"], scale: float
 ) -> Float[Tensor, "B n L"]:
-    """Attention weights of a chunk of queries over the candidates, as a mean over heads; 0 for queries without any."""
+    """Attention weights of a chunk of queries over their candidates, as a mean over heads; 0 without candidates."""
     wide, heads = sum_dtype(q), q.shape[1] // len(k)
     total = torch.zeros((), dtype=wide, device=q.device)
     for group, of_group in enumerate(k):  # one at a time: the keys of a table are a copy for each query
@@ -233,17 +234,17 @@ def _mean_weights(
     return (total / q.shape[1]).masked_fill(~some.candidates.any(-1, keepdim=True), 0.0)
 
 
-def _compared(
+def _comparisons(
     call: SelectionCall,
     bindings: Sequence[Tensor],
     q: Tensor,
     k: Tensor,
     table: Tensor | None,
     teacher: tuple[Tensor, Tensor],
-) -> Iterator[_Compared]:
-    """Chunks of queries with the keys that the loss compares: those in the table, or without one all visible keys.
+) -> Iterator[_Comparison]:
+    """Yield chunks of queries with their keys in the loss: those in `table`, or all visible keys if it is None.
 
-    Raises ValueError for a table on the host with other numbers than keys and -1; elsewhere they count as -1.
+    Raises ValueError for a table on the host with numbers that are neither keys nor -1; elsewhere they count as -1.
     """
     heads = max(q.shape[1], teacher[0].shape[1])
     if table is None:
@@ -258,14 +259,16 @@ def _compared(
         at = table[:, 0, some].sort(-1).values
         repeated = torch.nn.functional.pad(at[..., 1:] == at[..., :-1], (1, 0))
         counts = (at >= 0) & (at < k.shape[1]) & ~repeated
-        # A place that does not count reads a key that does: other keys may hold NaN that no query sees.
-        yield _Compared(some, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
+        # An entry that does not count reads a key that does: other keys may hold NaN that no query sees.
+        yield _Comparison(some, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
 
 
 def _visible_keys(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, width: int
-) -> Iterator[_Compared]:
-    """Chunks of queries with all keys that one of them sees; a chunk whose queries see none is left out.
+) -> Iterator[_Comparison]:
+    """Yield chunks of queries with the range from the first to the last key that one of them sees.
+
+    A chunk whose queries see no key is left out.
 
     width: numbers that are in memory for each pair of a query and a key.
     """
@@ -275,11 +278,11 @@ def _visible_keys(
         places = seen.any(0).any(0).nonzero()
         if len(places):
             keys = slice(int(places[0]), int(places[-1]) + 1)
-            yield _Compared(some, keys, seen[..., keys], None)
+            yield _Comparison(some, keys, seen[..., keys], None)
 
 
 def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:
-    """Consecutive slices of the N queries, each of which needs `each` numbers in memory."""
+    """Yield consecutive slices of the N queries, short enough for memory if one query needs `each` numbers."""
     most, number = _ON_HOST if device_kind(q.device).on_host else _ON_ACCELERATORS, q.shape[2]
     step = max(1, most // max(1, each))
     yield from (slice(at, min(at + step, number)) for at in range(0, number, step))

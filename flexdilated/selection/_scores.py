@@ -14,7 +14,7 @@ from ..engines import sum_dtype
 from ._boxes import Boxes, PartialViews, QueryBlocks, SelectionCall, SelectionRule, found_in
 from ._choose import masked_lse
 
-# B batch, H query heads, G key/value heads, N queries, M keys, C blocks of keys, n rows, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, C key blocks, n query blocks, D head dim
 
 
 class Pools(NamedTuple):
@@ -27,7 +27,7 @@ class Pools(NamedTuple):
 
 def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
     """Mean, minimum and maximum of each block of `block` consecutive keys; the last block may have fewer keys."""
-    return Pools(mean_of(k, block), *ends_of(k, block))
+    return Pools(mean_of(k, block), *extrema_of(k, block))
 
 
 def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
@@ -35,14 +35,16 @@ def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]
     return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _split_into_blocks(k, block)], 2)
 
 
-def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
+def extrema_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
     """(minimum, maximum) of each channel over each key block; tied keys share the gradient equally."""
     parts = _split_into_blocks(k, block)
-    least, greatest = (torch.cat([end_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax))
+    least, greatest = (
+        torch.cat([extremum_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax)
+    )
     return least, greatest
 
 
-def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
+def extremum_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
     """Reduce `dim` by torch.amin or torch.amax, in float32 or wider; tied elements share the gradient equally.
 
     torch's own gradient does so, too, but its rule for ties may change between versions.
@@ -70,24 +72,26 @@ def summaries(
 ) -> Float[Tensor, "B H n D"]:
     """One query for each query block in `part`, in float32 or wider.
 
-    With `rows.whole` it is the mean of the query block's queries that see a key, else the query block's first query; it
-    is 0 if none of these sees a key.
+    With `rows.all_queries` it is the mean of the query block's queries that see a key, else the query block's first
+    query; it is 0 if none of these sees a key.
 
     part: range of query block indices.
     sees: mask of queries that see a key; None if all do.
     """
-    if not rows.whole:
+    if not rows.all_queries:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
         first = q if rows.query_block == 1 and len(part) == q.shape[2] else q[:, :, at]
         first = first.to(sum_dtype(q))
         return first if sees is None else first.masked_fill(~sees[..., :1], 0.0)
-    queries = in_rows(q, rows, part)
+    queries = queries_by_block(q, rows, part)
     if sees is None:
         return queries.sum(3) / rows.queries_of(part)[1].to(queries)[:, None]
     return queries.masked_fill(~sees[..., None], 0.0).sum(3) / sees.sum(-1, keepdim=True).clamp(min=1)
 
 
-def in_rows(q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range) -> Float[Tensor, "B H n query_block D"]:
+def queries_by_block(
+    q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range
+) -> Float[Tensor, "B H n query_block D"]:
     """Queries of the query blocks in `part`, in float32 or wider, padded with 0 beyond the call's queries."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
@@ -96,18 +100,18 @@ def in_rows(q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range) -> Floa
     return shown.unflatten(2, (len(part), rows.query_block))
 
 
-# b batch entries, h query heads, g key/value heads, N queries, M keys, C blocks of keys, n rows, L blocks to choose
+# b batch entries, h query heads, g key/value heads, N queries, M keys, C key blocks, n query blocks, L blocks to choose
 # from, o boxes with separate pools, p groups of w such boxes, D head dim
 
-LOGS = ("mass", "antidiagonal")  # scorers whose scores are logarithms of shares
-_AT_ONCE = 1 << 21  # most numbers of an intermediate tensor
+LOG_SCORERS = ("mass", "antidiagonal")  # scorers whose scores are logarithms of shares
+_MOST_ELEMENTS = 1 << 21  # largest number of elements of an intermediate tensor
 
 
 def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
     """Pooled keys of each block that a named scorer needs: (mean,), (minimum, maximum), or () if it needs none."""
     if scorer == "mean":
         return (mean_of(k, block),)
-    return ends_of(k, block) if scorer == "minmax" else ()
+    return extrema_of(k, block) if scorer == "minmax" else ()
 
 
 def scores_of(
@@ -125,20 +129,20 @@ def scores_of(
 
     pools: result of `pools_for`.
     boxes: the boxes of these query blocks under `rule`.
-    lists: the L blocks of each query block to score; None scores all C blocks.
+    lists: the L key blocks to score for each query block; None scores all C blocks.
 
     Scores of blocks that may not be chosen are arbitrary.
     """
-    if call.scorer in LOGS:
+    if call.scorer in LOG_SCORERS:
         found = [
             _log_shares(call, q, k, rule, rows, few) for few in _chunks_of_query_blocks(q, rows, part, call.stride)
         ]
-        return at_lists(torch.cat(found, 2), lists)
+        return scores_at_lists(torch.cat(found, 2), lists)
     queries = summaries(q, rows, part, boxes.sees) * call.scale
     # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
     factors = (queries,) if call.scorer == "mean" else _split_by_sign(queries)
     sides = zip(factors, pools, strict=True)
-    scores = sum(_products(x, pool) if lists is None else _scores_at_lists(x, pool, lists) for x, pool in sides)
+    scores = sum(_products(x, pool) if lists is None else _products_at_lists(x, pool, lists) for x, pool in sides)
     assert isinstance(scores, Tensor)
     if boxes.partial is None:
         return scores
@@ -149,14 +153,14 @@ def scores_of(
 def _scores_of_partial_views(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], boxes: PartialViews, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Score of each box (query block, key block) in `boxes`, by pools over only the keys that the query block sees.
+    """Score of each box in `boxes`, in the order of `boxes.place`, by pools of only the keys that its query block sees.
 
     queries: one for each query block, with the scale applied.
     block: tokens of a key block.
     """
     p, w = boxes.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
-    few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
+    few = max(1, _MOST_ELEMENTS // (k.shape[0] * w * block * wide))
     found = []
     for some in torch.arange(p, device=k.device).split(few):
         at = boxes.block[some, None] * block + torch.arange(block, device=k.device)
@@ -169,7 +173,9 @@ def _scores_of_partial_views(
         else:
             hidden, blind = ~mask[..., None], ~mask.any(-1, keepdim=True)  # blind: padding of a group
             least, greatest = (
-                end_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce).unsqueeze(2).masked_fill(blind, 0.0)
+                extremum_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce)
+                .unsqueeze(2)
+                .masked_fill(blind, 0.0)
                 for reduce, value in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
             )
             negative, positive = _split_by_sign(rows)
@@ -185,8 +191,10 @@ def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
     return halved.masked_fill(q > 0, 0.0), halved.masked_fill(q < 0, 0.0)
 
 
-def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Scores of the blocks that `lists` has for each query block, arbitrary for block -1; all scores if it is None."""
+def scores_at_lists(
+    scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None
+) -> Float[Tensor, "b h n L"]:
+    """Scores of the blocks that `lists` has for each query block, arbitrary for block -1; `scores` if it is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
@@ -213,7 +221,7 @@ def _replace_scores(
     if lists is None:
         return scores.flatten(2).index_copy(2, boxes.place, own).view_as(scores)
     row = torch.arange(lists.shape[2], device=lists.device)[:, None]
-    at, known = (for_heads(x, scores.shape[1]) for x in found_in(boxes.place, row * rows.blocks + lists))
+    at, known = (for_heads(x, scores.shape[1]) for x in found_in(boxes.place, row * rows.num_key_blocks + lists))
     return torch.where(known, own.gather(2, at.flatten(2)).view_as(scores), scores)
 
 
@@ -223,7 +231,7 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
     return (groups @ k.to(q.dtype).mT).view(*q.shape[:3], k.shape[2])
 
 
-def _scores_at_lists(
+def _products_at_lists(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
     """Dot products of each query block's query and the pooled keys of the blocks that `lists` has for it, in each head.
@@ -242,8 +250,8 @@ def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: i
 
     There is one score for each tile of stride x stride pairs.
     """
-    each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
-    few = max(1, _AT_ONCE // max(1, each))
+    each = q.shape[0] * q.shape[1] * (rows.query_block if rows.all_queries else 1) * rows.num_keys // stride**2
+    few = max(1, _MOST_ELEMENTS // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
 
 
@@ -256,9 +264,9 @@ def _log_shares(
     summed per block; the sums are averaged over the query block. A tile's score is the mean score of the visible pairs
     on its antidiagonal; stride 1 gives the exact share.
     """
-    stride, group, columns = call.stride, 1, rows.blocks * rows.block // call.stride
-    if rows.whole:
-        queries, group = in_rows(q, rows, part).flatten(2, 3), rows.query_block // stride
+    stride, group, columns = call.stride, 1, rows.num_key_blocks * rows.block // call.stride
+    if rows.all_queries:
+        queries, group = queries_by_block(q, rows, part).flatten(2, 3), rows.query_block // stride
         positions = _positions(rows, part, q.device)
     else:
         queries, positions = summaries(q, rows, part, None), rows.queries_of(part)[0].to(q.device)

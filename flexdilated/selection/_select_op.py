@@ -1,4 +1,4 @@
-"""Custom op that scores and chooses blocks; torch.compile sees only its output shapes and its backward."""
+"""Custom ops that score and choose blocks; torch.compile sees only their output shapes and the backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..masks.core import Extent, outside_torch_modes
 from ..masks.patterns import rules_of_entries
 from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, SelectionCall, SelectionRule, boxes_of
 from ._choose import choose, masked_lse
-from ._scores import LOGS, at_lists, for_heads, pools_for, scores_of
+from ._scores import LOG_SCORERS, for_heads, pools_for, scores_at_lists, scores_of
 
 # B batch, H query heads, G key/value heads
 
@@ -77,12 +77,12 @@ def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k:
     return found
 
 
-# B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, n rows at a time,
-# L blocks that a row may choose from, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, R query blocks, n of them in a chunk, C key blocks,
+# T tables, L blocks that a query block may choose from, D head dim
 
 
-Scored = tuple[Float[Tensor, "B T n L"], Bool[Tensor, "B T n L"]]  # scores and candidates of some rows for each table
-HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
+Scored = tuple[Float[Tensor, "B T n L"], Bool[Tensor, "B T n L"]]  # scores and candidates of a chunk, by table
+HeadBoxes = list[tuple[HeadPart, Boxes]]  # of a chunk of query blocks, by rule
 
 
 def query_block_chunks(
@@ -94,8 +94,8 @@ def query_block_chunks(
     lists: for each query block, the blocks inside its coarse blocks, padded with -1; None without `coarse`.
     bindings: run-time tensors of the patterns, sorted by name.
     """
-    rows, parts, lists = call.rows(q, k), head_parts_of(call, bindings, q, k), None
-    numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
+    rows, parts, lists = call.query_blocks(q, k), head_parts_of(call, bindings, q, k), None
+    numbers, ratio = q.shape[0] * q.shape[1] * rows.num_key_blocks, 1
     if coarse is not None:
         ratio = call.coarse_block // call.block
         numbers = q.shape[0] * q.shape[1] * coarse.shape[3] * ratio * max(1, q.shape[3] // 4)
@@ -105,7 +105,7 @@ def query_block_chunks(
             at = torch.arange(first + some.start, first + some.stop, device=q.device) * call.query_block
             lists = coarse[:, :, at // call.coarse_query_block - call.q_offset // call.coarse_query_block, :, None]
             lists = torch.where(lists < 0, -1, lists * ratio + torch.arange(ratio, device=q.device)).flatten(3)
-            lists = lists.masked_fill(lists >= rows.blocks, -1)
+            lists = lists.masked_fill(lists >= rows.num_key_blocks, -1)
         yield some, lists, [(part, boxes_of(part.rule, rows, some, q.device)) for part in parts]
 
 
@@ -125,7 +125,7 @@ def _scores_and_candidates(
     pools: result of `pools_for`.
     given: a module's scores of all query blocks; None computes scores from q, k and pools.
     """
-    rows, found = call.rows(q, k), []
+    rows, found = call.query_blocks(q, k), []
     for part, own in boxes:
         listed = None if lists is None else part.of_tables(lists, q.shape[1])
         if given is None:
@@ -133,7 +133,7 @@ def _scores_and_candidates(
             scores = scores_of(call, *operands, part.rule, own, rows, some, listed)
         else:
             here = for_heads(given[:, :, some.start : some.stop], q.shape[1])
-            scores = at_lists(part.of_queries(here), listed)
+            scores = scores_at_lists(part.of_queries(here), listed)
         found.append((scores, _candidates(own, listed, scores, only_whole=given is not None)))
     if len(found) == 1:
         scores, candidates = found[0]
@@ -169,7 +169,7 @@ def _combine_heads(call: SelectionCall, scored: Scored, tables: int, own: int) -
     if tables == scores.shape[1]:
         return scored
     able = candidates.unflatten(1, (tables, -1))
-    if call.kind == "top_k" and call.scorer not in LOGS:
+    if call.kind == "top_k" and call.scorer not in LOG_SCORERS:
         counted = candidates.unflatten(1, (own, -1)).any(2)
         once = scores.unflatten(1, (own, -1))[:, :, 0].masked_fill(~counted, 0.0)
         return (once.unflatten(1, (tables, -1)).sum(2), able.any(2))
@@ -202,8 +202,8 @@ def choose_blocks(
 
     Works in chunks of query blocks to bound memory.
     """
-    rows, tables = call.rows(q, k), call.tables(q, k)
-    shape = (q.shape[0], tables, rows.number, call.most)
+    rows, tables = call.query_blocks(q, k), call.tables(q, k)
+    shape = (q.shape[0], tables, rows.num_query_blocks, call.most)
     blocks, places = (torch.full(shape, -1, device=q.device) for _ in range(2))
     found = torch.full(shape, -torch.inf, dtype=sum_dtype(q), device=q.device)
     added, cut = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
@@ -213,7 +213,7 @@ def choose_blocks(
             pools = pools_for(call.scorer, k, call.block)
         for some, lists, boxes in query_block_chunks(call, bindings, q, k, coarse):
             scores, candidates = _scores_and_candidates(call, some, lists, boxes, q, k, pools, given)
-            ids = torch.arange(rows.blocks, device=q.device) if lists is None else for_heads(lists, tables)
+            ids = torch.arange(rows.num_key_blocks, device=q.device) if lists is None else for_heads(lists, tables)
             ids, here = ids.expand(scores.shape), slice(some.start, some.stop)
             how = {"kind": call.kind, "amount": call.amount, "most": call.most}
             places[:, :, here], more = choose(scores, candidates, ids, **how)
@@ -224,7 +224,7 @@ def choose_blocks(
                 read = part.of_tables(blocks[:, :, here], q.shape[1])
                 heads = part.of_queries(q).shape[:2].numel()
                 added = added + own.gains(rows, some, read).sum() * (heads // read.shape[:2].numel())
-                pairs, left = pairs + own.pairs * heads, left + own.open * heads
+                pairs, left = pairs + own.pairs * heads, left + own.pairs_to_choose * heads
     density = (added + (pairs - left)).to(found.dtype) / max(1, pairs)
     return blocks, places, found, density, cut.to(found.dtype) / max(1, blocks.shape[:3].numel())
 
@@ -252,7 +252,7 @@ def select_blocks(
 @select_blocks.register_fake
 def _(q, k, given, coarse, bindings, *arguments):
     call = SelectionCall.of(*arguments)
-    shape = (q.shape[0], call.tables(q, k), call.rows(q, k).number, call.most)
+    shape = (q.shape[0], call.tables(q, k), call.query_blocks(q, k).num_query_blocks, call.most)
     blocks, places = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
     found = q.new_empty(shape, dtype=sum_dtype(q))
     return blocks, places, found, *(found.new_empty(()) for _ in range(2))
@@ -306,7 +306,7 @@ def _zero_where_blind(
     """
     sees, seen = _visibility(call, some, boxes, q, k)
     if sees is not None:
-        rows = call.rows(q, k)
+        rows = call.query_blocks(q, k)
         start = some.start * rows.query_block - rows.lead
         shown = sees.flatten(2)[:, :, max(0, -start) :][:, :, : q.shape[2] - max(0, start)]
         blind = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
@@ -330,7 +330,7 @@ def _visibility(
         seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for part, own in boxes:
         if sees is not None and own.sees is not None:
-            sees[part.entries, part.heads] = own.sees if call.whole else own.sees[:, :1].expand(own.sees.shape)
+            sees[part.entries, part.heads] = own.sees if call.all_queries else own.sees[:, :1].expand(own.sees.shape)
         if seen is not None:
             seen[part.entries, part.key_heads] |= seen.new_ones(()) if own.seen is None else own.seen
     return sees, seen
@@ -356,8 +356,8 @@ select_blocks.register_autograd(_backward, setup_context=_remember)
 select_blocks_backward.register_autograd(refusing_backward("the scores of a selection have no second derivative"))
 
 
-@own_op("flexdilated::selection_sides")
-def selection_sides(
+@own_op("flexdilated::selection_visibility")
+def selection_visibility(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int
 ) -> tuple[Tensor, Tensor]:
     """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some query block sees).
@@ -369,11 +369,11 @@ def selection_sides(
     constants, q_offset: `SelectionCall.arguments`.
     """
     call = SelectionCall.of(constants, q_offset)
-    rows = call.rows(q, k)
-    places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
-    # False outside the call's queries; but a row scored by its first query uses the first query in the call.
-    inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
-    sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
+    rows = call.query_blocks(q, k)
+    places = torch.arange(rows.num_query_blocks * rows.query_block, device=q.device) - rows.lead
+    # False outside the call's queries; but a query block scored by its first query uses the first query in the call.
+    inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.all_queries)
+    sees = inside.view(rows.num_query_blocks, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for some, _, boxes in query_block_chunks(call, bindings, q, k):
         here = _visibility(call, some, boxes, q, k)
@@ -383,10 +383,10 @@ def selection_sides(
     return sees, seen
 
 
-@selection_sides.register_fake
+@selection_visibility.register_fake
 def _(q, k, bindings, *arguments):
     call = SelectionCall.of(*arguments)
-    sees = q.new_empty((*q.shape[:2], call.rows(q, k).number, call.query_block), dtype=torch.bool)
+    sees = q.new_empty((*q.shape[:2], call.query_blocks(q, k).num_query_blocks, call.query_block), dtype=torch.bool)
     return sees, k.new_empty(k.shape[:3], dtype=torch.bool)
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from ..distributed import Sharding
 
-# B batch, H query heads, G key/value heads, N queries, L of them on this rank, M keys, D head dim, T tables, R rows,
-# C blocks of keys
+# B batch, H query heads, G key/value heads, N queries, L of them on this rank, M keys, D head dim, T tables,
+# R query blocks, C key blocks
 
 
 _GRADIENTS = ("none", "bias", "distill")
@@ -95,7 +95,7 @@ class SelectedAttention(nn.Module):
         check_engine(engine)
         self.selector, self.engine = selector, engine
         self.over_ranks = over_ranks(mesh, schedule="auto", sharding=sharding)
-        self.beyond = None if selector.always is None else ~selector.always  # here, as torch.compile cannot trace ~
+        self.not_always = None if selector.always is None else ~selector.always  # here, as torch.compile cannot trace ~
 
     def forward(
         self,
@@ -134,7 +134,7 @@ class SelectedAttention(nn.Module):
         for start, own in runs.parts(q):
             selection = self.selector(own, k, scale=scale, q_offset=start, bindings=bindings, within=within)
             options = {"scale": scale, "q_offset": start, "engine": self.engine}
-            call = TableAttention.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
+            call = TableAttention.of(self.selector, self.not_always, self.selector.rule(within), bindings, **options)
             if self.gradient != "bias":
                 selection = selection._replace(scores=selection.scores.detach())
             outs.append(self._attend(own, k, v, call, selection, sinks).to(q.dtype))
@@ -191,7 +191,7 @@ class SelectedAttention(nn.Module):
             selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
             weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
             scorer="mass". Heads that share a table use the mean of their shares, in p and in the softmax.
-        teacher: (q, k) of the attention, in the shapes of q and k; None: the same as q and k. A gate that applies its
+        teacher: (q, k) of the attention, in the shapes of q and k; None: q and k. A gate that applies its
             own rotary embedding gets q and k without the model's, and the teacher has the model's.
 
         Other arguments are as in `forward`.
@@ -256,7 +256,7 @@ class SelectedAttention(nn.Module):
             )
         return SelectedCache(
             self.selector,
-            self.beyond,
+            self.not_always,
             biased=self.gradient == "bias",
             num_heads=num_heads,
             capacity=capacity,
@@ -293,7 +293,7 @@ def distill_loss(
         zero = q.new_zeros((), dtype=sum_dtype(q))
         return sum((x.sum() * 0.0 for x in selector.parameters()), zero), zero.long()
     coarse, tensors, call = selector.prepared(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
-    num_blocks = call.rows(q, k).blocks
+    num_blocks = call.query_blocks(q, k).num_key_blocks
     # kind "top_p" with amount 1 chooses all candidates, and gives heads that share a table the mean of their shares.
     call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
     student = selector.selected(q, k, coarse, tensors, call)

@@ -22,8 +22,8 @@ from ._scores import Pools, pools_for, pools_of
 from ._select_op import choose_blocks, selection_pairs
 from ._selector import BlockSelector, is_causal
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys, and in
-# `select` C selected batch entries
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R query blocks, C key blocks,
+# and in `select` C selected batch entries
 
 
 class TableAttention(NamedTuple):
@@ -31,7 +31,7 @@ class TableAttention(NamedTuple):
 
     rule: pairs that the call allows.
     selector: the selector that made the table.
-    beyond: complement of the selector's `always`; None without `always`.
+    not_always: complement of the selector's `always`; None without `always`.
     table: name of the table among the run-time tensors.
     bindings: the other run-time tensors, by name.
     options: keyword arguments of `attend`.
@@ -39,7 +39,7 @@ class TableAttention(NamedTuple):
 
     rule: Pattern
     selector: BlockSelector
-    beyond: Pattern | None
+    not_always: Pattern | None
     table: str
     bindings: dict[str, Tensor]
     options: dict[str, Any]
@@ -48,14 +48,14 @@ class TableAttention(NamedTuple):
     def of(
         cls,
         selector: BlockSelector,
-        beyond: Pattern | None,
+        not_always: Pattern | None,
         rule: Pattern,
         bindings: Mapping[str, Tensor] | None,
         **options: Any,
     ) -> TableAttention:
         """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        beyond: complement of the selector's `always`; None without `always`.
+        not_always: complement of the selector's `always`; None without `always`.
         rule: pairs that the call allows.
         bindings: run-time tensors of the call by name, None for none; those that only a coarse selector needs are
             dropped.
@@ -66,13 +66,13 @@ class TableAttention(NamedTuple):
         while table in needed:
             table += "_"
         given = {} if bindings is None else {name: x for name, x in bindings.items() if name in needed}
-        return cls(rule, selector, beyond, table, given, {**options, "enable_gqa": True})
+        return cls(rule, selector, not_always, table, given, {**options, "enable_gqa": True})
 
     @property
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Call it only for a selector with `always`: without, it returns `rule`, although there are no such pairs.
+        Only for a selector with `always`: without it, the result is `rule`, although there are no such pairs.
         """
         return self.rule if self.selector.always is None else self.selector.always & self.rule
 
@@ -82,13 +82,13 @@ class TableAttention(NamedTuple):
         chosen = self._chosen(self.selector.choose.most)
         return (chosen if self.selector.always is None else chosen | self.selector.always) & self.rule
 
-    def added(self, most: int) -> Pattern:
+    def chosen_only(self, most: int) -> Pattern:
         """Pattern chosen & ~always & rule: pairs that are attended to only because the table has their block.
 
         most: width of the table, in blocks per query block.
         """
         chosen = self._chosen(most) & self.rule
-        return chosen if self.beyond is None else chosen & self.beyond
+        return chosen if self.not_always is None else chosen & self.not_always
 
     def _chosen(self, most: int) -> Pattern:
         return selected_blocks(self.table, block=(self.selector.query_block, self.selector.block), most=most)
@@ -126,9 +126,9 @@ class TableAttention(NamedTuple):
         scores: score of each block in the table, added to the logits of the block's keys; None adds nothing.
         """
         if scores is None:
-            return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
+            return self.attend(q, k, v, self.chosen_only(blocks.shape[-1]), blocks)
         biases = self._scores_of_queries(scores.masked_fill(blocks < 0, 0.0), q)
-        one, found = self.added(1), []
+        one, found = self.chosen_only(1), []
         for place in range(blocks.shape[-1]):
             out, lse = self.attend(q, k, v, one, blocks[..., place : place + 1])
             found.append((out, lse + biases[..., place].to(lse.dtype)))
@@ -206,7 +206,7 @@ def advance(
         coarse, _, inner = advance(selector.coarse, None if known is None else known.coarse, q, k, scale)
     pools = _pools(selector, known, k)
     side = selector.query_block
-    late = min(-first % side, q.shape[2])  # queries of a row with a known choice
+    late = min(-first % side, q.shape[2])  # queries of a query block with a known choice
     found = [] if not late or known is None else [(known.blocks, known.scores)]
     if late < q.shape[2]:
         if selector.coarse is not None and coarse is not None:
@@ -250,7 +250,7 @@ def _pools(
     return tuple(torch.cat([old[:, :, :done], more], 2) for old, more in zip(known.pools, made, strict=True))
 
 
-_TRIED = 2048  # positions that `_always_covers_own_blocks` checks
+_POSITIONS_TESTED = 2048  # positions that `_always_covers_own_blocks` checks
 
 
 class SelectedCache(KVCache):
@@ -261,7 +261,7 @@ class SelectedCache(KVCache):
     """
 
     def __init__(
-        self, selector: BlockSelector, beyond: Pattern | None, *, biased: bool, num_heads: int, **options: Any
+        self, selector: BlockSelector, not_always: Pattern | None, *, biased: bool, num_heads: int, **options: Any
     ) -> None:
         require_int("num_heads", num_heads, minimum=1)
         _check_decodable(selector, num_heads)
@@ -270,7 +270,7 @@ class SelectedCache(KVCache):
             selector.within if always is None else always & selector.within, num_heads=num_heads, **options
         )
         self._sources = [RowSource(causal(), 0, 1)]
-        self.selector, self._beyond, self._biased = selector, beyond, biased
+        self.selector, self._not_always, self._biased = selector, not_always, biased
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
         """Raise ValueError as `KVCache` does, and for a position inside a query block that is not the last."""
@@ -297,7 +297,7 @@ class SelectedCache(KVCache):
         with torch.no_grad():
             blocks, scores, cohort.state = advance(self.selector, _selector_state(cohort), q, k, scale)
             options = {"scale": scale, "q_offset": cohort.seen, "engine": self.engine}
-            reading = TableAttention.of(self.selector, self._beyond, self.selector.within, None, **options)
+            reading = TableAttention.of(self.selector, self._not_always, self.selector.within, None, **options)
             out, lse = reading.attend_to_chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
                 kept, kept_lse = super()._attend_held(q, cohort, None)
@@ -345,7 +345,7 @@ def _always_covers_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
 
     Only positions below 2,048 are tested.
     """
-    at = torch.arange(_TRIED)
+    at = torch.arange(_POSITIONS_TESTED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)
     q, k = q.expand_as(own)[own], k.expand_as(own)[own]

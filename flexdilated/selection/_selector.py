@@ -17,15 +17,15 @@ from ..masks.core import Extent, advises, every, require_bool, require_choice, r
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._boxes import SelectionCall
 from ._choose import Threshold, TopK, TopP
-from ._scores import LOGS, Pools, pools_of, summaries
-from ._select_op import select_blocks, selection_sides
+from ._scores import LOG_SCORERS, Pools, pools_of, summaries
+from ._select_op import select_blocks, selection_visibility
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R query blocks, C key blocks
 
 _SCORERS = ("mean", "minmax", "antidiagonal", "mass")
 _SHARES = ("all", "group", "head")  # from one table to many
 _DEFAULT_STRIDE = 8
-_TRIED = 2048  # positions that `later_pair` searches
+_POSITIONS_SEARCHED = 2048  # positions that `later_pair` searches
 _MOST_HEADS = 256  # largest number of heads that is tried for a pattern that fits only certain numbers
 
 
@@ -77,8 +77,8 @@ class BlockSelector(nn.Module):
         heads (T = 1). A table for several query heads chooses by the sum of their scores (NSA, arXiv 2502.11089); with
         TopP, Threshold or scores that are logarithms, by the mean of their shares. Scores (B, G, R, C) of a module
         count once per key/value head.
-    coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
-        its choice are scored and chosen from. It gets this selector's q and k.
+    coarse: a selector whose block and query_block are multiples of this one's, with at most as many tables. Only the
+        blocks within its choice are scored and chosen from. It gets this selector's q and k.
     query_summary: the query that represents a query block of several queries. "mean": the mean of its queries that see
         a key, or with "mass" and "antidiagonal" the mean of their shares; the query block sees every key that one of
         them sees. "first": its first query; the query block sees the keys of this query. With a causal `within`, "mean"
@@ -126,7 +126,7 @@ class BlockSelector(nn.Module):
         self.coarse = coarse
         if coarse is not None:
             self._check_coarse(coarse)
-        if choose.kind == "top_p_of_row" and (self.scorer not in LOGS or coarse is not None):
+        if choose.kind == "top_p_of_row" and (self.scorer not in LOG_SCORERS or coarse is not None):
             raise ValueError(
                 "TopP(of='row') needs scorer='mass' or 'antidiagonal', whose scores give shares of a row's attention, "
                 f"and no coarse; got scorer={self.scorer!r:.80} and "
@@ -248,18 +248,23 @@ class BlockSelector(nn.Module):
 
         Raises ValueError for scores of another shape, TypeError for scores that are not floating-point.
         """
-        sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call.arguments)
-        rows = call.rows(q, k)
-        queries = summaries(q, rows, range(rows.number), sees)
+        sees, seen = selection_visibility(q.detach(), k.detach(), bindings, *call.arguments)
+        rows = call.query_blocks(q, k)
+        queries = summaries(q, rows, range(rows.num_query_blocks), sees)
         if pools is None:
             pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
         if getattr(scorer, "takes_positions", False):
             first = rows.q_offset - rows.lead
-            begins = torch.arange(first, first + rows.number * self.query_block, self.query_block, device=q.device)
+            begins = torch.arange(
+                first, first + rows.num_query_blocks * self.query_block, self.query_block, device=q.device
+            )
             scores = scorer(queries, pools, begins)
         else:
             scores = scorer(queries, pools)
-        wanted = [(*queries.shape[:1], heads, rows.number, rows.blocks) for heads in (q.shape[1], k.shape[1])]
+        wanted = [
+            (*queries.shape[:1], heads, rows.num_query_blocks, rows.num_key_blocks)
+            for heads in (q.shape[1], k.shape[1])
+        ]
         if not isinstance(scores, Tensor) or tuple(scores.shape) not in wanted:
             came = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
@@ -271,7 +276,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """Arguments of a call except tensors; rule: set pattern of the pairs that the call allows, `always` aside."""
+        """Arguments of a call except tensors; rule: the pairs that the call allows, from the method `rule`."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,
@@ -292,8 +297,8 @@ class BlockSelector(nn.Module):
         )
 
     def _empty_selection(self, call: SelectionCall, q: Tensor, k: Tensor) -> Selection:
-        rows = call.rows(q, k)
-        shape = (q.shape[0], call.tables(q, k), rows.number if q.shape[2] else 0, call.most)
+        rows = call.query_blocks(q, k)
+        shape = (q.shape[0], call.tables(q, k), rows.num_query_blocks if q.shape[2] else 0, call.most)
         scores = q.new_full(shape, -torch.inf, dtype=sum_dtype(q))
         zero = scores.new_zeros(())
         return Selection(scores.new_full(shape, -1, dtype=torch.int64), scores, zero, zero.clone())
@@ -368,8 +373,8 @@ def is_causal(pattern: Pattern) -> bool:
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
-    shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
-    most = blank(most, shapes, Extent(_TRIED, _TRIED))
+    shapes = {leaf.name: torch.zeros((_POSITIONS_SEARCHED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
+    most = blank(most, shapes, Extent(_POSITIONS_SEARCHED, _POSITIONS_SEARCHED))
     heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits_heads(most, number)), None)
     if heads is None:
         return True

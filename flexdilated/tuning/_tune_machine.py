@@ -113,7 +113,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def device_text(device: torch.device) -> str:
-    """Text with the name of the device, the version of torch and, on a CPU, the number of threads."""
+    """Text with the name of a GPU, or a CPU's architecture, instruction set and threads, and with torch's version."""
     if device_kind(device).is_cuda:
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     capability = torch.backends.cpu.get_cpu_capability()

@@ -105,14 +105,18 @@ def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: b
         return *found, *torch.autograd.grad(found.scores[found.blocks >= 0].sin().sum(), (q, k))
 
     def portions(rows: QueryBlocks, numbers: int) -> list[range]:
-        return [range(at, min(at + few, rows.number)) for at in range(0, rows.number, few)]
+        return [range(at, min(at + few, rows.num_query_blocks)) for at in range(0, rows.num_query_blocks, few)]
 
     whole = results()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(QueryBlocks, "portions", portions)
-        for module, name, value in ((_boxes, "_CELLS", 1), (_boxes, "_WIDEST", 2), (_boxes, "_KEPT", 0)):
+        for module, name, value in (
+            (_boxes, "_PAIRS_AT_ONCE", 1),
+            (_boxes, "_MOST_BOXES_IN_GROUP", 2),
+            (_boxes, "_MOST_CACHED_BOXES", 0),
+        ):
             patch.setattr(module, name, value)
-        patch.setattr(_scores, "_AT_ONCE", 1)
+        patch.setattr(_scores, "_MOST_ELEMENTS", 1)
         assert_close(results(), whole, rtol=1e-9, atol=1e-9)
 
 
@@ -204,7 +208,7 @@ def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
     with Watched() as watched:
         choose_blocks(q, k, None, None, [], call)
     rows = QueryBlocks(N, N, 0, 256, 1, False)
-    part = next(iter(rows.portions(2 * rows.blocks)))
+    part = next(iter(rows.portions(2 * rows.num_key_blocks)))
     with Watched() as built:
         _build_boxes(SelectionRule(masks.causal(), masks.chunked(256), 0, 2), rows, part)
     assert 0 < watched.largest <= 4 * 2 * N * N // 16

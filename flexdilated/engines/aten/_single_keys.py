@@ -141,8 +141,7 @@ class _DenseMask:
         """Yield (slice of the queries, slice of the first keys, see `KeyLists.stop`, mask of their pairs).
 
         The masks are additive. Together the slices have all queries; for meta tensors, only the first
-        `META_CHUNKS` slices
-        are yielded, with all keys, and the masks hide all pairs.
+        `META_CHUNKS` slices are yielded, with all keys, and the masks hide all pairs.
         """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads

@@ -209,7 +209,7 @@ class LightningIndexer(nn.Module):
         w = self.weights_proj(x) * (self.num_heads * self.head_dim) ** -0.5
         if self.rope_dim:
             cos, sin = self._cosines_and_sines(x, rotary, q_offset)
-            q, k = self._rotated(q, cos.unsqueeze(1), sin.unsqueeze(1)), self._rotated(k, cos, sin)
+            q, k = self._rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), self._rotate(k, cos, sin)
         return q, k, w
 
     def _cosines_and_sines(self, x: Tensor, rotary: Rotary | None, q_offset: int) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ class LightningIndexer(nn.Module):
         cos, sin = (each.detach()[..., : self.rope_dim // 2] for each in rotary)
         return cos, sin
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x.split([self.rope_dim, self.head_dim - self.rope_dim], -1)
         return torch.cat([rotate(turned, cos, sin), rest], -1)
 

@@ -21,7 +21,7 @@ from .._selector import BlockSelector
 
 # B batch, H query heads, G key/value heads, N queries, M keys, W windows, C blocks of keys, D head dim, E embedding dim
 
-_AT_ONCE = 1 << 22  # most scores of compressed keys in memory
+_MOST_SCORES = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
@@ -279,7 +279,7 @@ class NativeSparseAttention(nn.Module):
             return blocks
         ids = torch.arange(count, device=q.device)
         wide = sum_dtype(q)
-        for at in range(0, number, step := max(1, _AT_ONCE // each)):
+        for at in range(0, number, step := max(1, _MOST_SCORES // each)):
             few = slice(at, min(at + step, number))
             position = q_offset + torch.arange(few.start, few.stop, device=q.device)[:, None]
             scores = self._block_scores(q[:, :, few].to(wide), keys.to(wide), lse[:, :, few], position, count, scale)

@@ -13,7 +13,7 @@ from .._scores import Pools
 from .._selector import BlockSelector
 from ._rotary import angles_at, rotate
 
-# B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, D head dim,
+# B batch, H query heads, G key/value heads, N queries, M keys, R query blocks, C key blocks, T tables, D head dim,
 # E gate dim
 
 
