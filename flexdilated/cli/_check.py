@@ -22,7 +22,7 @@ _MOST_PAIRS = 1 << 22  # over all heads: the tables of all pairs then fill most 
 _SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
 _BOXES = 25  # examples between two steps of the bar
 _HEAD_DIMS = (8, 1, 3, 16)
-_LEAST_CALLS = 8  # of one number of key/value heads and one head dim
+_LEAST_CALLS = 8  # with one number of key/value heads and one head dim; the last group may have fewer
 # Four calls a length: two kinds of values, gradients through output and lse, and queries that begin later.
 _CHECKS = ("agreement", "gradients", "decoding")
 

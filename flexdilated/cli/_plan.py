@@ -27,10 +27,11 @@ Peak = Callable[[int], int]
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
 _TABLE = "table"
 _LAYERS = 12
-# Between two of these, and beyond the last, memory is taken to grow in proportion to the tokens.
+# Between two of these, and beyond the last, memory is taken to be linear in the number of tokens.
 _RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _FIRST = 1 << 16
 _MOST = 1 << 30
+# Two numbers of tokens; the memory of more tokens is extrapolated along the line through these.
 _LINE = LARGEST_RUN // 2, LARGEST_RUN
 # Bytes per token are the increase from the first to the second number of tokens.
 _BETWEEN = (1 << 16, 1 << 20)

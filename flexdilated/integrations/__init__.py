@@ -1,4 +1,8 @@
-"""Models of other libraries with this library's attention: one module per library, imported on first access."""
+"""Models of other libraries with this library's attention.
+
+`transformers` and `torchscale` are imported on first access. `convert`, for modules of torch, timm and x-transformers,
+is `flexdilated.convert`.
+"""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version

@@ -99,7 +99,7 @@ class ModuleReport:
 
 _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
-_PAIRED_LENGTHS = 12  # of the check "lengths": the shortest that are tried after shorter ones
+_PAIRED_LENGTHS = 12  # the check "lengths" searches for a shorter failing pair among this many shortest lengths
 
 _CALL_HINT = (
     "; called with q, k and v of (batch, heads, tokens, head dim): a module of (batch, tokens, width) takes "

@@ -23,7 +23,7 @@ _SHRINK_TRIES = 500
 _WINDOWS, _WINDOW = 24, 48  # number of tested windows of a periodic rule, and their sides
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
-# Of block lists: block sizes, layout rates, and tries to draw sizes that the pattern takes.
+# For block lists: block sizes, layout rates, and the number of tries to draw sizes that the pattern accepts.
 _BLOCK_SIDES, _RATES, _SIZE_TRIES = (1, 2, 3, 4, 5, 8, 13, 16), (1, 1, 2, 3, 5), 50
 
 
@@ -33,8 +33,9 @@ def check_pattern(
 ) -> None:
     """Compare a pattern's methods with its `mask_mod`, evaluated for all pairs of positions below `max_tokens`.
 
-    Checked are
+    Each of these is checked:
 
+    * `mask_mod` of single pairs and of vectors of pairs, which must agree with the evaluation of all pairs;
     * `count` (in custom patterns, `classify`): its bounds on the number of allowed pairs in boxes, which are products
       of two arithmetic progressions of positions: single pairs, whole blocks and random boxes;
     * block lists, for odd sizes, unequal block sizes and several layouts (orders of tokens);
@@ -167,7 +168,7 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (heads, queries, keys), each 1D: first all of the table, then _WINDOWS windows of _WINDOW queries and keys.
 
-    The windows begin in the first three periods; in half of them the keys are near the queries.
+    Their first queries are in the first three periods; in half of the windows the keys are near the queries.
     """
     heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_WINDOW)
     yield heads, whole, whole

@@ -4,10 +4,10 @@
 0, 1 and 2 are the head, the query and the key; every other node is [operation, operand nodes ...], ["const", number] or
 ["at", index of a table, index nodes ...]. Equal nodes are shared.
 
-`reason` is run on a traced pair, once for each path through its branches. A traced reason is a decision tree. An inner
-node is {"node": a truth value, "yes": a traced reason, "no": another}. A leaf is {"text": words alternating with nodes
-of numbers, "parts": indices of the parts of the rule that decide}. The text is None if the reason needs data that the
-page does not have.
+`reason` is run on a traced pair, once for each path through its conditions. A traced reason is a decision tree. An
+inner node is {"node": a truth value, "yes": a traced reason, "no": another}. A leaf is {"text": words alternating with
+nodes of numbers, "parts": indices of the parts of the rule that decide}. The text is None if the reason needs data that
+the page does not have.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def _operator(name: str, *, is_truth: bool = False, turned: bool = False) -> Cal
 
 
 class _Number:
-    """Traced number or truth value, with the operators, branches and formatting that reasons use."""
+    """Traced number or truth value, with the operators, conditions and formatting that reasons use."""
 
     def __init__(self, path: _Path, node: int, *, is_truth: bool = False) -> None:
         self.path, self.node, self.is_truth = path, node, is_truth

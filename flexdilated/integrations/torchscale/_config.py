@@ -88,7 +88,7 @@ class LongNetEncoderConfig:
 
     @classmethod
     def from_torchscale(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """Translate options of torchscale's EncoderConfig; missing options have that class's defaults.
+        """Make a configuration from options of torchscale's EncoderConfig; missing options have that class's defaults.
 
         config: options by name, from its JSON or `vars(args)`; segment_length and dilated_ratio, which are required,
             may be strings, such as "[1024, 2048]".
@@ -131,6 +131,7 @@ _NAMES: dict[str, tuple[str, Any]] = {
     "drop_path": ("drop_path_rate", 0.0),
 }
 _BRANCHES = {"segment_length": "segment_lengths", "dilated_ratio": "dilation_rates"}
+# torchscale's option -> the only supported value, which is also the default
 _ONLY: dict[str, Any] = {
     "activation_fn": "gelu",
     "deepnorm": False,
@@ -155,7 +156,10 @@ _KNOWN = {*_ONLY, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in _NAMES.val
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Convert a list, or its text such as "[1024, 2048]", to integers; `name` names the option in the ValueError."""
+    """Convert a list of integers, or its text such as "[1024, 2048]", to a tuple.
+
+    Raises ValueError for other values. name: name of the option in this error.
+    """
     try:
         read = literal_eval(value) if isinstance(value, str) else value
         return tuple(map(int, read))

@@ -151,7 +151,7 @@ class SlideEncoder(nn.Module):
         mesh, schedule: as in the class.
         changes: fields of the encoder's config, such as padding=None.
 
-        Raises ValueError that names all keys that are missing, unknown or of another shape.
+        Raises ValueError that names the keys that are missing, unknown or of another shape, up to 12 of each kind.
         """
         if not isinstance(checkpoint, Mapping):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""transformers' registries: a mask function, called once per forward pass, and an attention function of the layers."""
+"""Functions for transformers' registries: a mask function, called for each mask of a forward pass, and attention."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class Visibility:
     device: of the replaced mask.
     is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor.
     are_documents_read: True once position_ids were searched for the beginnings of documents.
-    restricted: this mask within those documents; None before the search, and for a single document.
+    restricted: this mask restricted to the documents that the search found; None before the search, if it found none,
+        and if the model's rule restricts to documents itself.
     """
 
     function: Callable[..., Any] | None
@@ -350,9 +351,10 @@ def attention(
     block_indices: the same for an indexer that chooses blocks of `module.indexer.block_size` keys, such as
         MiniMax-M3's, in T tables of H / T consecutive heads each, padded with -1.
 
-    Raises ValueError for a mask tensor that differs between queries or changes scores of visible keys, for
-    output_attentions=True, for dropout, position_bias, indices or block_indices with a FlexdilatedCache, and for these
-    or softcap in a layer that selects blocks.
+    Raises TypeError for an attention_mask of another type, such as a BlockMask. Raises ValueError for a mask tensor
+    that differs between queries or changes scores of visible keys, for output_attentions=True, for dropout,
+    position_bias, indices or block_indices with a FlexdilatedCache, and for these or softcap in a layer that selects
+    blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(

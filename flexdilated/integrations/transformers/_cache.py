@@ -149,7 +149,8 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, G, N, D); return all keys and values that the cache then holds, (B, G, M, D).
 
-        Raises ValueError if no attention of this library has read the keys of the previous update.
+        Raises ValueError if no attention of this library has read the keys of the previous update, for another batch
+        size, heads, head dim, dtype or device than before, and where a gradient would be needed.
         """
         if self.held is not None and not self.readers:
             raise ValueError(
@@ -201,11 +202,11 @@ class _Layer(CacheLayerMixin):
         given: origin of k, as `origin_of(k)` returns it; the new tokens are those in `given.tokens`.
         k, v: as `update` returned them.
         module: the model's attention module, which must be causal.
-        score_mod, sinks: as in `flexdilated.attend`.
+        scale, score_mod, sinks: as in `flexdilated.attend`.
         q_offset: position of the first query.
 
         Raises ValueError unless the queries are the tokens of the last update and the module is causal, for a rule with
-        run-time tensors or one that sees evicted keys, and where a gradient would be needed.
+        run-time tensors or one that allows evicted keys or keys not appended yet, and where a gradient would be needed.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         q, k, v = autocast(q, k, v)

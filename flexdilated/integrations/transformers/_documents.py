@@ -1,4 +1,4 @@
-"""Documents packed in one row: their starts, according to the position_ids of a model's forward pass.
+"""Documents packed in one sequence: their starts, according to the position_ids of a model's forward pass.
 
 A token whose position is below that of the token before it begins another document. Hooks around a model's forward keep
 the arguments of the running pass, and the first attention layer of the pass computes the documents. In a compiled graph
@@ -20,7 +20,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 
 from ..._torch_private import assert_async
 
-# B batch entries, or 1 for all of them, N tokens of a call, L positions of a row
+# B batch entries, or 1 for all of them, N tokens of a call, L positions of a sequence
 
 _ARGUMENTS, _NESTED = "_flexdilated_arguments", "_flexdilated_is_nested"  # attributes of a model
 _MIXES = "_flexdilated_mixes_tokens"
@@ -100,7 +100,7 @@ class ModelCall:
             largest = self._take_largest_in_masks()
             if largest is not None:
                 _refuse_if((_on_host(largest) > 1).any(), _NUMBERS)
-            return None  # cross-attention: keys are no tokens of the row
+            return None  # cross-attention: keys are no tokens of the sequence
         if not self.is_found:
             self.is_found = True
             self._find_documents(num_tokens, q_offset, visible, is_known, evicts)
@@ -187,7 +187,7 @@ class ModelCall:
 
 
 class _Running:
-    """The innermost running forward pass."""
+    """Holder of the innermost running forward pass, `call`; None outside of any pass."""
 
     def __init__(self) -> None:
         self.call: ModelCall | None = None

@@ -1,4 +1,4 @@
-"""Convert a mask function of transformers to a pattern, by calling it with symbolic positions.
+"""Convert a mask function of transformers to patterns, by calling it with symbolic positions.
 
 transformers composes its rules as functions (batch, head, query, key) -> bool: causal order, windows, chunks, packing,
 groups of image tokens. Here comparisons of positions become bands of distances, look-ups in a tensor become run-time
@@ -30,8 +30,8 @@ class Reading:
     begin: pattern that divides a sequence into documents and allows pairs within a document only; None for no division.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
         the rule has none.
-    beside: further constraints, by tensors with an entry per token, such as groups of image tokens; None if the rule
-        has none.
+    beside: further constraints: tensors with an entry per token, such as groups of image tokens, and unions of
+        constraints; None if the rule has none.
     tensors: run-time tensors, by name. `pattern_from_mask_function` leaves out those of the `begin` that it takes.
     """
 
@@ -230,7 +230,7 @@ class _PairRule:
     visible: tensor (B, L), True for the keys that are allowed.
     from_group_start: True if positions are counted from the first token of each group of `same`.
     nothing: True if no pair is allowed.
-    unions: two rules each, of which at least one must allow the (query, key) pair.
+    unions: pairs of rules; of each pair of rules at least one must allow (query, key).
     """
 
     least: int | None = None
