@@ -100,10 +100,10 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
 def _steps(
     pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """Run the checks in steps; after each step yield (its share of `examples`, "the rule" or "attend").
+    """Run the checks in steps; after each step yield (number of examples in it, "the rule" or "attend").
 
-    The shares of each kind of step sum to `examples`. "the rule": `check_pattern`, with that many boxes of each kind.
-    "attend": output, lse and gradients, in up to about that many calls.
+    The numbers of each kind of step sum to `examples`. A step "the rule" is `check_pattern` with this number of boxes
+    of each kind. A step "attend" compares output, lse and gradients in up to about this number of calls.
 
     Raises AssertionError with a counterexample.
     """

@@ -55,7 +55,10 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError for values out of range and for arguments that exclude or lack others."""
+    """ArgumentParser that raises UsageError for arguments that break their rules.
+
+    The rules are those of `Argument`: limits of the value, and arguments that exclude or need each other.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.known: dict[str, Argument] = {}  # by `dest`

@@ -96,7 +96,7 @@ def values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make float64 q (batch, num_heads, num_tokens, head_dim), and k and v with num_kv_heads, on the CPU.
 
-    kind: of the values, a text in KINDS such as "large scores".
+    kind: a text in KINDS, such as "large scores".
     seed: equal seeds give equal values.
     """
     generator = torch.Generator("cpu").manual_seed(seed)

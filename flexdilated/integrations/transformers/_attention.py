@@ -258,7 +258,7 @@ def _restrict_to_documents(
     Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
     once for all layers that get `mask`.
 
-    options: those of the attention function, whose position_ids are read in a model without hooks.
+    options: `options` of `attention`; their position_ids are used in a model without hooks.
     ready_made: True if the model passed a mask tensor or None, from which `mask` was made.
     evicts: True for keys of a `FlexdilatedCache`.
     """
@@ -348,8 +348,8 @@ def attention(
     position_bias: (B or 1, H, N, M), added to the scores; None for none.
     indices: the keys that the model's own indexer chose for each query, such as DeepSeek-V3.2's, to which the rule is
         restricted; None for all.
-    block_indices: the same for an indexer that chooses blocks of `module.indexer.block_size` keys, such as
-        MiniMax-M3's, in T tables of H / T consecutive heads each, padded with -1.
+    block_indices: the blocks of `module.indexer.block_size` keys that such an indexer chose, as MiniMax-M3's does, in T
+        tables of H / T consecutive heads each, padded with -1; None for all.
 
     Raises TypeError for an attention_mask of another type, such as a BlockMask. Raises ValueError for a mask tensor
     that differs between queries or changes scores of visible keys, for output_attentions=True, for dropout,

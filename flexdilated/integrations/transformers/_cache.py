@@ -197,7 +197,7 @@ class _Layer(CacheLayerMixin):
         module: nn.Module,
         q_offset: int,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output of the new tokens over the held keys that `rule` lets them see.
+        """Attention output of the new tokens over the cached keys that `rule` allows.
 
         given: origin of k, as `origin_of(k)` returns it; the new tokens are those in `given.tokens`.
         k, v: as `update` returned them.

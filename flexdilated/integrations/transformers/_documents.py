@@ -250,7 +250,7 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules within a model, except inner PreTrainedModels, such as an audio tower, and the modules within them."""
+    """Yield the modules within a model, but no inner PreTrainedModel, such as an audio tower, and no module in one."""
     for each in module.children():
         if not isinstance(each, PreTrainedModel):
             yield each
@@ -272,9 +272,9 @@ def _end_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _text_positions(position_ids: Tensor) -> Tensor | None:
-    """Positions (B, N) of tokens from position_ids of shape (N,), (B, N), or (3 or 4, B, N) with those of text first.
+    """Return the positions, (B, N) or (1, N), of tokens in the text; None for position_ids of other shapes.
 
-    None for other shapes.
+    position_ids: (N,), (B, N), or (3 or 4, B, N), whose first entry has the positions in the text.
     """
     if position_ids.dim() == 3:  # or those of patches, (B, N, 2)
         return position_ids[0] if len(position_ids) in (3, 4) else None

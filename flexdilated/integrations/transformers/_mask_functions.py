@@ -32,7 +32,7 @@ class Reading:
         the rule has none.
     beside: further constraints: tensors with an entry per token, such as groups of image tokens, and unions of
         constraints; None if the rule has none.
-    tensors: run-time tensors, by name. `pattern_from_mask_function` leaves out those of the `begin` that it takes.
+    tensors: run-time tensors, by name. `pattern_from_mask_function` omits the tensors of its argument `begin`.
     """
 
     positions: Pattern | None

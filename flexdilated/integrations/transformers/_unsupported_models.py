@@ -165,8 +165,8 @@ def _is_unchanged(mask: ast.expr, arguments: set[str]) -> bool:
 def _reads_masks(kind: type[nn.Module]) -> bool:
     """True if modules of this class compute with the values of the attention mask.
 
-    Such are the classes in `_MAKE_MASKS`, which build a mask, and those whose `forward` takes attention_mask and
-    computes a softmax or reads the mask's dtype, except other PreTrainedModels.
+    These are the classes in `_MAKE_MASKS`, which build a mask, and classes, except PreTrainedModels, whose `forward`
+    takes attention_mask and computes a softmax or reads the mask's dtype.
 
     kind: a class that does not use the registry of attention functions.
     """
