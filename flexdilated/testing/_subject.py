@@ -231,7 +231,7 @@ class Subject:
             raise TypeError(f"factory must return a callable; got {type(module).__name__}")
         return module.to(device=self.device, dtype=dtype or self.dtype) if isinstance(module, nn.Module) else module
 
-    def copied(self, module: Any) -> Any:
+    def copy_of(self, module: Any) -> Any:
         try:
             return copy.deepcopy(module)
         except Exception as error:  # any error of an attribute that cannot be copied

@@ -33,12 +33,12 @@ from ...masks.patterns import names
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
-_GIVEN = "_flexdilated_given"  # attribute of the keys that a layer returns
-_UNDO = 64
-_EVERYTHING = [RowSource(causal(), 0, 1)]
+_ORIGIN = "_flexdilated_given"  # attribute of the keys that a layer returns
+_DEFAULT_UNDO = 64
+_ALL_KEYS = [RowSource(causal(), 0, 1)]  # a rule by which no key is evicted
 
 
-def _needing_config(method: Callable[..., Any]) -> Callable[..., Any]:
+def _require_config(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config.
 
     The method needs the kind of each layer, which the config determines.
@@ -76,18 +76,18 @@ class FlexdilatedCache(Cache):
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
 
-    get_conv_state = _needing_config(Cache.get_conv_state)
-    update_conv_state = _needing_config(Cache.update_conv_state)
-    get_recurrent_state = _needing_config(Cache.get_recurrent_state)
-    update_recurrent_state = _needing_config(Cache.update_recurrent_state)
-    has_previous_state = _needing_config(Cache.has_previous_state)
+    get_conv_state = _require_config(Cache.get_conv_state)
+    update_conv_state = _require_config(Cache.update_conv_state)
+    get_recurrent_state = _require_config(Cache.get_recurrent_state)
+    update_recurrent_state = _require_config(Cache.update_recurrent_state)
+    has_previous_state = _require_config(Cache.has_previous_state)
 
-    def __init__(self, config: PreTrainedConfig | None = None, *, undo: int = _UNDO) -> None:
+    def __init__(self, config: PreTrainedConfig | None = None, *, undo: int = _DEFAULT_UNDO) -> None:
         require_int("undo", undo, minimum=0)
         if config is None:
             super().__init__(layer_class_to_replicate=lambda: _Layer(undo))  # type: ignore[arg-type]
         else:
-            super().__init__(layers=[_our_layer(layer, undo) for layer in DynamicCache(config=config).layers])
+            super().__init__(layers=[_replacement_layer(layer, undo) for layer in DynamicCache(config=config).layers])
 
     def update_indexer(self, *_: Any, **__: Any) -> Tensor:
         """Raise ValueError: layers with an indexer (`DynamicIndexedLayer` of transformers) are not supported."""
@@ -110,12 +110,12 @@ class KeyOrigin:
 
 def origin_of(keys: Tensor) -> KeyOrigin | None:
     """Return the origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
-    return getattr(keys, _GIVEN, None)
+    return getattr(keys, _ORIGIN, None)
 
 
 def set_origin(keys: Tensor, given: KeyOrigin) -> None:
     """Mark a tensor of keys, such as a padded copy of a cache's keys, with the origin `given`."""
-    setattr(keys, _GIVEN, given)
+    setattr(keys, _ORIGIN, given)
 
 
 class _Layer(CacheLayerMixin):
@@ -140,7 +140,7 @@ class _Layer(CacheLayerMixin):
         self.held: HeldKeys | None = None
         self.num_tokens = 0
         self.readers: dict[Any, Reader] = {}  # by rule; they read the keys of the last update
-        self.known: dict[Any, Reader] = {}  # readers of the previous update's keys
+        self.previous_readers: dict[Any, Reader] = {}  # of the previous update's keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Mark as initialized. Buffers are allocated by `update`."""
@@ -162,12 +162,12 @@ class _Layer(CacheLayerMixin):
         _, k, v = autocast(key_states, key_states, value_states)
         refuse_gradients(k, v)
         if self.held is None:
-            self.held = HeldKeys(k, v, _EVERYTHING, undo=self.undo)
+            self.held = HeldKeys(k, v, _ALL_KEYS, undo=self.undo)
         else:
             self.held.check_continues(k, v)
             self.held.sources = _sources(self.readers)
         self.lazy_initialization(k, v)
-        self.known, self.readers = self.readers, {}
+        self.previous_readers, self.readers = self.readers, {}
         self.held.append(k, v, self.num_tokens)
         given = KeyOrigin(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
         self.num_tokens, self.num_updates = given.tokens.stop, given.update
@@ -180,7 +180,7 @@ class _Layer(CacheLayerMixin):
 
     def _shrink(self, update: int) -> None:
         if update == self.num_updates and self.held is not None and self.readers:
-            self.held.sources = _sources(self.known | self.readers)
+            self.held.sources = _sources(self.previous_readers | self.readers)
             self.held.shrink(self.num_tokens)
 
     def attend(
@@ -229,7 +229,7 @@ class _Layer(CacheLayerMixin):
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
         key = rule, num_heads, scale
-        reader = self.readers.get(key) or self.known.get(key)
+        reader = self.readers.get(key) or self.previous_readers.get(key)
         if reader is None:
             if names(rule):
                 raise ValueError(
@@ -299,9 +299,9 @@ class _Layer(CacheLayerMixin):
                 f"tokens_to_remove must be 0 or negative, and at least -{self.num_tokens}; got {tokens_to_remove}"
             )
         if self.held is not None:
-            for reader in (self.known | self.readers).values():
+            for reader in (self.previous_readers | self.readers).values():
                 reader.check_crop(self.num_tokens + tokens_to_remove)
-            self.held.sources = _sources(self.known | self.readers)
+            self.held.sources = _sources(self.previous_readers | self.readers)
             self.held.take_back(self.num_tokens + tokens_to_remove, self.num_tokens)
             self.num_tokens += tokens_to_remove
 
@@ -363,7 +363,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.offload(self)
 
 
-def _our_layer(layer: Any, undo: int) -> Any:
+def _replacement_layer(layer: Any, undo: int) -> Any:
     """Return the layer of a `FlexdilatedCache` that takes the place of a layer of transformers' DynamicCache.
 
     A layer that holds only states, or nothing, is returned unchanged.
@@ -390,7 +390,7 @@ def _unsupported_layer(kind: str) -> ValueError:
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
     """Rules by which the readers attend, which determine the keys to keep; without readers, one that keeps all keys."""
-    return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
+    return [source for reader in readers.values() for source in reader.sources] or _ALL_KEYS
 
 
 def _require_own_queries(given: KeyOrigin, module: nn.Module, queries: range) -> None:
