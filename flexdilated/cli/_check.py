@@ -17,12 +17,12 @@ from ..testing._inputs import length_text, takes
 from ._pattern import PATTERN, fitting_heads, read_pattern, refusals
 from ._terminal import CommandParser, UsageError, one_thread, progress
 
-_HEADS = 4
+_DEFAULT_HEADS = 4
 _MOST_PAIRS = 1 << 22  # over all heads: the tables of all pairs then fill most of a gigabyte
 _SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
 _BOXES = 25  # examples between two steps of the bar
 _HEAD_DIMS = (8, 1, 3, 16)
-_LEAST_CALLS = 8  # of one number of key/value heads and one head dim
+_LEAST_CALLS = 8  # with one number of key/value heads and one head dim; the last group may have fewer
 # Four calls a length: two kinds of values, gradients through output and lse, and queries that begin later.
 _CHECKS = ("agreement", "gradients", "decoding")
 
@@ -36,7 +36,7 @@ def add_arguments(parser: CommandParser) -> None:
     add = parser.argument
     add("pattern", metavar="PATTERN", help=PATTERN)
     add("--examples", type=int, default=500, least=1, metavar="E", help="to draw, of boxes and of calls (%(default)s)")
-    add("--heads", type=int, least=1, metavar="H", help=f"query heads ({_HEADS}, or per_head's)")
+    add("--heads", type=int, least=1, metavar="H", help=f"query heads ({_DEFAULT_HEADS}, or per_head's)")
     add("--max-tokens", type=int, default=96, least=1, metavar="N", help="the longest sequence (%(default)s)")
     add("--seed", type=int, default=0, least=-_SEEDS, most=_SEEDS, help="of what is drawn (%(default)s)")
     add("--json", action="store_true", help="print plain data")
@@ -49,7 +49,7 @@ def check(options: argparse.Namespace) -> int:
     Returns exit status 0, or 1 with a counterexample. Raises UsageError for arguments that do not fit the pattern.
     """
     pattern, examples = read_pattern(options.pattern), options.examples
-    heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
+    heads = fitting_heads(pattern, _DEFAULT_HEADS) if options.heads is None else options.heads
     pairs = heads * options.max_tokens**2
     if pairs > _MOST_PAIRS:
         raise UsageError(
@@ -100,10 +100,10 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
 def _steps(
     pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """Run the checks in steps; after each step yield (its share of `examples`, "the rule" or "attend").
+    """Run the checks in steps; after each step yield (number of examples in it, "the rule" or "attend").
 
-    The shares of each kind of step sum to `examples`. "the rule": `check_pattern`, with that many boxes of each kind.
-    "attend": output, lse and gradients, in up to about that many calls.
+    The numbers of each kind of step sum to `examples`. A step "the rule" is `check_pattern` with this number of boxes
+    of each kind. A step "attend" compares output, lse and gradients in up to about this number of calls.
 
     Raises AssertionError with a counterexample.
     """

@@ -60,7 +60,7 @@ def doctor() -> int:
     else 1.
     """
     trials: list[Finding] = []
-    variables, works = _variables()
+    variables, works = _check_variables()
     for device in available_devices():
         default = default_engine(device)
         for engine in ENGINES:
@@ -91,7 +91,7 @@ def _versions() -> list[Finding]:
     ]
 
 
-def _variables() -> tuple[list[Finding], bool]:
+def _check_variables() -> tuple[list[Finding], bool]:
     """Check the FLEXDILATED_* environment variables; return ([(name, verdict) of each that is set], True if valid).
 
     If none is set, the list has one item that says so. Unknown variables and an invalid profile folder count as valid,
@@ -134,11 +134,15 @@ def _relative_error(engine: str, device: str, dtype: torch.dtype, use: str) -> f
 
     Errors are differences from the engine "reference" in float64.
     """
-    pairs = zip(_results(engine, device, dtype, use), _results("reference", "cpu", torch.float64, use), strict=True)
+    pairs = zip(
+        _attend_results(engine, device, dtype, use),
+        _attend_results("reference", "cpu", torch.float64, use),
+        strict=True,
+    )
     return float(torch.stack([(found - exact).abs().amax() / exact.abs().amax() for found, exact in pairs]).amax())
 
 
-def _results(engine: str, device: str, dtype: torch.dtype, use: str) -> list[Tensor]:
+def _attend_results(engine: str, device: str, dtype: torch.dtype, use: str) -> list[Tensor]:
     """Run `attend` on fixed inputs; return [out], and for use "training" [out, dq, dk, dv], in float64 on the CPU."""
     numbers = torch.randn(4, *_SHAPE, generator=torch.Generator().manual_seed(0))
     q, k, v, grad = numbers.bfloat16().to(device, dtype)  # the same numbers in every dtype

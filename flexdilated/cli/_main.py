@@ -30,11 +30,12 @@ _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated") -> int:
     """Run the command line and return its exit status.
 
-    arguments: without the program's name; None: those of this process.
+    arguments: command-line arguments without the program's name; None for those of this process.
     program: name of the program in the help.
 
-    Status: 0 success, 1 a check failed, 2 wrong usage or an output that cannot be written, 130 interrupted, 141 the
-    reader of the output closed it. Raises SystemExit for --help, --version and arguments that argparse refuses.
+    Status: 0 success, 1 `check` found a counterexample or `doctor` a default engine that fails, 2 wrong usage or an
+    output that cannot be written, 130 interrupted, 141 the reader of the output closed it. Raises SystemExit for
+    --help, --version and arguments that argparse refuses.
     """
     return status_of(lambda: _run(sys.argv[1:] if arguments is None else arguments, program))
 

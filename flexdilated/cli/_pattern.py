@@ -27,7 +27,7 @@ from ._terminal import CommandParser, UsageError, size_of
 
 PATTERN = "an expression, a .json file, such as masks.to_json writes, or FILE.py:NAME, a pattern that this file makes"
 MOST_HEADS = 1 << 12
-_TOKENS, _HEADS = 1 << 16, 8
+_DEFAULT_TOKENS, _DEFAULT_HEADS = 1 << 16, 8
 _MOST_BOUND_TOKENS = 1 << 24  # a run-time tensor is as long
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Errors of torch.load for bytes that it does not read.
@@ -46,7 +46,7 @@ def add_pattern_arguments(parser: CommandParser, *, no_size: Sequence[str] = ())
     add("pattern", metavar="PATTERN", help=PATTERN)
     size = "queries, and as many keys, such as 5000, 64K or 1M (those of --bind's tensors, or of a grid; else 64K)"
     add("-n", "--tokens", metavar="N", excludes=no_size, help=size)
-    number = f"query heads, over all devices ({_HEADS}, or per_head's)"
+    number = f"query heads, over all devices ({_DEFAULT_HEADS}, or per_head's)"
     add("--heads", type=int, least=1, most=MOST_HEADS, metavar="H", help=number)
     bind = "a run-time tensor: FILE.pt is what torch.save wrote, such as document ids of shape (N,) or (B, N)"
     add("--bind", action="append", default=(), metavar="NAME=FILE.pt", excludes=no_size, help=bind)
@@ -115,7 +115,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
             f"the pattern needs run-time tensors: give --bind {missing[0]}=FILE.pt; got none for {missing[0]}"
         )
     fixed = max(_implied_tokens(pattern, *each) for each in tensors.items()) if tensors else most_tokens(pattern)
-    num_tokens = fixed or _TOKENS
+    num_tokens = fixed or _DEFAULT_TOKENS
     if tokens is not None:
         num_tokens = size_of(tokens)
         if not num_tokens:
@@ -124,7 +124,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
         raise UsageError(f"--tokens must be at most {LARGEST}; got {num_tokens}")
     if tensors and num_tokens > _MOST_BOUND_TOKENS:
         raise UsageError(f"--tokens must be at most {_MOST_BOUND_TOKENS} with --bind; got {num_tokens}")
-    num_heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
+    num_heads = fitting_heads(pattern, _DEFAULT_HEADS) if options.heads is None else options.heads
 
     def with_tensor(leaf: Pattern) -> Pattern:
         if isinstance(leaf, RunTime) and leaf.name in tensors:

@@ -27,13 +27,14 @@ Peak = Callable[[int], int]
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
 _TABLE = "table"
 _LAYERS = 12
-# Between two of these, and beyond the last, memory is taken to grow in proportion to the tokens.
+# Between two of these, and beyond the last, memory is taken to be linear in the number of tokens.
 _RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
-_FIRST = 1 << 16
-_MOST = 1 << 30
-_LINE = LARGEST_RUN // 2, LARGEST_RUN
+_FIRST_TRIED = 1 << 16  # of _RUNGS
+_MOST_TOKENS = 1 << 30
+# Two numbers of tokens; the memory of more tokens is extrapolated along the line through these.
+_LINE_TOKENS = LARGEST_RUN // 2, LARGEST_RUN
 # Bytes per token are the increase from the first to the second number of tokens.
-_BETWEEN = (1 << 16, 1 << 20)
+_SLOPE_TOKENS = (1 << 16, 1 << 20)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -136,7 +137,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     """
     size.pattern.check_heads(size.num_heads)
     peaks, most = _peaks(size), longest_bound(size.pattern)
-    between = min(_BETWEEN[0], most // 2), min(_BETWEEN[1], most)
+    between = min(_SLOPE_TOKENS[0], most // 2), min(_SLOPE_TOKENS[1], most)
     return {
         "pattern": repr(size.pattern),
         **{name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "batch")},
@@ -152,7 +153,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
     """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
-    has_line = longest_bound(size.pattern) >= _LINE[1]
+    has_line = longest_bound(size.pattern) >= _LINE_TOKENS[1]
 
     @cache
     def predicted(num_tokens: int, in_model: bool) -> AttentionMemory:
@@ -162,15 +163,15 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
         """Predict the memory of a call of `attend`.
 
-        From _LINE[0] tokens on it is extrapolated along the line through the calls of _LINE[0] and _LINE[1] tokens, if
-        the pattern accepts _LINE[1] tokens.
+        If the pattern accepts _LINE_TOKENS[1] tokens, it is extrapolated from _LINE_TOKENS[0] tokens on, along the line
+        through the calls of these two numbers of tokens.
 
         in_model: True for the call in a layer of the model.
         """
-        if num_tokens < _LINE[0] or not has_line:
+        if num_tokens < _LINE_TOKENS[0] or not has_line:
             return predicted(num_tokens, in_model)
-        smaller, larger = (predicted(number, in_model) for number in _LINE)
-        return smaller.extrapolate(num_tokens, larger, _LINE)
+        smaller, larger = (predicted(number, in_model) for number in _LINE_TOKENS)
+        return smaller.extrapolate(num_tokens, larger, _LINE_TOKENS)
 
     @cache
     def model(num_tokens: int, checkpoint: bool = False) -> ModelMemory:
@@ -207,16 +208,16 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
     return f"{data['pattern']}\n{size.heads_text}, {kind}\n\n{table}\n\n{note}"
 
 
-def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
+def longest(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> int:
     """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
 
     peak: bytes as a function of tokens. It is evaluated at powers of 4 from 2**10 to 2**24, and at `most` if that is
         below 2**30; between and beyond these numbers it is taken to be linear.
 
-    A result below `most` is rounded down by `rounded`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
+    A result below `most` is rounded by `round_down`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
     """
-    rungs = [*(rung for rung in _RUNGS if rung < most), *([most] if most < _MOST else [])]
-    place = next((index for index, rung in enumerate(rungs) if rung >= _FIRST), len(rungs) - 1)
+    rungs = [*(rung for rung in _RUNGS if rung < most), *([most] if most < _MOST_TOKENS else [])]
+    place = next((index for index, rung in enumerate(rungs) if rung >= _FIRST_TRIED), len(rungs) - 1)
     while place >= 0 and peak(rungs[place]) > budget:
         place -= 1
     while place + 1 < len(rungs) and peak(rungs[place + 1]) <= budget:
@@ -227,7 +228,7 @@ def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
         return most
     below, above = rungs[place : place + 2] if place + 1 < len(rungs) else rungs[place - 1 : place + 1]
     each = slope(peak, (below, above))
-    return rounded(min(rungs[place] + int((budget - peak(rungs[place])) / each), _MOST))
+    return round_down(min(rungs[place] + int((budget - peak(rungs[place])) / each), _MOST_TOKENS))
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
@@ -236,7 +237,7 @@ def slope(peak: Peak, tokens: Sequence[int]) -> float:
     return (peak(above) - peak(below)) / (above - below)
 
 
-def rounded(num_tokens: int) -> int:
+def round_down(num_tokens: int) -> int:
     """Round down to five significant binary digits, so that usual segment lengths divide the number."""
     unit = 1 << max(0, num_tokens.bit_length() - 5)
     return num_tokens // unit * unit
@@ -244,4 +245,4 @@ def rounded(num_tokens: int) -> int:
 
 def longest_bound(pattern: Expression) -> int:
     """Largest number of tokens that the pattern accepts, at most 2**30; 2**30 if `most_tokens` finds none."""
-    return min(most_tokens(pattern) or _MOST, _MOST)
+    return min(most_tokens(pattern) or _MOST_TOKENS, _MOST_TOKENS)

@@ -20,7 +20,7 @@ from ._terminal import COLOR_CHOICES, CommandParser, UsageError, require_file, s
 _WINDOW = re.compile(r"([^:]*):([^:]*)")
 _CELLS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
 _JSON_CELLS = 64  # a side
-_MOST_JSON_CELLS = 1 << 18  # of each, counts of every branch are printed
+_MOST_JSON_CELLS = 1 << 18  # for each cell the counts of every branch are printed
 
 
 def add_show_arguments(parser: CommandParser) -> None:

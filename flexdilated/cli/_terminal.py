@@ -25,7 +25,7 @@ EXTRAS = {
     "matplotlib": ("plot", "no pictures"),
 }
 COLOR_CHOICES = ("auto", "always", "never")
-_UNREAD = 141  # what shells report of a process that SIGPIPE ended
+_BROKEN_PIPE = 141  # what shells report of a process that SIGPIPE ended
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 _COLUMNS, _LINES = 80, 24  # if the terminal's size is unknown
 _SHAPES = "·░▒▓█▀▄│─┌┐└┘┬┤├┴×…"
@@ -55,10 +55,13 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError for values out of range and for arguments that exclude or lack others."""
+    """ArgumentParser that raises UsageError for arguments that break their rules.
+
+    The rules are those of `Argument`: limits of the value, and arguments that exclude or need each other.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.known: dict[str, Argument] = {}  # by `dest`
+        self.rules: dict[str, Argument] = {}  # by `dest`
         super().__init__(*arguments, **options)
 
     def argument(
@@ -83,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         if default is None and isinstance(action, argparse._StoreTrueAction):
             default = False
         shown = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
-        self.known[action.dest] = Argument(shown, default, least, most, tuple(needs), tuple(excludes))
+        self.rules[action.dest] = Argument(shown, default, least, most, tuple(needs), tuple(excludes))
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
         self, args: Any = None, namespace: Any = None
@@ -95,10 +98,10 @@ class CommandParser(argparse.ArgumentParser):
         """
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            options = ", ".join(each.shown for each in self.known.values() if each.shown.startswith("--"))
+            options = ", ".join(each.shown for each in self.rules.values() if each.shown.startswith("--"))
             self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; there are {options}" if options else ""))
-        given = [name for name in self.known if hasattr(found, name)]
-        for name, each in self.known.items():
+        given = [name for name in self.rules if hasattr(found, name)]
+        for name, each in self.rules.items():
             if name not in given:
                 setattr(found, name, each.default)
         for refusal in self._refusals(found, given):
@@ -107,21 +110,21 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refusals(self, options: argparse.Namespace, given: Sequence[str]) -> Iterator[str]:
         for name in given:
-            asked, value = self.known[name], getattr(options, name)
+            asked, value = self.rules[name], getattr(options, name)
             if asked.least is not None and value < asked.least:
                 yield f"{asked.shown} must be at least {asked.least}; got {value}"
             if asked.most is not None and value > asked.most:
                 yield f"{asked.shown} must be at most {asked.most}; got {value}"
         for name in given:
-            shown = self.known[name].shown
-            for other in self.known[name].excludes:
+            shown = self.rules[name].shown
+            for other in self.rules[name].excludes:
                 dest, equals, value = other.partition("=")
                 if dest in given and (not equals or getattr(options, dest) == value):
-                    with_what = self.known[dest].shown + (f" {value}" if equals else "")
+                    with_what = self.rules[dest].shown + (f" {value}" if equals else "")
                     yield f"{shown} has no effect with {with_what}: leave one of them out"
-            for other in self.known[name].needs:
+            for other in self.rules[name].needs:
                 if other not in given:
-                    yield f"{shown} needs {self.known[other].shown}; got it without"
+                    yield f"{shown} needs {self.rules[other].shown}; got it without"
 
 
 def size_of(text: str) -> int | None:
@@ -143,7 +146,7 @@ def status_of(run: Callable[[], int]) -> int:
                 sys.stdout.flush()
     except BrokenPipeError:  # as `head` ends a pipe
         _discard_output()
-        return _UNREAD
+        return _BROKEN_PIPE
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise

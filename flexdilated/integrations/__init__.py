@@ -1,4 +1,8 @@
-"""Models of other libraries with this library's attention: one module per library, imported on first access."""
+"""Models of other libraries with this library's attention.
+
+`transformers` and `torchscale` are imported on first access. `convert`, for modules of torch, timm and x-transformers,
+is `flexdilated.convert`.
+"""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["torchscale", "transformers"]
 
-_LEAST = {"transformers": 5}  # minimum major version; libraries not listed need not be installed
+_MINIMUM_MAJOR_VERSION = {"transformers": 5}  # other libraries need not be installed
 
 
 def __getattr__(name: str) -> Any:
@@ -24,7 +28,7 @@ def __getattr__(name: str) -> Any:
             ("hf", "huggingface", "set_pattern"), "transformers.set_pattern(model, pattern)"
         )
         raise AttributeError(no_such_name(__name__, name, __all__, elsewhere, "fd.integrations."))
-    if name in _LEAST:
+    if name in _MINIMUM_MAJOR_VERSION:
         _require_library(name)
     return import_module(f".{name}", __name__)
 
@@ -34,8 +38,8 @@ def _require_library(name: str) -> None:
         found = version(name)
     except PackageNotFoundError:
         found = "none"
-    if found == "none" or int(found.split(".")[0]) < _LEAST[name]:
+    if found == "none" or int(found.split(".")[0]) < _MINIMUM_MAJOR_VERSION[name]:
         raise ImportError(
-            f"flexdilated.integrations.{name} needs {name} {_LEAST[name]} or newer; got {found}: "
+            f"flexdilated.integrations.{name} needs {name} {_MINIMUM_MAJOR_VERSION[name]} or newer; got {found}: "
             f"pip install 'flexdilated[{name}]'"
         )

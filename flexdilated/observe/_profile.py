@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..masks.core import bytes_text
 
 VARIABLE = "FLEXDILATED_PROFILE"
-_ROWS = 50  # shown of a table
+_ROWS = 50  # of each table
 
 
 def folder_from_environment() -> Path | None:

@@ -71,7 +71,8 @@ class Stats:
     def __str__(self) -> str:
         """Text with three sections: plan cache, buffer pools, and plans.
 
-        The last has the sources of the machine constants, and the number of calls whose options `autotune` measured.
+        The section "Plans" has the sources of the machine constants, and the number of calls whose options `autotune`
+        measured.
         """
         parts = {
             "Plan cache": str(self.cache),

@@ -99,7 +99,7 @@ class ModuleReport:
 
 _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
-_PAIRED_LENGTHS = 12  # of the check "lengths": the shortest that are tried after shorter ones
+_PAIRED_LENGTHS = 12  # the check "lengths" searches for a shorter failing pair among this many shortest lengths
 
 _CALL_HINT = (
     "; called with q, k and v of (batch, heads, tokens, head dim): a module of (batch, tokens, width) takes "
@@ -152,7 +152,7 @@ def examine_attention_module(
         lengths near multiples of the pattern's segment lengths, strides and windows, 64, 65, 128, 129 and so on.
         max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
         257, listed in the report.
-    lengths: numbers of tokens to test instead of these; None: choose them by max_tokens and examples.
+    lengths: numbers of tokens to test; None: choose them by max_tokens and examples.
     checks: names of the checks to run, None for all `MODULE_CHECKS`.
     skip: names of checks to omit.
     dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.

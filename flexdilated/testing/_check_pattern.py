@@ -18,12 +18,12 @@ from ..masks.patterns import names, tables
 from ..masks.planning import shared_terms
 
 _CPU = torch.device("cpu")
-_PAIRS_ALONE = 100
+_NUM_SINGLE_PAIRS = 100
 _SHRINK_TRIES = 500
 _WINDOWS, _WINDOW = 24, 48  # number of tested windows of a periodic rule, and their sides
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
-# Of block lists: block sizes, layout rates, and tries to draw sizes that the pattern takes.
+# For block lists: block sizes, layout rates, and the number of tries to draw sizes that the pattern accepts.
 _BLOCK_SIDES, _RATES, _SIZE_TRIES = (1, 2, 3, 4, 5, 8, 13, 16), (1, 1, 2, 3, 5), 50
 
 
@@ -33,8 +33,9 @@ def check_pattern(
 ) -> None:
     """Compare a pattern's methods with its `mask_mod`, evaluated for all pairs of positions below `max_tokens`.
 
-    Checked are
+    Each of these is checked:
 
+    * `mask_mod` of single pairs and of vectors of pairs, which must agree with the evaluation of all pairs;
     * `count` (in custom patterns, `classify`): its bounds on the number of allowed pairs in boxes, which are products
       of two arithmetic progressions of positions: single pairs, whole blocks and random boxes;
     * block lists, for odd sizes, unequal block sizes and several layouts (orders of tokens);
@@ -84,7 +85,7 @@ class DenseRule:
         heads, tokens = torch.arange(num_heads, device=_CPU), torch.arange(max_tokens, device=_CPU)
         rule = cls(pattern, num_heads, torch.empty(0))
         try:
-            return replace(rule, table=rule.ask(heads[:, None, None], tokens[:, None], tokens))
+            return replace(rule, table=rule.evaluate(heads[:, None, None], tokens[:, None], tokens))
         except IndexError as error:
             must = f"{pattern!r} must be defined for {num_heads} heads and positions below {max_tokens=}"
             raise ValueError(f"{must}: {error}") from error
@@ -93,7 +94,7 @@ class DenseRule:
     def num_tokens(self) -> int:
         return self.table.shape[1]
 
-    def ask(self, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def evaluate(self, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Evaluate the pattern's mask_mod for heads h, queries q and keys k, in the broadcast shape of the three."""
         mod = self.pattern.mask_mod(num_heads=self.num_heads, device=_CPU)
         shape = torch.broadcast_shapes(h.shape, q.shape, k.shape)
@@ -102,11 +103,11 @@ class DenseRule:
 
 def _check_elementwise(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
     """Raise AssertionError unless mask_mod of a vector of pairs, and of single pairs, equals the dense table."""
-    number = max(examples, _PAIRS_ALONE)
+    number = max(examples, _NUM_SINGLE_PAIRS)
     h = torch.randint(dense.num_heads, (number,), generator=generator, device=_CPU)
     q, k = torch.randint(dense.num_tokens, (2, number), generator=generator, device=_CPU)
-    for cell in (slice(None), *range(_PAIRS_ALONE)):
-        found = dense.ask(h[cell], q[cell], k[cell])
+    for cell in (slice(None), *range(_NUM_SINGLE_PAIRS)):
+        found = dense.evaluate(h[cell], q[cell], k[cell])
         wrong = (found != dense.table[h, q, k][cell]).flatten().nonzero().flatten().tolist()
         if wrong:
             head, query, key = (int(side[cell].flatten()[wrong[0]]) for side in (h, q, k))
@@ -147,7 +148,7 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
         tables = []
         with suppress(IndexError):  # a table of the pattern may end before these positions
             for shift in (0, period, 2 * period):
-                tables.append(dense.ask(h[:, None, None], (q + shift)[:, None], k + shift))
+                tables.append(dense.evaluate(h[:, None, None], (q + shift)[:, None], k + shift))
         for shift, there in zip((period, 2 * period), tables[1:], strict=False):
             if (tables[0] != there).any():
                 head, query, key = (tables[0] != there).nonzero()[0].tolist()
@@ -167,7 +168,7 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (heads, queries, keys), each 1D: first all of the table, then _WINDOWS windows of _WINDOW queries and keys.
 
-    The windows begin in the first three periods; in half of them the keys are near the queries.
+    Their first queries are in the first three periods; in half of the windows the keys are near the queries.
     """
     heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_WINDOW)
     yield heads, whole, whole
@@ -216,7 +217,7 @@ class BoxRanges:
         )
         return Box(torch.tensor([self.head]), q, k)
 
-    def pairs(self, dense: DenseRule) -> int:
+    def num_allowed(self, dense: DenseRule) -> int:
         q, k = (slice(side.start, side.stop, side.step) for side in (self.q, self.k))
         return int(dense.table[self.head, q, k].sum())
 
@@ -257,8 +258,8 @@ def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -
         low, high = int(bounds.low), int(bounds.high)
         verdict = " (FULL)" if low == area else " (EMPTY)" if high == 0 else ""
         raise AssertionError(
-            f"{dense.pattern!r}: count must bound the allowed pairs of each box; {place}: {place.pairs(dense)} of "
-            f"{area} pairs are allowed, count says {low} to {high}{verdict}"
+            f"{dense.pattern!r}: count must bound the allowed pairs of each box; {place}: {place.num_allowed(dense)} "
+            f"of {area} pairs are allowed, count says {low} to {high}{verdict}"
         )
 
 
@@ -274,7 +275,7 @@ def _shrunk_box(dense: DenseRule, place: BoxRanges) -> BoxRanges:
     while tries and (other := next(ahead, None)):
         tries -= 1
         is_inside = max(other.q[-1], other.k[-1]) < dense.num_tokens
-        if is_inside and _wrongly_bounded_boxes(dense, other.box(), torch.tensor([other.pairs(dense)])):
+        if is_inside and _wrongly_bounded_boxes(dense, other.box(), torch.tensor([other.num_allowed(dense)])):
             place, ahead = other, other.simpler_boxes()
     return place
 
@@ -308,7 +309,7 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
     for q_step, k_step in _STEPS:
         head = torch.randint(heads, (examples,), generator=generator)
         box = Box(head, draw(q_step), draw(k_step))
-        yield box, torch.tensor([BoxRanges.of(box, index).pairs(dense) for index in range(examples)])
+        yield box, torch.tensor([BoxRanges.of(box, index).num_allowed(dense) for index in range(examples)])
 
 
 def _check_block_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:

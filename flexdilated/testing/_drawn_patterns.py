@@ -323,7 +323,7 @@ def run_time_compositions(
     """Draw run-time patterns that fit `sizes`, alone or combined with a pattern within the limits of `grammar`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
-        sparse, per_sample and selected_blocks. Those of other patterns are in `grammar`.
+        sparse, per_sample and selected_blocks. The constructors of other patterns are in `grammar.words`.
     kinds: the compositions to choose from.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)

@@ -96,7 +96,7 @@ def values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make float64 q (batch, num_heads, num_tokens, head_dim), and k and v with num_kv_heads, on the CPU.
 
-    kind: of the values, a text in KINDS such as "large scores".
+    kind: a text in KINDS, such as "large scores".
     seed: equal seeds give equal values.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -144,7 +144,7 @@ def laid_out(x: Shaped[Tensor, "B X N D"], layout: str) -> Shaped[Tensor, "B X N
     "fused": one of three tensors interleaved by token, as a fused projection of q, k and v gives it. "channels first":
     transposed from a contiguous (B, X, D, N), as a Conv1d gives it. "stacked": one of three tensors stacked along a
     last dim. "every second": every second channel. "expanded": the first channel, repeated with stride 0. "misaligned":
-    gaps between rows, at an odd offset. Raises ValueError for any other name.
+    gaps between the vectors of tokens, at an odd offset. Raises ValueError for any other name.
 
     >>> testing.laid_out(torch.randn(1, 4, 256, 64), testing.MEMORY_LAYOUTS[1]).stride()
     (65536, 64, 256, 1)

@@ -142,7 +142,7 @@ def _cases_of_lengths_in_turn(subject: Subject) -> Iterator[Case]:
     The modules of a case are this module, and a copy from before its first call.
     """
     used, lengths = subject.module(), subject.lengths
-    new = subject.copied(used)
+    new = subject.copy_of(used)
     turns = [length for pair in zip(reversed(lengths), lengths, strict=True) for length in pair]
     order = [*turns[: len(lengths) + 1], *lengths]
     for before, length in zip([None, *order], order, strict=False):
@@ -281,7 +281,7 @@ def _assert_zero_without_keys(subject: Subject, case: Case) -> int:
 def _assert_like_a_new_module(subject: Subject, case: Case) -> int:
     """Raise Failure unless a module gives the output, up to rounding, of a copy that was never called; return 1."""
     used, new = case.modules
-    right, _ = subject.run(subject.copied(new), case)
+    right, _ = subject.run(subject.copy_of(new), case)
     found, _ = subject.run(used, case)
     changed = _differing_rows(found, right, _out_budget(case))
     if changed.any():

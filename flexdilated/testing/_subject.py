@@ -231,7 +231,7 @@ class Subject:
             raise TypeError(f"factory must return a callable; got {type(module).__name__}")
         return module.to(device=self.device, dtype=dtype or self.dtype) if isinstance(module, nn.Module) else module
 
-    def copied(self, module: Any) -> Any:
+    def copy_of(self, module: Any) -> Any:
         try:
             return copy.deepcopy(module)
         except Exception as error:  # any error of an attribute that cannot be copied
@@ -248,7 +248,7 @@ class Subject:
     def output(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, call: str = "plain"):
         """Call the module; return (out (B, H, N, D), lse (B, H, N) or None). The module's own exceptions are raised.
 
-        q (B, H, N, D), k and v (B, G, N, D): transposed to the module's layout. call: name of a function of `Calls`,
+        q (B, H, N, D), k and v (B, G, N, D): converted to the module's layout. call: name of a function of `Calls`,
         which gets them and the extra tensors. Raises Failure for an output of wrong type, shape, dtype or device.
         torch.compile can trace this method.
         """

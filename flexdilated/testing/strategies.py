@@ -58,10 +58,10 @@ def patterns(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for patterns that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often. Drawn are
-    windows, dilated and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods,
-    LongNets, and compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block
-    may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
+    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often: windows, dilated
+    and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods, LongNets, and
+    compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
+    range, which is an error (`attention_sizes(pattern)` avoids it).
 
     max_number: largest segment, stride, count and so on.
     depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.
@@ -125,9 +125,9 @@ def run_time_patterns(
 
     The run-time patterns are `masks.documents(ids)`, `masks.same_document(q_ids, k_ids)`, `masks.lengths(lengths)`,
     `masks.visible_keys(visible)`, `masks.mask(allowed)`, `masks.sparse(matrix)` and
-    `masks.selected_blocks(blocks, ...)`, combined by &, |, & ~ or `per_document`; also drawn are `per_sample` and
-    `queries_from`. The tensors cover all positions of `sizes`, up to the last query and key. max_number, closures: as
-    for `patterns`. Examples shrink towards `masks.causal() & masks.documents(ids)` with one document.
+    `masks.selected_blocks(blocks, ...)`, combined by &, |, & ~ or `per_document`, and `per_sample` and `queries_from`
+    of patterns. The tensors cover all positions of `sizes`, up to the last query and key. max_number, closures: as for
+    `patterns`. Examples shrink towards `masks.causal() & masks.documents(ids)` with one document.
     """
     most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     return _run_time_compositions(_Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _WORDS)

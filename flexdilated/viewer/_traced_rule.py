@@ -4,10 +4,10 @@
 0, 1 and 2 are the head, the query and the key; every other node is [operation, operand nodes ...], ["const", number] or
 ["at", index of a table, index nodes ...]. Equal nodes are shared.
 
-`reason` is run on a traced pair, once for each path through its branches. A traced reason is a decision tree. An inner
-node is {"node": a truth value, "yes": a traced reason, "no": another}. A leaf is {"text": words alternating with nodes
-of numbers, "parts": indices of the parts of the rule that decide}. The text is None if the reason needs data that the
-page does not have.
+`reason` is run on a traced pair, once for each path through its conditions. A traced reason is a decision tree. An
+inner node is {"node": a truth value, "yes": a traced reason, "no": another}. A leaf is {"text": words alternating with
+nodes of numbers, "parts": indices of the parts of the rule that decide}. The text is None if the reason needs data that
+the page does not have.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TracedProgram:
     tables: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._known: dict[tuple[Any, ...], int] = {}
+        self._indices: dict[tuple[Any, ...], int] = {}
         self.most = [size - 1 for size in self.sizes]  # bound on the magnitude of each node's values
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
@@ -96,11 +96,11 @@ class TracedProgram:
 
     def add(self, most: int, *node: Any) -> int:
         """Index of `node`, which is added if new; most: bound on the magnitude of its values."""
-        if node not in self._known:
-            self._known[node] = len(self.nodes)
+        if node not in self._indices:
+            self._indices[node] = len(self.nodes)
             self.nodes.append(list(node))
             self.most.append(most)
-        return self._known[node]
+        return self._indices[node]
 
     def operation(self, name: str, *operands: int) -> int:
         page_name, most_of = _OPERATIONS[name]
@@ -239,15 +239,15 @@ class _TracedRule:
 
     written, bound: the rule with the names of run-time tensors, and with their values.
     nodes: indices of the nodes of head, query and key.
-    asked: a pair with the rule's number of heads and unit of positions.
+    plain_pair: a pair with the rule's number of heads and unit of positions.
     node: index of the node that is true if the rule allows the pair.
     """
 
     def __init__(
-        self, program: TracedProgram, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
+        self, program: TracedProgram, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], plain_pair: Pair
     ) -> None:
-        self.program, self.written, self.bound, self.nodes, self.asked = program, written, bound, nodes, asked
-        self.node = program.rule(bound, asked.num_heads, nodes)
+        self.program, self.written, self.bound, self.nodes, self.plain_pair = program, written, bound, nodes, plain_pair
+        self.node = program.rule(bound, plain_pair.num_heads, nodes)
         self.parts: dict[tuple[Any, ...], _TracedRule] = {}
         self._num_paths = 0
 
@@ -259,7 +259,7 @@ class _TracedRule:
             path = _Path(self, ())
             for part in self.bound.direct_parts() if isinstance(self.bound, And | Or) else ():
                 path.part(part, path.pair)
-            reason = {"text": None, "parts": path.named}
+            reason = {"text": None, "parts": path.named_parts}
         parts = [part.to_data() for part in self.parts.values()]
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
@@ -284,16 +284,16 @@ class _Path:
     The first decisions are `answers`, later ones True.
 
     decisions: map from node to decision.
-    named: indices of the parts that the reason names.
+    named_parts: indices of the parts that the reason names.
     """
 
     def __init__(self, rule: _TracedRule, answers: Sequence[bool]) -> None:
         self.rule, self.program = rule, rule.program
         self.answers = answers
         self.decisions: dict[int, bool] = {}
-        self.named: list[int] = []
+        self.named_parts: list[int] = []
         head, query, key = (_Number(self, node) for node in rule.nodes)
-        self.pair = _TracedPair(query, key, head, rule.asked.num_heads, rule.asked.unit, self)  # type: ignore[arg-type]
+        self.pair = _TracedPair(query, key, head, rule.plain_pair.num_heads, rule.plain_pair.unit, self)  # type: ignore[arg-type]
 
     def leaf(self) -> dict[str, Any]:
         try:
@@ -302,7 +302,7 @@ class _Path:
         except (UnsupportedError, IndexError, TypeError, AttributeError, AssertionError):
             return {"text": None, "parts": []}
         text = [int(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
-        return {"text": text, "parts": self.named}
+        return {"text": text, "parts": self.named_parts}
 
     def decide(self, node: int) -> bool:
         place = len(self.decisions)
@@ -319,7 +319,7 @@ class _Path:
             place = next(n for n, each in enumerate(self.rule.bound.direct_parts()) if each is bound)
             written = self.rule.written.direct_parts()[place]
             parts[at] = _TracedRule(self.program, written, bound, nodes, pair.counted(pair.unit, 0, 0))
-        self.named.append(list(parts).index(at))
+        self.named_parts.append(list(parts).index(at))
         return parts[at]
 
     def node(self, value: Any) -> int:
@@ -361,7 +361,7 @@ def _operator(name: str, *, is_truth: bool = False, turned: bool = False) -> Cal
 
 
 class _Number:
-    """Traced number or truth value, with the operators, branches and formatting that reasons use."""
+    """Traced number or truth value, with the operators, conditions and formatting that reasons use."""
 
     def __init__(self, path: _Path, node: int, *, is_truth: bool = False) -> None:
         self.path, self.node, self.is_truth = path, node, is_truth

@@ -17,7 +17,7 @@ from flexdilated.cli._pattern import AskedPattern, asked_from, most_tokens
 from flexdilated.cli._terminal import UsageError, size_of
 from tests.support.commands import OPTIONS, first_words, make_light, needed, parsers, run
 
-RELATIONS = {command: parser.known for command, parser in parsers().items() if parser.known}
+RELATIONS = {command: parser.rules for command, parser in parsers().items() if parser.rules}
 OF_ALL = {"pattern", "file"}  # what a command cannot be without
 
 

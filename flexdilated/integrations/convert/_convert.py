@@ -26,17 +26,17 @@ from ._rule import (
 )
 
 AnyPattern = Pattern | Mixture
-Chosen = Callable[[str, nn.Module], AnyPattern | None]
+PatternChooser = Callable[[str, nn.Module], AnyPattern | None]
 
-_LOOKED_FOR = (
+_CONVERTIBLE = (
     "nn.MultiheadAttention (in nn.TransformerEncoder, nn.Transformer, torchvision's ViT), attention of timm's ViTs and "
     "EVA, Attention of x-transformers, attention of diffusers with a processor"
 )
-_NAMED_SO = re.compile("Attention|Attn")
+_ATTENTION = re.compile("Attention|Attn")  # in the names of classes
 
 
 @advises(how="write fd.convert(model, pattern)")
-def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
+def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Report:
     """Replace the attention of a model's modules by attention with a pattern, in place; None restores the original.
 
     model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
@@ -81,9 +81,9 @@ def convert(model: nn.Module, pattern: AnyPattern | Chosen | None) -> Report:
             f"{instead_of_pattern(pattern)}"
         )
     found = _attentions(model)
-    chosen = [_choice(each, pattern) for each in found]
+    chosen = [_pattern_or_reason(each, pattern) for each in found]
     by_name = not isinstance(pattern, AnyPattern)
-    if pattern is not None and not any(not each.refused and (by_name or not each.cross) for each in found):
+    if pattern is not None and not any(not each.refusal and (by_name or not each.cross_reason) for each in found):
         _refuse(model, found)
     for name, module in model.named_modules():
         check_restorable(name, module)
@@ -117,11 +117,11 @@ def _attentions(model: nn.Module) -> list[Candidate]:
         )
         if each is not None:
             found[name] = each
-        elif _NAMED_SO.search(original_class(module).__name__) and not any(_contains(outer, name) for outer in found):
+        elif _ATTENTION.search(original_class(module).__name__) and not any(_contains(outer, name) for outer in found):
             named[name] = module
     for name, module in named.items():
         if not any(_contains(name, inner) for inner in (*found, *named)):
-            found[name] = Candidate(name, module, refused=_reason_for_unknown(module))
+            found[name] = Candidate(name, module, refusal=_reason_for_unknown(module))
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
@@ -138,17 +138,17 @@ def _reason_for_unknown(module: nn.Module) -> str:
     return "its class is not known to convert: call flexdilated.attend in its forward"
 
 
-def _choice(each: Candidate, pattern: AnyPattern | Chosen | None) -> AnyPattern | str:
+def _pattern_or_reason(each: Candidate, pattern: AnyPattern | PatternChooser | None) -> AnyPattern | str:
     """Return the validated pattern for a module, or a text: the reason why it keeps its original attention.
 
     pattern: the argument of `convert`.
     """
-    if each.refused:
-        return each.refused
+    if each.refusal:
+        return each.refusal
     if pattern is None:
         return "it has its own attention back"
-    if each.cross and isinstance(pattern, AnyPattern):
-        return f"{each.cross}; a function of its name may choose a pattern"
+    if each.cross_reason and isinstance(pattern, AnyPattern):
+        return f"{each.cross_reason}; a function of its name may choose a pattern"
     own = pattern if isinstance(pattern, AnyPattern) else pattern(each.name, each.module)
     if own is None:
         return "the function chose None"
@@ -171,17 +171,18 @@ def _check_pattern(each: Candidate, own: Any) -> None:
 
 def _replace(each: Candidate, given: GivenPattern) -> None:
     assert each.inner is not None
-    replace_class(each.inner, each.by, given)
-    for module, by in each.around:
+    replace_class(each.inner, each.converted_class, given)
+    for module, converted_class in each.enclosing:
         if not isinstance(module, Converted):  # converted already for another layer of an encoder
-            replace_class(module, by)
+            replace_class(module, converted_class)
 
 
 def _refuse(model: nn.Module, found: list[Candidate]) -> NoReturn:
     first_of_kind = {each.kind: each for each in reversed(found)}
     seen = "".join(
-        f"; {each.name or 'the model'} ({kind}): {each.refused or each.cross}" for kind, each in first_of_kind.items()
+        f"; {each.name or 'the model'} ({kind}): {each.refusal or each.cross_reason}"
+        for kind, each in first_of_kind.items()
     )
     raise ValueError(
-        f"{type(model).__name__} has no attention module that convert can replace. It looks for {_LOOKED_FOR}{seen}"
+        f"{type(model).__name__} has no attention module that convert can replace. It looks for {_CONVERTIBLE}{seen}"
     )

@@ -131,25 +131,25 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
     name: name of the module in `model`.
 
-    For unknown processors, `refused` of the result is the reason.
+    For unknown processors, `refusal` of the result is the reason.
     """
     kind = original_class(module)
     if not (kind.__module__.startswith("diffusers.") and "Attention" in kind.__name__ and hasattr(module, "processor")):
         return None
     inner = module
-    refused = "" if _order_of(module) else f"its processor is {_processor_name(module)}, {_UNKNOWN}"
-    if not refused and _order_of(module) == "text first" and _is_joined(module):
+    refusal = "" if _order_of(module) else f"its processor is {_processor_name(module)}, {_UNKNOWN}"
+    if not refusal and _order_of(module) == "text first" and _is_joined(module):
         inner = next(iter(ancestors(name, model)[-1:]), module)
         if original_class(inner).__name__ not in _JOINING_BLOCKS:
-            refused = "its tokens are those of a text and an image in one sequence, without their numbers"
+            refusal = "its tokens are those of a text and an image in one sequence, without their numbers"
     return Candidate(
         name,
         module,
         module.heads,
         inner,
-        by=DiffusersAttention,
-        refused=refused,
-        cross=_cross_reason(name, module, ancestors(name, model)),
+        converted_class=DiffusersAttention,
+        refusal=refusal,
+        cross_reason=_cross_reason(name, module, ancestors(name, model)),
     )
 
 

@@ -49,10 +49,10 @@ class Converted(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by (kind, original), as pickle cannot find dynamic classes by name."""
-        return _empty, (self.kind, self.original), self.__getstate__()
+        return _new_instance, (self.kind, self.original), self.__getstate__()
 
 
-def _empty(kind: type[Converted], original: type[nn.Module]) -> nn.Module:
+def _new_instance(kind: type[Converted], original: type[nn.Module]) -> nn.Module:
     subclass = _subclass(kind, original)
     return subclass.__new__(subclass)
 
@@ -101,7 +101,7 @@ def restore_class(module: nn.Module) -> None:
 _INSTEAD = "give convert another rule as part of the pattern, `pattern & other`"
 
 
-def call_rule(
+def pattern_of_call(
     pattern: Pattern | Mixture, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool
 ) -> Pattern | Mixture:
     """Return the pattern of one call: `pattern`, intersected with the call's mask and, if is_causal, causal order.
@@ -160,11 +160,12 @@ class Candidate:
     """An attention module of a model, and how it can be converted.
 
     name: name in the model.
-    inner: the module whose class is replaced by a subclass of `by`: `module` or a submodule of it; None for an
-        unsupported class.
-    refused: the reason why `module` cannot be converted; "" if it can.
-    cross: the reason why it is cross-attention, for which only a function may choose a pattern; "" for self-attention.
-    around: enclosing modules whose classes must be replaced too, each with its subclass of `Converted`.
+    inner: the module whose class is replaced by a subclass of `converted_class`: `module` or a submodule of it; None
+        for an unsupported class.
+    refusal: the reason why `module` cannot be converted; "" if it can.
+    cross_reason: the reason why it is cross-attention, for which only a function may choose a pattern; "" for
+        self-attention.
+    enclosing: enclosing modules whose classes must be replaced too, each with its subclass of `Converted`.
     num_heads: 0 if unknown.
     """
 
@@ -172,10 +173,10 @@ class Candidate:
     module: nn.Module
     num_heads: int = 0
     inner: nn.Module | None = None
-    by: type[Converted] = Converted
-    refused: str = ""
-    cross: str = ""
-    around: tuple[tuple[nn.Module, type[Converted]], ...] = ()
+    converted_class: type[Converted] = Converted
+    refusal: str = ""
+    cross_reason: str = ""
+    enclosing: tuple[tuple[nn.Module, type[Converted]], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -226,7 +227,7 @@ _IN_PLACE = "convert(model, pattern) changes the model in place, so use the mode
 class Report:
     """Result of `convert`: the attention modules that it converted, and those that keep their original attention.
 
-    Both are in the order of `model.named_modules()`. Prints as two tables.
+    Both are in the order of `model.named_modules()`. Prints as one table each; an empty one is omitted.
     """
 
     replaced: tuple[Replaced, ...]

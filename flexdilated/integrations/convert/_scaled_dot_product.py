@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._attend import attend
 from ...masks import Mixture, Pattern
-from ._rule import Converted, GivenPattern, call_rule, check_lengths, class_name
+from ._rule import Converted, GivenPattern, pattern_of_call, check_lengths, class_name
 
 
 class ScaledDotProduct(Converted):
@@ -78,5 +78,5 @@ def _attend_by_pattern(
 ) -> Tensor:
     check_lengths(given, query.shape[2], key.shape[2])
     shape = (query.shape[0], query.shape[2], key.shape[2])
-    rule = call_rule(pattern, attn_mask, shape, is_causal=is_causal)
+    rule = pattern_of_call(pattern, attn_mask, shape, is_causal=is_causal)
     return attend(query, key, value, rule, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)

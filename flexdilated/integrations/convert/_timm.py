@@ -13,7 +13,7 @@ from ._rule import Candidate, original_class
 from ._scaled_dot_product import ScaledDotProduct
 
 # Some classes have moved between versions.
-_SERVED = (
+_SUPPORTED = (
     ("timm.layers.attention", "Attention"),
     ("timm.layers.attention", "AttentionRope"),
     ("timm.models.vision_transformer", "Attention"),
@@ -24,7 +24,7 @@ _SERVED = (
 )
 _WINDOWS = "attends within windows, with a bias for each offset: the closest is a ViT with masks.neighborhood"
 _POOLING = "pools all tokens by a few queries, to which no pattern of positions applies"
-_REFUSED = {
+_UNSUPPORTED = {
     **dict.fromkeys(("WindowAttention", "WindowMultiHeadAttention", "WindowAttentionGlobal"), _WINDOWS),
     **dict.fromkeys(("PartitionAttentionCl", "ParallelPartitionAttention", "PartitionAttention2d"), _WINDOWS),
     **dict.fromkeys(("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d"), _POOLING),
@@ -51,13 +51,15 @@ def find(name: str, module: Any) -> Candidate | None:
     name: name of the module in its model.
 
     A supported class is recognized by its forward, an unsupported one by its class name. For an unsupported class or
-    option, `refused` of the result is the reason.
+    option, `refusal` of the result is the reason.
     """
     kind = original_class(module)
-    forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]
+    forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SUPPORTED]
     if kind.forward in forwards:
-        refused = "" if getattr(module, "relative_position_bias_table", None) is None else _REFUSED["RelPosAttention"]
-        return Candidate(name, module, module.num_heads, module, by=Attention, refused=refused)
-    if kind.__module__.startswith("timm.") and kind.__name__ in _REFUSED:
-        return Candidate(name, module, refused=_REFUSED[kind.__name__])
+        refusal = (
+            "" if getattr(module, "relative_position_bias_table", None) is None else _UNSUPPORTED["RelPosAttention"]
+        )
+        return Candidate(name, module, module.num_heads, module, converted_class=Attention, refusal=refusal)
+    if kind.__module__.startswith("timm.") and kind.__name__ in _UNSUPPORTED:
+        return Candidate(name, module, refusal=_UNSUPPORTED[kind.__name__])
     return None

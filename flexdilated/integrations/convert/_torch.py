@@ -65,8 +65,8 @@ def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
 
     name: name of the module in `model`.
 
-    A subclass with its own forward, and a module with add_bias_kv or add_zero_attn, cannot be converted; `refused` of
-    the result is then the reason.
+    A subclass with its own forward, and a module with add_bias_kv or add_zero_attn, cannot be converted; `refusal`
+    of the result is then the reason.
     """
     if not isinstance(module, nn.MultiheadAttention):
         return None
@@ -76,10 +76,10 @@ def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
         module,
         module.num_heads,
         module,
-        by=MultiheadAttention,
-        refused=_refusal_reason(module),
-        cross=_cross_reason(name, module, above),
-        around=tuple((each, TransformerEncoder) for each in above if isinstance(each, nn.TransformerEncoder)),
+        converted_class=MultiheadAttention,
+        refusal=_refusal_reason(module),
+        cross_reason=_cross_reason(name, module, above),
+        enclosing=tuple((each, TransformerEncoder) for each in above if isinstance(each, nn.TransformerEncoder)),
     )
 
 

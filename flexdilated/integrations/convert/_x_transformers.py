@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._attend import attend
-from ._rule import Candidate, Converted, ancestors, call_rule, check_lengths
+from ._rule import Candidate, Converted, ancestors, check_lengths, pattern_of_call
 
 _WEIGHTS = "attention weights, which are never formed"
 _BIAS = "adds a bias to each pair's score"
@@ -89,7 +89,7 @@ class Attend(Converted):
         if not is_causal:
             check_lengths(given, q.shape[2], k.shape[2])
         mask = mask[:, None, None] if mask is not None and mask.dim() == 2 else mask
-        rule = call_rule(given.pattern, mask, (q.shape[0], q.shape[2], k.shape[2]), is_causal=is_causal)
+        rule = pattern_of_call(given.pattern, mask, (q.shape[0], q.shape[2], k.shape[2]), is_causal=is_causal)
         if 1 < k.shape[1] < q.shape[1]:  # here query head h reads key head h mod G, unlike with enable_gqa
             k, v = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v))
         offset = k.shape[2] - q.shape[2] if is_causal else 0
@@ -103,7 +103,7 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
     name: name of the module in `model`.
 
-    For unsupported options, `refused` of the result is the reason.
+    For unsupported options, `refusal` of the result is the reason.
     """
     library = sys.modules.get("x_transformers.x_transformers")
     if library is None or not isinstance(module, library.Attention):
@@ -116,9 +116,9 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
         module,
         module.heads,
         module.attend,
-        by=Attend,
-        refused=_refusal_reason(module, layers, is_cross=is_cross),
-        cross="cross-attention of its layers" if is_cross else "",
+        converted_class=Attend,
+        refusal=_refusal_reason(module, layers, is_cross=is_cross),
+        cross_reason="cross-attention of its layers" if is_cross else "",
     )
 
 

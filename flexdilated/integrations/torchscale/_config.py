@@ -88,7 +88,7 @@ class LongNetEncoderConfig:
 
     @classmethod
     def from_torchscale(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """Translate options of torchscale's EncoderConfig; missing options have that class's defaults.
+        """Make a configuration from options of torchscale's EncoderConfig; missing options have that class's defaults.
 
         config: options by name, from its JSON or `vars(args)`; segment_length and dilated_ratio, which are required,
             may be strings, such as "[1024, 2048]".
@@ -101,7 +101,7 @@ class LongNetEncoderConfig:
         given = dict(config)
         refused = [
             f"{name}={given[name]!r} (available: {only!r})"
-            for name, only in _ONLY.items()
+            for name, only in _ONLY_SUPPORTED.items()
             if given.get(name, only) != only
         ]
         if given.get("vocab_size", -1) > 0 and not given.get("no_output_layer", False):
@@ -112,13 +112,13 @@ class LongNetEncoderConfig:
         refused += [f"{name}, which a LongNet needs" for name in _BRANCHES if not given.get(name)]
         if refused:
             raise ValueError(f"a LongNetEncoder cannot be made from this config: {'; '.join(refused)}")
-        fields = {own: given.get(name, default) for own, (name, default) in _NAMES.items()}
-        branches = {own: _numbers(name, given[name]) for name, own in _BRANCHES.items()}
+        fields = {own: given.get(name, default) for own, (name, default) in _OPTIONS.items()}
+        branches = {own: _integers_from(name, given[name]) for name, own in _BRANCHES.items()}
         return cls(**{**fields, **branches, "padding": "zeros", **changes})
 
 
 # field of our configuration -> (torchscale's option, its default)
-_NAMES: dict[str, tuple[str, Any]] = {
+_OPTIONS: dict[str, tuple[str, Any]] = {
     "embed_dim": ("encoder_embed_dim", 768),
     "num_heads": ("encoder_attention_heads", 12),
     "ffn_dim": ("encoder_ffn_embed_dim", 3072),
@@ -131,7 +131,8 @@ _NAMES: dict[str, tuple[str, Any]] = {
     "drop_path": ("drop_path_rate", 0.0),
 }
 _BRANCHES = {"segment_length": "segment_lengths", "dilated_ratio": "dilation_rates"}
-_ONLY: dict[str, Any] = {
+# torchscale's option -> the only supported value, which is also the default
+_ONLY_SUPPORTED: dict[str, Any] = {
     "activation_fn": "gelu",
     "deepnorm": False,
     "layernorm_embedding": False,
@@ -151,11 +152,14 @@ _WITHOUT_EFFECT = (
     *("share_encoder_input_output_embed", "max_source_positions", "img_size", "patch_size", "in_chans"),
     *("checkpoint_activations", "fsdp", "ddp_rank", "xpos_scale_base"),
 )
-_KNOWN = {*_ONLY, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in _NAMES.values())}
+_KNOWN = {*_ONLY_SUPPORTED, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in _OPTIONS.values())}
 
 
-def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Convert a list, or its text such as "[1024, 2048]", to integers; `name` names the option in the ValueError."""
+def _integers_from(name: str, value: Any) -> tuple[int, ...]:
+    """Convert a list of integers, or its text such as "[1024, 2048]", to a tuple.
+
+    Raises ValueError for other values. name: name of the option in this error.
+    """
     try:
         read = literal_eval(value) if isinstance(value, str) else value
         return tuple(map(int, read))
@@ -165,7 +169,7 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
         ) from None
 
 
-_MOST_NAMED = 12
+_MAX_NAMED_KEYS = 12
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
@@ -187,5 +191,5 @@ def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def _names_text(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_NAMED_KEYS
+    return ", ".join(names[:_MAX_NAMED_KEYS]) + (f" and {more} more" if more > 0 else "")

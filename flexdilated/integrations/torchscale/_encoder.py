@@ -174,7 +174,7 @@ class LongNetEncoder(nn.Module):
         changes: fields of `LongNetEncoderConfig` that override the translation, such as padding=None for exact
             attention, or merge_grad="detached" for torchscale's gradients.
 
-        Raises ValueError that names all options, or all keys, that do not fit.
+        Raises ValueError that names all options that do not fit, or the keys, up to 12 of each kind of fault.
         """
         encoder = cls(LongNetEncoderConfig.from_torchscale(config, **changes))
         if state_dict is not None:

@@ -151,7 +151,7 @@ class SlideEncoder(nn.Module):
         mesh, schedule: as in the class.
         changes: fields of the encoder's config, such as padding=None.
 
-        Raises ValueError that names all keys that are missing, unknown or of another shape.
+        Raises ValueError that names the keys that are missing, unknown or of another shape, up to 12 of each kind.
         """
         if not isinstance(checkpoint, Mapping):
             raise TypeError(
@@ -199,7 +199,7 @@ class SlideEncoder(nn.Module):
         """Embeddings (B, E) of the slides.
 
         tiles: features of each tile.
-        coordinates: of one corner of each tile in its slide, in pixels, the same corner for all tiles.
+        coordinates: coordinates in the slide of one corner of each tile, in pixels; the same corner for all tiles.
         all_layers: True returns a tuple of depth + 1 embeddings instead, pooled from the encoder's input and from each
             layer's output, without the encoder's last norm.
         key_padding_mask: booleans (B, S) for the whole slides, True for padding, or floats, -inf for padding and 0 for

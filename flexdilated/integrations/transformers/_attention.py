@@ -1,4 +1,4 @@
-"""transformers' registries: a mask function, called once per forward pass, and an attention function of the layers."""
+"""Functions for transformers' registries: a mask function, called for each mask of a forward pass, and attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ._layers import (
     set_implementation,
     store_patterns,
 )
-from ._mask_functions import PACKED, Reading, all_of, pattern_from_mask_function
+from ._mask_functions import PACKED, RulePatterns, all_of, pattern_from_mask_function
 from ._unsupported_models import KEEP, unserved_parts
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
@@ -96,10 +96,10 @@ def set_pattern(
             "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or contains one; got "
             f"{type(model).__name__}" + (": write fd.convert(model, pattern)" if isinstance(model, nn.Module) else "")
         )
-    left = unserved_parts(inner, attention_layers(inner))
-    layers, chosen, compose = choose_patterns(inner, pattern, compose, left)
+    unserved = unserved_parts(inner, attention_layers(inner))
+    layers, chosen, compose = choose_patterns(inner, pattern, compose, unserved)
     register(name)
-    set_implementation(inner, name, left)
+    set_implementation(inner, name, unserved)
     store_patterns(inner, layers, chosen, compose, name)
     watch(inner)
     return model
@@ -119,7 +119,8 @@ class Visibility:
     device: of the replaced mask.
     is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor.
     are_documents_read: True once position_ids were searched for the beginnings of documents.
-    restricted: this mask within those documents; None before the search, and for a single document.
+    restricted: this mask restricted to the documents that the search found; None before the search, if it found none,
+        and if the model's rule restricts to documents itself.
     """
 
     function: Callable[..., Any] | None
@@ -133,7 +134,7 @@ class Visibility:
     is_offset_known: bool = True
     are_documents_read: bool = field(default=False, init=False)
     restricted: Visibility | None = field(default=None, init=False)
-    _reading: Reading | None = field(default=None, init=False)
+    _rule_patterns: RulePatterns | None = field(default=None, init=False)
 
     # Models read ndim of a ready-made mask, and may call contiguous().
     ndim = 4
@@ -189,20 +190,20 @@ class Visibility:
         return visible & self.tensors[_UNPADDED] if _UNPADDED in self.tensors else visible
 
     @property
-    def reading(self) -> Reading:
+    def rule_patterns(self) -> RulePatterns:
         """The model's rule as patterns, and the run-time tensors of rule and padding.
 
         Computed on first access, as a model may make masks that no layer uses.
         """
-        if self._reading is None:
+        if self._rule_patterns is None:
             found = (
-                Reading(None, self.begin, None, {})
+                RulePatterns(None, self.begin, None, {})
                 if self.function is None
                 else pattern_from_mask_function(self.function, self.begin)
             )
             tables = {name: _on_host(x) for name, x in found.tensors.items()}
-            self._reading = replace(found, tensors=self.tensors | tables)
-        return self._reading
+            self._rule_patterns = replace(found, tensors=self.tensors | tables)
+        return self._rule_patterns
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
         """Pattern of the pairs that a layer allows: its pattern, intersected with the model's rule and padding.
@@ -210,11 +211,11 @@ class Visibility:
         pattern: the layer's; None if it has none.
         replaces: True to omit the model's rule, but not padding or documents, if the layer has a pattern.
         """
-        model = [] if replaces and pattern is not None else [self.reading.positions]
+        model = [] if replaces and pattern is not None else [self.rule_patterns.positions]
         found = all_of([pattern, *model])
-        if self.reading.begin is not None:
-            found = (every() if found is None else found).per_document(self.reading.begin)
-        found = all_of([found, *([self.reading.beside] if model else []), self.unpadded])
+        if self.rule_patterns.begin is not None:
+            found = (every() if found is None else found).per_document(self.rule_patterns.begin)
+        found = all_of([found, *([self.rule_patterns.further] if model else []), self.unpadded])
         return every() if found is None else found
 
 
@@ -257,7 +258,7 @@ def _restrict_to_documents(
     Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
     once for all layers that get `mask`.
 
-    options: those of the attention function, whose position_ids are read in a model without hooks.
+    options: `options` of `attention`; their position_ids are used in a model without hooks.
     ready_made: True if the model passed a mask tensor or None, from which `mask` was made.
     evicts: True for keys of a `FlexdilatedCache`.
     """
@@ -271,7 +272,7 @@ def _restrict_to_documents(
         call = ModelCall(None, options, None)
     own = query.shape[2] if not ready_made or query.shape[2] == mask.shape[3] else -1
     ids = call.documents(module, own, mask.q_offset, mask.visible(), is_known=mask.is_offset_known, evicts=evicts)
-    if ids is not None and PACKED not in mask.reading.tensors:
+    if ids is not None and PACKED not in mask.rule_patterns.tensors:
         if ready_made:
             call.refuse_checkpointing()
         mask.restricted = _within_documents(mask, ids)
@@ -347,12 +348,13 @@ def attention(
     position_bias: (B or 1, H, N, M), added to the scores; None for none.
     indices: the keys that the model's own indexer chose for each query, such as DeepSeek-V3.2's, to which the rule is
         restricted; None for all.
-    block_indices: the same for an indexer that chooses blocks of `module.indexer.block_size` keys, such as
-        MiniMax-M3's, in T tables of H / T consecutive heads each, padded with -1.
+    block_indices: the blocks of `module.indexer.block_size` keys that such an indexer chose, as MiniMax-M3's does, in T
+        tables of H / T consecutive heads each, padded with -1; None for all.
 
-    Raises ValueError for a mask tensor that differs between queries or changes scores of visible keys, for
-    output_attentions=True, for dropout, position_bias, indices or block_indices with a FlexdilatedCache, and for these
-    or softcap in a layer that selects blocks.
+    Raises TypeError for an attention_mask of another type, such as a BlockMask. Raises ValueError for a mask tensor
+    that differs between queries or changes scores of visible keys, for output_attentions=True, for dropout,
+    position_bias, indices or block_indices with a FlexdilatedCache, and for these or softcap in a layer that selects
+    blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
@@ -382,7 +384,7 @@ def attention(
         _refuse_features("a layer that selects blocks", features, "give the layer a pattern")
         return _attend_selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
-    bindings = {name: attention_mask.reading.tensors[name] for name in names(rule)}
+    bindings = {name: attention_mask.rule_patterns.tensors[name] for name in names(rule)}
     if given is not None:
         _refuse_features(
             "a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache"
@@ -459,7 +461,7 @@ def _attend_selected(
     if isinstance(rule, Mixture):
         raise ValueError(f"a layer that selects blocks needs a model whose pattern is not a mixture; got {rule!r}")
     end = begun + q.shape[2]  # a cache of fixed size is longer, and so is what the mask says of its keys
-    bindings = {name: mask.reading.tensors[name][..., :end] for name in names(rule)}
+    bindings = {name: mask.rule_patterns.tensors[name][..., :end] for name in names(rule)}
     k, v = k[:, :, :end], v[:, :, :end]
     options = {"scale": scale, "sinks": sinks, "q_offset": begun, "bindings": bindings or None}
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)

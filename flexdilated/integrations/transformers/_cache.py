@@ -33,12 +33,12 @@ from ...masks.patterns import names
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
-_GIVEN = "_flexdilated_given"  # attribute of the keys that a layer returns
-_UNDO = 64
-_EVERYTHING = [RowSource(causal(), 0, 1)]
+_ORIGIN = "_flexdilated_given"  # attribute of the keys that a layer returns
+_DEFAULT_UNDO = 64
+_ALL_KEYS = [RowSource(causal(), 0, 1)]  # a rule by which no key is evicted
 
 
-def _needing_config(method: Callable[..., Any]) -> Callable[..., Any]:
+def _require_config(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config.
 
     The method needs the kind of each layer, which the config determines.
@@ -76,18 +76,18 @@ class FlexdilatedCache(Cache):
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
 
-    get_conv_state = _needing_config(Cache.get_conv_state)
-    update_conv_state = _needing_config(Cache.update_conv_state)
-    get_recurrent_state = _needing_config(Cache.get_recurrent_state)
-    update_recurrent_state = _needing_config(Cache.update_recurrent_state)
-    has_previous_state = _needing_config(Cache.has_previous_state)
+    get_conv_state = _require_config(Cache.get_conv_state)
+    update_conv_state = _require_config(Cache.update_conv_state)
+    get_recurrent_state = _require_config(Cache.get_recurrent_state)
+    update_recurrent_state = _require_config(Cache.update_recurrent_state)
+    has_previous_state = _require_config(Cache.has_previous_state)
 
-    def __init__(self, config: PreTrainedConfig | None = None, *, undo: int = _UNDO) -> None:
+    def __init__(self, config: PreTrainedConfig | None = None, *, undo: int = _DEFAULT_UNDO) -> None:
         require_int("undo", undo, minimum=0)
         if config is None:
             super().__init__(layer_class_to_replicate=lambda: _Layer(undo))  # type: ignore[arg-type]
         else:
-            super().__init__(layers=[_our_layer(layer, undo) for layer in DynamicCache(config=config).layers])
+            super().__init__(layers=[_replacement_layer(layer, undo) for layer in DynamicCache(config=config).layers])
 
     def update_indexer(self, *_: Any, **__: Any) -> Tensor:
         """Raise ValueError: layers with an indexer (`DynamicIndexedLayer` of transformers) are not supported."""
@@ -110,12 +110,12 @@ class KeyOrigin:
 
 def origin_of(keys: Tensor) -> KeyOrigin | None:
     """Return the origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
-    return getattr(keys, _GIVEN, None)
+    return getattr(keys, _ORIGIN, None)
 
 
 def set_origin(keys: Tensor, given: KeyOrigin) -> None:
     """Mark a tensor of keys, such as a padded copy of a cache's keys, with the origin `given`."""
-    setattr(keys, _GIVEN, given)
+    setattr(keys, _ORIGIN, given)
 
 
 class _Layer(CacheLayerMixin):
@@ -140,7 +140,7 @@ class _Layer(CacheLayerMixin):
         self.held: HeldKeys | None = None
         self.num_tokens = 0
         self.readers: dict[Any, Reader] = {}  # by rule; they read the keys of the last update
-        self.known: dict[Any, Reader] = {}  # readers of the previous update's keys
+        self.previous_readers: dict[Any, Reader] = {}  # of the previous update's keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Mark as initialized. Buffers are allocated by `update`."""
@@ -149,7 +149,8 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, G, N, D); return all keys and values that the cache then holds, (B, G, M, D).
 
-        Raises ValueError if no attention of this library has read the keys of the previous update.
+        Raises ValueError if no attention of this library has read the keys of the previous update, for another batch
+        size, heads, head dim, dtype or device than before, and where a gradient would be needed.
         """
         if self.held is not None and not self.readers:
             raise ValueError(
@@ -161,12 +162,12 @@ class _Layer(CacheLayerMixin):
         _, k, v = autocast(key_states, key_states, value_states)
         refuse_gradients(k, v)
         if self.held is None:
-            self.held = HeldKeys(k, v, _EVERYTHING, undo=self.undo)
+            self.held = HeldKeys(k, v, _ALL_KEYS, undo=self.undo)
         else:
             self.held.check_continues(k, v)
             self.held.sources = _sources(self.readers)
         self.lazy_initialization(k, v)
-        self.known, self.readers = self.readers, {}
+        self.previous_readers, self.readers = self.readers, {}
         self.held.append(k, v, self.num_tokens)
         given = KeyOrigin(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
         self.num_tokens, self.num_updates = given.tokens.stop, given.update
@@ -179,7 +180,7 @@ class _Layer(CacheLayerMixin):
 
     def _shrink(self, update: int) -> None:
         if update == self.num_updates and self.held is not None and self.readers:
-            self.held.sources = _sources(self.known | self.readers)
+            self.held.sources = _sources(self.previous_readers | self.readers)
             self.held.shrink(self.num_tokens)
 
     def attend(
@@ -196,16 +197,16 @@ class _Layer(CacheLayerMixin):
         module: nn.Module,
         q_offset: int,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output of the new tokens over the held keys that `rule` lets them see.
+        """Attention output of the new tokens over the cached keys that `rule` allows.
 
         given: origin of k, as `origin_of(k)` returns it; the new tokens are those in `given.tokens`.
         k, v: as `update` returned them.
         module: the model's attention module, which must be causal.
-        score_mod, sinks: as in `flexdilated.attend`.
+        scale, score_mod, sinks: as in `flexdilated.attend`.
         q_offset: position of the first query.
 
         Raises ValueError unless the queries are the tokens of the last update and the module is causal, for a rule with
-        run-time tensors or one that sees evicted keys, and where a gradient would be needed.
+        run-time tensors or one that allows evicted keys or keys not appended yet, and where a gradient would be needed.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         q, k, v = autocast(q, k, v)
@@ -228,7 +229,7 @@ class _Layer(CacheLayerMixin):
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
         key = rule, num_heads, scale
-        reader = self.readers.get(key) or self.known.get(key)
+        reader = self.readers.get(key) or self.previous_readers.get(key)
         if reader is None:
             if names(rule):
                 raise ValueError(
@@ -298,9 +299,9 @@ class _Layer(CacheLayerMixin):
                 f"tokens_to_remove must be 0 or negative, and at least -{self.num_tokens}; got {tokens_to_remove}"
             )
         if self.held is not None:
-            for reader in (self.known | self.readers).values():
+            for reader in (self.previous_readers | self.readers).values():
                 reader.check_crop(self.num_tokens + tokens_to_remove)
-            self.held.sources = _sources(self.known | self.readers)
+            self.held.sources = _sources(self.previous_readers | self.readers)
             self.held.crop(self.num_tokens + tokens_to_remove, self.num_tokens)
             self.num_tokens += tokens_to_remove
 
@@ -362,7 +363,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.offload(self)
 
 
-def _our_layer(layer: Any, undo: int) -> Any:
+def _replacement_layer(layer: Any, undo: int) -> Any:
     """Return the layer of a `FlexdilatedCache` that takes the place of a layer of transformers' DynamicCache.
 
     A layer that holds only states, or nothing, is returned unchanged.
@@ -389,7 +390,7 @@ def _unsupported_layer(kind: str) -> ValueError:
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
     """Rules by which the readers attend, which determine the keys to keep; without readers, one that keeps all keys."""
-    return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
+    return [source for reader in readers.values() for source in reader.sources] or _ALL_KEYS
 
 
 def _require_own_queries(given: KeyOrigin, module: nn.Module, queries: range) -> None:

@@ -1,4 +1,4 @@
-"""Documents packed in one row: their starts, according to the position_ids of a model's forward pass.
+"""Documents packed in one sequence: their starts, according to the position_ids of a model's forward pass.
 
 A token whose position is below that of the token before it begins another document. Hooks around a model's forward keep
 the arguments of the running pass, and the first attention layer of the pass computes the documents. In a compiled graph
@@ -20,26 +20,28 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 
 from ..._torch_private import assert_async
 
-# B batch entries, or 1 for all of them, N tokens of a call, L positions of a row
+# B batch entries, or 1 for all of them, N tokens of a call, L positions of a sequence
 
 _ARGUMENTS, _NESTED = "_flexdilated_arguments", "_flexdilated_is_nested"  # attributes of a model
 _MIXES = "_flexdilated_mixes_tokens"
-_LAST = "_flexdilated_last_position"  # attribute of a cache
+_LAST_POSITION = "_flexdilated_last_position"  # attribute of a cache
 _SEVERAL = torch.iinfo(torch.int64).max  # the last position of a cache that holds several documents
 _LOWEST = torch.iinfo(torch.int64).min
 _POSITIONS = ("position_ids", "decoder_position_ids")
 _MASKS = ("attention_mask", "decoder_attention_mask")
-_OF_ENCODER = ("encoder_hidden_states", "cross_attention_states")
-_ROWS = "give each document a row of its own, padded, with an attention_mask"
-_BEGIN = "position_ids begin several documents in one row, and"
-_OVER_CACHE = f"{_BEGIN} cached keys do not record their document: call the model on whole rows with use_cache=False"
-_NUMBERS = (
+_ENCODER_STATES = ("encoder_hidden_states", "cross_attention_states")
+_ROWS_ADVICE = "give each document a row of its own, padded, with an attention_mask"
+_ERROR_START = "position_ids begin several documents in one row, and"
+_CACHE_ERROR = (
+    f"{_ERROR_START} cached keys do not record their document: call the model on whole rows with use_cache=False"
+)
+_MASK_ERROR = (
     "attention_mask must hold 0 and 1, where 0 is padding; it holds other numbers. For several documents in a row "
     "write position_ids that begin at 0 in each document, and 1 in the attention_mask"
 )
-_RECOMPUTED = (
-    f"{_BEGIN} gradient checkpointing would recompute a layer without them, as the model hands it no mask that can "
-    f"keep them: call model.gradient_checkpointing_disable(), or {_ROWS}"
+_CHECKPOINTING_ERROR = (
+    f"{_ERROR_START} gradient checkpointing would recompute a layer without them, as the model hands it no mask that "
+    f"can keep them: call model.gradient_checkpointing_disable(), or {_ROWS_ADVICE}"
 )
 
 
@@ -59,17 +61,17 @@ class ModelCall:
         self.model, self.outer = model, outer
         name = next((each for each in _POSITIONS if isinstance(given.get(each), Tensor)), None)
         self.positions = None if name is None else _text_positions(given[name])
-        self.is_used = name in getattr(model, _ARGUMENTS, _POSITIONS)
+        self.uses_positions = name in getattr(model, _ARGUMENTS, _POSITIONS)
         if outer is not None and self.positions is not None:
             theirs = outer.positions
             if theirs is None or theirs.shape[1] == self.positions.shape[1]:
                 self.positions = theirs
         self.masks = [x for x in map(given.get, _MASKS) if isinstance(x, Tensor) and x.dim() == 2]
         self.cache = _cache_in(given.values())
-        self.has_encoder = any(given.get(each) is not None for each in _OF_ENCODER)
-        self.has_layers = self.is_read = self.is_found = False
-        self.found: Tensor | None = None
-        self.last: Tensor | None = None
+        self.has_encoder = any(given.get(each) is not None for each in _ENCODER_STATES)
+        self.has_layers = self.is_read = self.is_searched = False
+        self.document_ids: Tensor | None = None
+        self.last_position: Tensor | None = None
 
     def documents(
         self,
@@ -99,28 +101,28 @@ class ModelCall:
         if self.has_encoder and not getattr(module, "is_causal", True):
             largest = self._take_largest_in_masks()
             if largest is not None:
-                _refuse_if((_on_host(largest) > 1).any(), _NUMBERS)
-            return None  # cross-attention: keys are no tokens of the row
-        if not self.is_found:
-            self.is_found = True
+                _refuse_if((_on_host(largest) > 1).any(), _MASK_ERROR)
+            return None  # cross-attention: keys are no tokens of the sequence
+        if not self.is_searched:
+            self.is_searched = True
             self._find_documents(num_tokens, q_offset, visible, is_known, evicts)
         if self.positions is None or self.positions.shape[1] != num_tokens:
             return None
         self.is_read = True
-        return self.found
+        return self.document_ids
 
     def _find_documents(
         self, num_tokens: int, q_offset: int, visible: Tensor | None, is_known: bool, evicts: bool
     ) -> None:
         begun = not is_known or q_offset > 0
-        last = getattr(self.cache, _LAST, None) if begun else None
+        last = getattr(self.cache, _LAST_POSITION, None) if begun else None
         positions = self.positions if self.positions is None or self.positions.shape[1] == num_tokens else None
         positions, last, largest = _copy_all_to_host(positions, last, self._take_largest_in_masks())
         if largest is not None:
-            _refuse_if((largest > 1).any(), _NUMBERS)
+            _refuse_if((largest > 1).any(), _MASK_ERROR)
         count = _count_before(q_offset, visible)
         if last is not None:
-            _refuse_if(((last == _SEVERAL) & (count > 0)).any(), _OVER_CACHE)
+            _refuse_if(((last == _SEVERAL) & (count > 0)).any(), _CACHE_ERROR)
         if positions is None:
             return
         least = count if last is None else torch.minimum(count, last)
@@ -131,10 +133,10 @@ class ModelCall:
         if self.model is not None:
             self._require_served(several)
         if evicts or (begun and (is_known or num_tokens == 1)):
-            _refuse_if(several, _OVER_CACHE)
+            _refuse_if(several, _CACHE_ERROR)
         elif torch.compiler.is_compiling() or bool(several):
-            self.found = begins.cumsum(1)
-        self.last = torch.where(several, _SEVERAL, end)
+            self.document_ids = begins.cumsum(1)
+        self.last_position = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
         """Largest number, (1, 1), in the 2-D attention masks that are arguments of the outermost pass.
@@ -151,10 +153,10 @@ class ModelCall:
 
     def _require_served(self, several: Tensor) -> None:
         name = type(self.model).__name__
-        if not self.is_used:
-            _refuse_if(several, f"{_BEGIN} {name} does not use position_ids: {_ROWS}")
+        if not self.uses_positions:
+            _refuse_if(several, f"{_ERROR_START} {name} does not use position_ids: {_ROWS_ADVICE}")
         if getattr(self.model, _MIXES, False):
-            _refuse_if(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
+            _refuse_if(several, f"{_ERROR_START} {name} mixes tokens outside of its attention: {_ROWS_ADVICE}")
 
     def end(self, output: Any) -> None:
         """Finish the pass: if any sequence has several documents, store _SEVERAL on the cache, for the next pass.
@@ -171,23 +173,26 @@ class ModelCall:
             self.outer.is_read |= self.is_read
         if self.positions is not None and self.has_layers and not self.is_read:
             begins, _ = _document_starts(_on_host(self.positions), None, torch.full((1, 1), _LOWEST))
-            _refuse_if(begins.any(), f"{_BEGIN} {type(self.model).__name__} does not hand them to its layers: {_ROWS}")
+            _refuse_if(
+                begins.any(),
+                f"{_ERROR_START} {type(self.model).__name__} does not hand them to its layers: {_ROWS_ADVICE}",
+            )
         cache = self.cache
         if cache is None:
             cache = _cache_in(output.values() if isinstance(output, dict) else output)
-        if self.last is not None and self.positions is not None and cache is not None:
-            setattr(cache, _LAST, self.last.to(self.positions.device))
+        if self.last_position is not None and self.positions is not None and cache is not None:
+            setattr(cache, _LAST_POSITION, self.last_position.to(self.positions.device))
 
     def refuse_checkpointing(self) -> None:
         """Outside of graphs, raise ValueError if gradient checkpointing may call a layer again after this pass."""
         if torch.compiler.is_compiling() or self.model is None or not self.model.training:
             return
         if any(getattr(each, "gradient_checkpointing", False) for each in self.model.modules()):
-            raise ValueError(_RECOMPUTED)
+            raise ValueError(_CHECKPOINTING_ERROR)
 
 
 class _Running:
-    """The innermost running forward pass."""
+    """Holder of the innermost running forward pass, `call`; None outside of any pass."""
 
     def __init__(self) -> None:
         self.call: ModelCall | None = None
@@ -227,7 +232,7 @@ def watch(model: PreTrainedModel) -> None:
             continue
         if not hasattr(each, _ARGUMENTS):
             arguments = signature(type(each).forward).parameters.items()
-            setattr(each, _ARGUMENTS, tuple(name for name, one in arguments if one.kind in _IN_ORDER)[1:])
+            setattr(each, _ARGUMENTS, tuple(name for name, one in arguments if one.kind in _POSITIONAL)[1:])
             setattr(each, _MIXES, _mixes_tokens(each))
             each.register_forward_pre_hook(_begin_call, with_kwargs=True)
             each.register_forward_hook(_end_call, with_kwargs=True, always_call=True)
@@ -235,7 +240,7 @@ def watch(model: PreTrainedModel) -> None:
             setattr(each, _NESTED, True)
 
 
-_IN_ORDER = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _mixes_tokens(model: PreTrainedModel) -> bool:
@@ -250,7 +255,7 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules within a model, except inner PreTrainedModels, such as an audio tower, and the modules within them."""
+    """Yield the modules within a model, but no inner PreTrainedModel, such as an audio tower, and no module in one."""
     for each in module.children():
         if not isinstance(each, PreTrainedModel):
             yield each
@@ -272,9 +277,9 @@ def _end_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _text_positions(position_ids: Tensor) -> Tensor | None:
-    """Positions (B, N) of tokens from position_ids of shape (N,), (B, N), or (3 or 4, B, N) with those of text first.
+    """Return the positions, (B, N) or (1, N), of tokens in the text; None for position_ids of other shapes.
 
-    None for other shapes.
+    position_ids: (N,), (B, N), or (3 or 4, B, N), whose first entry has the positions in the text.
     """
     if position_ids.dim() == 3:  # or those of patches, (B, N, 2)
         return position_ids[0] if len(position_ids) in (3, 4) else None

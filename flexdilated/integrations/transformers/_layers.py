@@ -20,11 +20,11 @@ LayerPattern = Pattern | Mixture | SelectedAttention
 Patterns = LayerPattern | Mapping[int, LayerPattern | None] | Callable[[nn.Module], LayerPattern | None]
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-_KEY = "flexdilated_patterns"  # key of a config
+_PATTERNS_KEY = "flexdilated_patterns"  # key of a config
 _IMPLEMENTATION = "attn_implementation"  # key in the file of a config
-_IN_USE = "_attn_implementation"  # attribute of a config
-_OWN = "_flexdilated_pattern"
-_WARNS = "_flexdilated_warns_of_adapters"
+_USED_IMPLEMENTATION = "_attn_implementation"  # attribute of a config
+_LAYER_PATTERN = "_flexdilated_pattern"  # attribute of a layer: (pattern, replaces)
+_WARNS = "_flexdilated_warns_of_adapters"  # attribute of a model with the hook `_warn_of_adapters`
 _COMPOSE = ("and", "replace")
 
 
@@ -43,10 +43,10 @@ def layer_pattern(layer: nn.Module) -> tuple[LayerPattern | None, bool]:
 
     Raises ValueError if a loaded config has patterns that were not yet set on the layers.
     """
-    own = getattr(layer, _OWN, None)
+    own = getattr(layer, _LAYER_PATTERN, None)
     if own is not None:
         return own
-    if getattr(getattr(layer, "config", None), _KEY, None) is not None:
+    if getattr(getattr(layer, "config", None), _PATTERNS_KEY, None) is not None:
         raise ValueError(
             "the model's config holds patterns which its layers do not have yet: call "
             "flexdilated.integrations.transformers.set_pattern(model) once it is loaded"
@@ -55,18 +55,18 @@ def layer_pattern(layer: nn.Module) -> tuple[LayerPattern | None, bool]:
 
 
 def choose_patterns(
-    model: nn.Module, pattern: Patterns | None, compose: str, left: Mapping[str, str]
+    model: nn.Module, pattern: Patterns | None, compose: str, unserved: Mapping[str, str]
 ) -> tuple[list[nn.Module], list[Any], str]:
     """Validate the arguments of `set_pattern`; return (attention layers, a pattern or None for each, compose).
 
     pattern, compose: as in `set_pattern`; if `pattern` is None, both come from the model's config.
-    left: {path: reason} from `unserved_parts`; the layers of these parts get None.
+    unserved: {path: reason} from `unserved_parts`; the layers of these parts get None.
 
     Raises ValueError or TypeError for patterns that do not fit the layers, and for a mapping that has a pattern for a
-    layer of a part in `left`.
+    layer of a part in `unserved`.
     """
     layers = attention_layers(model)
-    kept = {layer: reason for path, reason in left.items() for layer in attention_layers(model.get_submodule(path))}
+    kept = {layer: reason for path, reason in unserved.items() for layer in attention_layers(model.get_submodule(path))}
     if pattern is None:
         chosen, compose = _stored_patterns(model, len(layers))
     elif isinstance(pattern, Mapping):
@@ -95,22 +95,22 @@ def choose_patterns(
     return layers, chosen, require_choice("compose", compose, _COMPOSE)
 
 
-def set_implementation(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> None:
-    """Set the attention implementation `name` on a model, but not on its parts in `left`; warn of each such part.
+def set_implementation(model: PreTrainedModel, name: str, unserved: Mapping[str, str]) -> None:
+    """Set the attention implementation `name` on a model, but not on its parts in `unserved`; warn of each such part.
 
-    left: {path: reason} from `unserved_parts`.
+    unserved: {path: reason} from `unserved_parts`.
 
-    A part in `left` keeps its implementation; if this is `name` already, from a saved config, the part gets the default
-    of transformers.
+    A part in `unserved` keeps its implementation; if this is `name` already, from a saved config, the part gets the
+    default of transformers.
     """
-    parts: dict[str, Any] = {path: model.get_submodule(path) for path in left}
-    before = {path: getattr(part.config, _IN_USE) for path, part in parts.items()}
+    parts: dict[str, Any] = {path: model.get_submodule(path) for path in unserved}
+    before = {path: getattr(part.config, _USED_IMPLEMENTATION) for path, part in parts.items()}
     model.set_attn_implementation(name)
     for path, part in parts.items():
         own = before[path] if before[path] != name else part.get_correct_attn_implementation(None)
         part.set_attn_implementation(own)
         warn(
-            f"{path} keeps the attention of transformers, and only the other layers get patterns: {left[path]}",
+            f"{path} keeps the attention of transformers, and only the other layers get patterns: {unserved[path]}",
             stacklevel=4,
         )
 
@@ -128,11 +128,11 @@ def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list
     If all patterns are None, the entries are removed instead.
     """
     for layer, own in zip(layers, chosen, strict=True):
-        setattr(layer, _OWN, (own, compose == "replace"))
+        setattr(layer, _LAYER_PATTERN, (own, compose == "replace"))
     patterns = [None if own is None else _json_or_repr(own) for own in chosen]
-    written = {_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
+    written = {_PATTERNS_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
     configs: list[Any] = [layer.config for layer in layers]
-    served = [config for config in configs if getattr(config, _IN_USE) == name]
+    served = [config for config in configs if getattr(config, _USED_IMPLEMENTATION) == name]
     for config in {id(each): each for each in (model.config, *served)}.values():
         for key, value in written.items():
             if any(own is not None for own in chosen):
@@ -151,24 +151,24 @@ def patch_config_to_dict() -> None:
     `set_pattern` would be loaded with dense attention next time.
     """
     plain = PreTrainedConfig.to_dict
-    if hasattr(plain, _KEY):
+    if hasattr(plain, _PATTERNS_KEY):
         return
 
     @wraps(plain)
     def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
         written = plain(self)
-        if isinstance(stored := written.get(_KEY), dict):
+        if isinstance(stored := written.get(_PATTERNS_KEY), dict):
             written.setdefault(_IMPLEMENTATION, stored.get("name", "flexdilated"))
         return written
 
-    setattr(to_dict, _KEY, True)
+    setattr(to_dict, _PATTERNS_KEY, True)
     PreTrainedConfig.to_dict = to_dict
 
 
 def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
     """Hook of `state_dict` that warns if adapters are saved, as PEFT does not save the base model's patterns."""
     adapted = ".base_model." in f".{prefix}" or getattr(model, "_hf_peft_config_loaded", False)
-    if adapted and hasattr(model.config, _KEY):
+    if adapted and hasattr(model.config, _PATTERNS_KEY):
         warn(
             "saved adapters do not contain the patterns of their base model, and load without them: save the base "
             "model too, or call flexdilated.integrations.transformers.set_pattern with the patterns once it is loaded",
@@ -217,7 +217,7 @@ def _stored_patterns(model: Any, num_layers: int) -> tuple[list[Any], str]:
 
     Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.
     """
-    stored = getattr(model.config, _KEY, None)
+    stored = getattr(model.config, _PATTERNS_KEY, None)
     if stored is None:
         raise ValueError("the model's config holds no patterns: give one, set_pattern(model, pattern)")
     texts = stored["patterns"]

@@ -1,4 +1,4 @@
-"""Convert a mask function of transformers to a pattern, by calling it with symbolic positions.
+"""Convert a mask function of transformers to patterns, by calling it with symbolic positions.
 
 transformers composes its rules as functions (batch, head, query, key) -> bool: causal order, windows, chunks, packing,
 groups of image tokens. Here comparisons of positions become bands of distances, look-ups in a tensor become run-time
@@ -24,20 +24,20 @@ _GROUPS, _VISIBLE = "groups", "visible"
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class RulePatterns:
     """The rule of a mask function, as three patterns: a pair is allowed if each that is not None allows it.
 
     begin: pattern that divides a sequence into documents and allows pairs within a document only; None for no division.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
         the rule has none.
-    beside: further constraints, by tensors with an entry per token, such as groups of image tokens; None if the rule
-        has none.
-    tensors: run-time tensors, by name. `pattern_from_mask_function` leaves out those of the `begin` that it takes.
+    further: further constraints: tensors with an entry per token, such as groups of image tokens, and unions of
+        constraints; None if the rule has none.
+    tensors: run-time tensors, by name. `pattern_from_mask_function` omits the tensors of its argument `begin`.
     """
 
     positions: Pattern | None
     begin: Pattern | None
-    beside: Pattern | None
+    further: Pattern | None
     tensors: dict[str, Tensor]
 
     def whole(self) -> Pattern:
@@ -45,11 +45,11 @@ class Reading:
         positions = self.positions
         if self.begin is not None:
             positions = (every() if positions is None else positions).per_document(self.begin)
-        found = all_of([positions, self.beside])
+        found = all_of([positions, self.further])
         return every() if found is None else found
 
 
-def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | None) -> Reading:
+def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | None) -> RulePatterns:
     """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
     begin: pattern that divides each sequence into documents, from whose first tokens positions are counted; None to
@@ -67,7 +67,7 @@ def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | No
             _refuse(str(error))
     if not isinstance(found, _PairRule):
         _refuse(f"it returns {type(found).__name__}")
-    return found.reading(begin, {})
+    return found.to_patterns(begin, {})
 
 
 def _refuse(what: str) -> NoReturn:
@@ -230,7 +230,7 @@ class _PairRule:
     visible: tensor (B, L), True for the keys that are allowed.
     from_group_start: True if positions are counted from the first token of each group of `same`.
     nothing: True if no pair is allowed.
-    unions: two rules each, of which at least one must allow the (query, key) pair.
+    unions: pairs of rules; of each pair of rules at least one must allow (query, key).
     """
 
     least: int | None = None
@@ -268,22 +268,22 @@ class _PairRule:
             return other if self.nothing else self
         return _PairRule(unions=((self, other),))
 
-    def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
+    def to_patterns(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> RulePatterns:
         """Convert to patterns, and add their run-time tensors to `tensors`; begin: see `pattern_from_mask_function`."""
         if self.nothing:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
-        beside: list[Pattern | None] = []
+        further: list[Pattern | None] = []
         if self.from_group_start:
             begin = documents(_add_table(tensors, PACKED, self.same))
         elif self.same is not None:
-            beside.append(documents(_add_table(tensors, _GROUPS, self.same)))
+            further.append(documents(_add_table(tensors, _GROUPS, self.same)))
         if self.visible is not None:
-            beside.append(visible_keys(_add_table(tensors, _VISIBLE, self.visible)))
+            further.append(visible_keys(_add_table(tensors, _VISIBLE, self.visible)))
         for pair in self.unions:
-            one, other = (each.reading(begin, tensors).whole() for each in pair)
-            beside.append(one | other)
-        return Reading(positions, begin, all_of(beside), tensors)
+            one, other = (each.to_patterns(begin, tensors).whole() for each in pair)
+            further.append(one | other)
+        return RulePatterns(positions, begin, all_of(further), tensors)
 
 
 def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:

@@ -1,4 +1,4 @@
-"""Errors for models that this library cannot serve, by their source code."""
+"""Models, and parts of models, that this library cannot serve; they are recognized by the source code of modules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 _MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
 _OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
-# Masks over the images of a batch in one row; and a window that depends on the length of the prompt.
+# Classes that make masks: of the images of a batch, packed in one sequence; of a window that depends on the prompt.
 _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
-# Keyword arguments that layers hand to attention functions: the first are computed, the others change no result.
+# Keyword arguments that layers may hand to attention functions: `attention` computes them, or they change no result.
 _KNOWN = {"attention_mask", "scaling", "dropout", "is_causal", "softcap", "s_aux", "position_bias", "indices"}
 _KNOWN |= {"block_indices", "query", "key", "value", "position_ids", "output_attentions", "sliding_window"}
 _KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"}
@@ -165,8 +165,8 @@ def _is_unchanged(mask: ast.expr, arguments: set[str]) -> bool:
 def _reads_masks(kind: type[nn.Module]) -> bool:
     """True if modules of this class compute with the values of the attention mask.
 
-    Such are the classes in `_MAKE_MASKS`, which build a mask, and those whose `forward` takes attention_mask and
-    computes a softmax or reads the mask's dtype, except other PreTrainedModels.
+    These are the classes in `_MAKE_MASKS`, which build a mask, and classes, except PreTrainedModels, whose `forward`
+    takes attention_mask and computes a softmax or reads the mask's dtype.
 
     kind: a class that does not use the registry of attention functions.
     """

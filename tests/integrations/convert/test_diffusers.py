@@ -1,4 +1,4 @@
-"""Models of diffusers with a pattern: what they compute with all pairs, with its dense mask, in one graph, and undone."""
+"""Models of diffusers with a pattern: with all pairs, beside its dense mask, in one graph, and undone."""
 
 import re
 from itertools import cycle

@@ -15,7 +15,7 @@ from flexdilated import attend, masks
 from flexdilated.decoding import _held_keys, _reader
 from flexdilated.integrations.transformers import FlexdilatedCache, _cache, set_pattern
 from flexdilated.integrations.transformers._attention import Visibility, attention
-from flexdilated.integrations.transformers._mask_functions import Reading
+from flexdilated.integrations.transformers._mask_functions import RulePatterns
 
 from .models import model_of, tokens
 from .tiny import tiny_config, tiny_model
@@ -137,7 +137,7 @@ def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
 def mask_of(rule: masks.Pattern | masks.Mixture, queries: slice) -> Visibility:
     """What a model with this rule hands to its layers."""
     made = Visibility(None, None, None, {}, queries.start, 0, (1, 1, queries.stop - queries.start, queries.stop))
-    made._reading = Reading(rule, None, None, {})
+    made._rule_patterns = RulePatterns(rule, None, None, {})
     return made
 
 
