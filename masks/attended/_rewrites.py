@@ -31,7 +31,7 @@ from ..patterns import (
     local_window,
 )
 
-# Up to these numbers, segments are rewritten one by one: any segments, and segments that do not repeat.
+# Up to these numbers of segments, each has its own search: of any segments, and of segments that do not repeat.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
@@ -86,10 +86,10 @@ def moved(positions: range, distance: int) -> range:
 
 
 def simpler_searches(wanted: KeyQuery) -> Parts | None:
-    """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
+    """Return searches that together replace `wanted`, as a list of (search, map); None if no rewrite applies.
 
-    A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all pairs has
-    all keys that `wanted` searches for.
+    A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all searches
+    is the set of keys that `wanted` searches for.
     """
     rests = [
         (factor, wanted.with_factors(other for other in wanted.factors if other != factor)) for factor in wanted.factors
@@ -123,7 +123,8 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
 def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
-    Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
+    Trivial factors are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of
+    global tokens.
     """
     match factor:
         case Every():
@@ -279,11 +280,12 @@ def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGM
 
 
 def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a dilated factor, in few of its segments if the others repeat.
+    """Return searches for the keys allowed by `rest` and a dilated factor, in three segments if inner ones repeat.
 
-    If the segments between the first and the last repeat, there are searches in the first, second and last segment, and
-    the keys of the second are copied. Else there is one search for each segment. None for other factors, and for more
-    than 2**12 segments that do not repeat. There must be more segments than `_rewrite_few_segments` takes.
+    If all segments between the first and the last repeat, there are searches in the first, second and last segment, and
+    the keys of the second are copied to the inner ones. Else there is one search for each segment. None for other
+    factors, and for more than 2**12 segments that do not repeat. There must be more segments than
+    `_rewrite_few_segments` takes.
     """
     if not isinstance(factor, Dilated):
         return None

@@ -83,7 +83,8 @@ class RowSource:
     def _seen_by_search(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
-        None if no query sees a key. Up to 2**20 pairs are evaluated; of more, the keys are searched by bounds first.
+        None if no query sees a key. Up to 2**20 pairs are all evaluated. Of more pairs, only those with keys that a
+        search by bounds finds are evaluated.
         """
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])

@@ -240,7 +240,7 @@ def _allowed_pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[range]:
-    """Return the union of the progressions first[i], first[i] + step, ... of count[i] terms as disjoint ranges."""
+    """Return the union of the progressions first[i], first[i] + step, ..., of count[i] terms, as disjoint ranges."""
     if not len(first):
         return []
     # All residue classes on one axis, with gaps between them.

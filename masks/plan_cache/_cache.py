@@ -25,7 +25,7 @@ DEFAULT_BYTES = 1 << 28
 # Python's overhead per entry, some kB, is not in the byte count; this bounds it to about a hundred MB.
 DEFAULT_ENTRIES = 1 << 14
 _MOST_DIGITS = 18  # more than any machine has bytes
-_LONGEST = 160  # characters of a pattern in a line
+_LONGEST = 160  # most characters of a pattern in a log line
 log = logging.getLogger("flexdilated")
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class Cache:
     """Thread-safe LRU cache of built values; concurrent requests for a key share one build."""
 
     def __init__(self, budget_bytes: int, budget_entries: int = DEFAULT_ENTRIES) -> None:
-        self._lock, self._inside = threading.Lock(), threading.local()  # _inside.patterns: texts of this build
+        self._lock, self._inside = threading.Lock(), threading.local()  # _inside.patterns: of this thread's build
         self._limits, self._bytes = Limits(budget_bytes, budget_entries), 0
         self._entries: dict[Hashable, Entry] = {}
         self._copies: OrderedDict[Entry, None] = OrderedDict()
@@ -181,12 +181,12 @@ class Cache:
     ) -> T:
         """Return the value of `key`, from the cache or else from `build()`; a value above the budget is not kept.
 
-        nbytes: function that gives the bytes of a value; those that its pattern keeps alive are added.
+        nbytes: function that returns the bytes of a value; the bytes that its pattern keeps alive are added.
         pattern: the pattern that the value depends on, or its text, for `forget`; patterns of enclosing builds are
             added.
         device: the device of a value that is a copy of other cached values, else None; copies are evicted first.
-        suffices: function that is False for a cached value too small for this call, such as a mask of fewer tokens; the
-            result of `build` then replaces it.
+        suffices: function that returns False for a cached value too small for this call, such as a mask of fewer
+            tokens; the result of `build` then replaces the value.
 
         While another thread builds the value, the call waits, and raises the error of that build if it fails.
         """
@@ -371,7 +371,7 @@ def in_line(value: object) -> str:
 
 
 def _held_bytes(pattern: Expression | str) -> int:
-    """Return the bytes of tensors that a pattern, or that of a text, keeps alive."""
+    """Return the bytes of tensors that a pattern, or the pattern of a JSON text, keeps alive; 0 for ""."""
     expression = read_text(pattern) if isinstance(pattern, str) and pattern else pattern
     return 0 if isinstance(expression, str) else sum(leaf.held_bytes for leaf in set(expression.leaves()))
 

@@ -1,6 +1,6 @@
 """Lowering by run-time tensors: a branch as terms inside each document, padded sequence or run of consecutive keys.
 
-Such windows with equal rules are folds of one term (computed as a batch), so each kind of window has one term.
+Such windows with equal rules are folds of the same terms: they are computed as a batch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def window_terms(
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
+    """Return terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
 
     A kind is the windows of equal lengths that start at one phase of the rule's period.
 
@@ -144,7 +144,7 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
 
 
 def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
+    """Return (simplified rule, bound) of the first window; positions count from its origin, less whole periods."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
@@ -174,7 +174,7 @@ def _simplify_local_windows(rest: Pattern, q: range, k: range) -> Pattern:
 def _terms_of_small_window(
     rest: Pattern, multiplicity: int, part: Bound, cheapest_terms: CheapestTerms, *, any_number: bool
 ) -> Sequence[Term]:
-    """Terms of a small window, without comparing costs.
+    """Return the terms of a small window, without comparing costs.
 
     They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
     """
@@ -186,9 +186,9 @@ def _terms_of_small_window(
 
 
 def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
-    """Yield groups of these equal windows, each to be computed as the folds (a batch) of one term.
+    """Yield groups of these equal windows; the windows of a group are folds (a batch) of the same terms.
 
-    It is a single group, or, for large windows at uneven distances, one group for each window.
+    There is a single group, or, for large windows at uneven distances, one group for each window.
     """
     if len(alike) == 1:
         yield alike
