@@ -34,7 +34,7 @@ from ..patterns import (
 # Up to these numbers of segments, each has its own search: of any segments, and of segments that do not repeat.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
-_ALL = range(1 << 62)
+_ALL_POSITIONS = range(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class KeyQuery:
     def adding(self, *factors: Pattern) -> KeyQuery:
         return self.with_factors((*self.factors, *factors))
 
-    def within(self, queries: range = _ALL, keys: range = _ALL) -> KeyQuery:
+    def within(self, queries: range = _ALL_POSITIONS, keys: range = _ALL_POSITIONS) -> KeyQuery:
         both = intersect(self.queries, queries), intersect(self.keys, keys)
         return KeyQuery(self.factors, *both, self.head, self.num_heads)
 
@@ -136,8 +136,10 @@ def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
         case Not(part=Or(parts=parts)):
             return _with_same_keys([rest.adding(*(~part for part in parts))])
         case Not(part=GlobalTokens() as part):
-            later = range(part.tokens, _ALL.stop)
-            return _with_same_keys([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
+            later = range(part.tokens, _ALL_POSITIONS.stop)
+            return _with_same_keys(
+                [rest.within(later if part.rows else _ALL_POSITIONS, later if part.columns else _ALL_POSITIONS)]
+            )
     return None
 
 
@@ -185,7 +187,7 @@ def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
-    near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
+    near = rest.within(keys=range(rest.queries.start % factor.step, _ALL_POSITIONS.stop, factor.step))
     if factor.least is None and factor.most is None:
         return _with_same_keys([near])
     assert factor.least is not None, "no kind of dilated band has one limit"
@@ -201,8 +203,8 @@ def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
-    left = _ALL.stop if factor.least is None else -factor.least
-    right = _ALL.stop if factor.most is None else factor.most
+    left = _ALL_POSITIONS.stop if factor.least is None else -factor.least
+    right = _ALL_POSITIONS.stop if factor.most is None else factor.most
     for other in rest.factors:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)

@@ -21,7 +21,7 @@ Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single position
 
 _FEW_PAIRS = 1 << 20  # of a rule without a closed form: up to this many, evaluation is faster than bounds
 FOREVER = 1 << 30  # number of future queries if it is unknown
-_MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys; beyond, pairs are evaluated
+_MOST_COMPARISONS = 1 << 9  # of a row's range with a range of all keys; beyond, pairs are evaluated
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RowSource:
         if all(row == some[0] for row in some):
             return SeenKeys(rows, some[0], None)
         every = _union(keys for row in some for keys in row)
-        if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
+        if len(every) * sum(map(len, some)) <= _MOST_COMPARISONS:
             return SeenKeys(rows, every, _pair_mask(some, every))
         return SeenKeys(rows, every, self._allowed_pairs(queries[rows.start : rows.stop : rows.step], positions(every)))
 

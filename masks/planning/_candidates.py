@@ -15,7 +15,7 @@ from .lowering._layouts import masked_term, split_causal, terms_by_layout
 from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
-from .lowering._windows import cut_of, rule_over_all_tokens, window_terms
+from .lowering._windows import rule_over_all_tokens, split_into_windows, window_terms
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
@@ -26,7 +26,7 @@ _MOST_MASKED_PAIRS = 1 << 20
 _WORTH_OTHER_BLOCKS = 2
 # A smaller gain is within the error of the estimate: the block size then stays, and terms without block lists are
 # preferred.
-_CLEARLY = 0.95
+_CLEARLY_CHEAPER = 0.95
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def options_of(
             shares_rows=shares_rows,
         )
 
-    cut = cut_of(branch, bound) if allowed.windows else None
-    if cut is not None:
-        rest = rule_over_all_tokens(*cut, bound)
+    split = split_into_windows(branch, bound) if allowed.windows else None
+    if split is not None:
+        rest = rule_over_all_tokens(*split, bound)
         if rest is not None:
             found = options_of(rest, times, bound, machine, allowed, operands)
             return tuple(replace(each, branch=branch) for each in found)
@@ -121,7 +121,7 @@ def options_of(
         def cheapest_terms(rest: Pattern, part: Bound) -> tuple[Term, ...]:
             return options_of(rest, times, part, machine, inside, operands)[0].terms
 
-        terms = window_terms(*cut, times, bound, cheapest_terms, any_number=allowed.any_windows)
+        terms = window_terms(*split, times, bound, cheapest_terms, any_number=allowed.any_windows)
         if terms is not None:
             return _cheapest_first(_with_masked_option([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
@@ -219,7 +219,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
         ):
             others = (in_blocks_of(option, side) for side in _block_sides_to_try(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
-            weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
+            weighed[index] = best if best.cost.seconds < _CLEARLY_CHEAPER * option.cost.seconds else option
     return (*_cheapest_first(weighed), *ruled_out)
 
 
@@ -229,7 +229,7 @@ def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
 
 def _adjusted_seconds(option: Option) -> float:
     """Return the predicted seconds of a forward pass; divided by 0.95 for block lists, which must be built."""
-    return option.cost.seconds / _CLEARLY if _has_block_lists(option) else option.cost.seconds
+    return option.cost.seconds / _CLEARLY_CHEAPER if _has_block_lists(option) else option.cost.seconds
 
 
 def _block_sides_to_try(option: Option, least: float) -> list[int]:
@@ -242,7 +242,7 @@ def _block_sides_to_try(option: Option, least: float) -> list[int]:
         or (
             side > own
             and least_seconds_in_larger_blocks(side, option.cost, option.terms, machine, option.operands)
-            < _CLEARLY * least
+            < _CLEARLY_CHEAPER * least
         )
     ]
 
@@ -260,7 +260,7 @@ def _ruled_out_options(options: list[Option]) -> list[Option]:
     if not plain:
         return []
     wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
-    least = _CLEARLY * min(option.cost.seconds for option in plain)
+    least = _CLEARLY_CHEAPER * min(option.cost.seconds for option in plain)
     return [
         option
         for option in options

@@ -24,8 +24,8 @@ from .lowering._table import TableProblems, TableTerm
 from .lowering._term import Term
 
 BRANCH_BY_BRANCH = "branch by branch"  # layout of an option with the cheapest terms of each branch
-_MOST_BRANCHES = 8  # logged one by one
-_GAP = 128  # longest gap of absent keys, in slots, inside a run of keys: one block
+_MOST_LOGGED_BRANCHES = 8
+_LONGEST_GAP = 128  # of absent keys, in slots, inside a run of keys: one block
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
     rate = term.q.rate if isinstance(term.q, Layout) else 1
     q_offset = part.queries.start - part.q_token
     queries = _ranges_by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
-    keys = _ranges_by_residue(placement.stretches(part.span, _GAP * rate), rate)
+    keys = _ranges_by_residue(placement.stretches(part.span, _LONGEST_GAP * rate), rate)
     return replace(term, shape="blocks", q=ListedOrder(queries), k=ListedOrder(keys), q_offset=q_offset, k_offset=0)
 
 
@@ -406,7 +406,7 @@ def _log_plan(plan: Plan, kind: str, choice: Choice | None) -> Plan:
     measured = choice is not None and choice.ways == tuple(map(way_of, plan.chosen))
     why = ", in ways that were chosen before" if measured else ""
     log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _plan_text(plan), why)
-    for best, *others in plan.options[:_MOST_BRANCHES]:
+    for best, *others in plan.options[:_MOST_LOGGED_BRANCHES]:
         if others:
             log.debug(
                 "chose %s for %s, over %s",

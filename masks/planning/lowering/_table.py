@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
 _MANY_QUERIES = 16  # query block side from which a row of the table is one problem
 _FEW_QUERIES = 16  # number of queries up to which grouping by key block gains nothing
-_READS_OF_A_COPY = 2  # all keys are copied into blocks unless they are at least this many times the listed ones
+_KEYS_PER_LISTED_KEY = 2  # all keys are copied into blocks unless they are at least this many times the listed ones
 _MOST_ROWS = 128  # query rows of a problem
 _PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are merged
-_CELLS = 1 << 18  # pairs evaluated at once
+_PAIRS_AT_ONCE = 1 << 18  # evaluated together: bounds the memory
 
 
 class Batch(NamedTuple):
@@ -142,7 +142,7 @@ class TableProblems:
         return sum(x.nbytes for x in (self.column, self.full, self.low, self.high))
 
     @cached_property
-    def unit(self) -> int:
+    def queries_per_problem(self) -> int:
         """Number of consecutive queries in a problem whose keys are gathered: those of a query block, or 1."""
         side = self.block[0]
         return side if side >= _MANY_QUERIES and self.bound.q_offset % side == 0 else 1
@@ -150,7 +150,7 @@ class TableProblems:
     @cached_property
     def gathers(self) -> bool:
         """True to gather the keys for each row of the table; False to group queries by key block."""
-        return self.bound.num_queries <= _FEW_QUERIES or self.unit > 1
+        return self.bound.num_queries <= _FEW_QUERIES or self.queries_per_problem > 1
 
     @cached_property
     def reads_few(self) -> bool:
@@ -160,7 +160,7 @@ class TableProblems:
         """
         _, rows, entries = self.column.shape
         read = self.num_sets * rows * entries * self.block[1]
-        return self.gathers and _READS_OF_A_COPY * read <= self.num_kv_heads * self.bound.num_keys
+        return self.gathers and _KEYS_PER_LISTED_KEY * read <= self.num_kv_heads * self.bound.num_keys
 
     @property
     def num_tables(self) -> int:
@@ -276,7 +276,9 @@ class TableProblems:
         pairs = torch.where(self.column >= 0, self.low, 0)
         (q_block, k_block), bound = self.block, self.bound
         for some in (
-            ((self.column >= 0) & (self.low != self.high)).nonzero().split(max(1, _CELLS // (q_block * k_block)))
+            ((self.column >= 0) & (self.low != self.high))
+            .nonzero()
+            .split(max(1, _PAIRS_AT_ONCE // (q_block * k_block)))
         ):
             table, row, entry = some.unbind(1)
             q = (row * q_block - bound.q_offset % q_block)[:, None, None] + torch.arange(q_block)[:, None]
@@ -295,8 +297,8 @@ class TableProblems:
         The first batch has the problems of which every pair is allowed; the second all others.
         """
         tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
-        row = self.row_of_query[:: self.unit]
-        query = torch.arange(len(row))[:, None] * self.unit + torch.arange(self.unit)
+        row = self.row_of_query[:: self.queries_per_problem]
+        query = torch.arange(len(row))[:, None] * self.queries_per_problem + torch.arange(self.queries_per_problem)
         place = torch.where(query < self.bound.num_queries, query, -1)
         plain = self.whole.all(2)[tables[:, None], row]
         for which in (plain, ~plain):
@@ -307,7 +309,9 @@ class TableProblems:
             column = self.column[listed]
             seen = None
             if which is not plain:
-                seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(-1, self.unit, -1)
+                seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(
+                    -1, self.queries_per_problem, -1
+                )
             yield Batch([owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen)
 
     def _grouped_problems(self, sets: range, queries: range) -> Iterator[Batch]:
