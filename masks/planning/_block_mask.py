@@ -175,8 +175,8 @@ class Snapped(NamedTuple):
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
     """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
 
-    * `local_window`: left and right, unless multiples of the side, become the next multiple minus 1, as the query's own
-      key comes on top. All pairs stay allowed; the computed blocks do not change.
+    * `local_window`: left and right, unless multiples of the side, become the next multiple minus 1, as the window also
+      includes the query's own position. All pairs stay allowed; the computed blocks do not change.
     * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
       tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged,
       and so is every segment with padding='zeros'.

@@ -40,8 +40,8 @@ class Allowed:
     key_weights: terms with integer weights of (query, key) pairs.
     masks: terms that compute all pairs of few tokens, under a dense mask.
     residues: terms over all tokens in residue-major order.
-    lists_only: the kernels take only block lists: active tokens are not gathered, causal terms not split, dense masks
-        not offered. Dilated segments have the terms of `padded_terms`, if their rules fit.
+    lists_only: the kernels take only block lists: there are no terms over gathered tokens, no split causal terms and
+        no dense masks. Dilated segments have the terms of `padded_terms`, if their rules fit.
     """
 
     shared_rows: bool = True

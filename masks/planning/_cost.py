@@ -62,7 +62,7 @@ class Cost(NamedTuple):
 
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
-        """Return the sum of each field."""
+        """Return the cost whose fields are sums of the fields of these costs."""
         return cls(*map(sum, zip(cls(0, 0, 0, 0), *costs, strict=True)))
 
 

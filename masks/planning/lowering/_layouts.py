@@ -145,8 +145,8 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 def _folds_of_segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
     """Yield (folds, first query index, first key index) for each group of equal segments with active queries and keys.
 
-    The indices are those of the first active tokens. The groups are all whole segments together, and each segment that
-    the first or last token cuts.
+    The indices are those of the first active tokens. One group has all segments that are wholly within the queries and
+    the keys; each segment that is partly within them is a group by itself.
     """
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment

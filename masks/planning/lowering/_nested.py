@@ -51,8 +51,8 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Return terms that compute each allowed pair once, weighted by the number of branches that allow it.
 
-    branches: multiplicity of each branch: it counts that often. The branches are dilated segments that nest: each
-        segment length and rate divides the next, and a token that is active in a branch is active in all earlier ones.
+    branches: {branch: how often it counts}. The branches are dilated segments that nest: each segment length and rate
+        divides the next, and a token that is active in a branch is active in all earlier ones.
 
     The level of a token is the last branch in which it is active. The branches that allow a pair are those from the
     first in which both tokens are in one segment to the lower of the two tokens' levels.
@@ -138,7 +138,7 @@ class _Chain:
         """Return (branch, phases): tokens of this level are at a distance in `phases` after an active token of branch.
 
         A token's level is the last branch in which it is active. The result is (last branch, only 0) for the last
-        level, and for other levels (next branch, multiples of this level's rate from 1 times on, below the next rate).
+        level, and for other levels (next branch, the multiples of this level's rate above 0 and below the next rate).
         """
         if level + 1 == len(self.bases):
             return level, range(1)
