@@ -31,10 +31,10 @@ from ..patterns import (
     local_window,
 )
 
-# Up to these numbers, segments are rewritten one by one: any segments, and segments that do not repeat.
+# Up to these numbers of segments, each has its own search: of any segments, and of segments that do not repeat.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
-_ALL = range(1 << 62)
+_ALL_POSITIONS = range(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class KeyQuery:
     def adding(self, *factors: Pattern) -> KeyQuery:
         return self.with_factors((*self.factors, *factors))
 
-    def within(self, queries: range = _ALL, keys: range = _ALL) -> KeyQuery:
+    def within(self, queries: range = _ALL_POSITIONS, keys: range = _ALL_POSITIONS) -> KeyQuery:
         both = intersect(self.queries, queries), intersect(self.keys, keys)
         return KeyQuery(self.factors, *both, self.head, self.num_heads)
 
@@ -86,10 +86,10 @@ def moved(positions: range, distance: int) -> range:
 
 
 def simpler_searches(wanted: KeyQuery) -> Parts | None:
-    """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
+    """Return searches that together replace `wanted`, as a list of (search, map); None if no rewrite applies.
 
-    A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all pairs has
-    all keys that `wanted` searches for.
+    A map turns the ranges that its search finds into ranges of keys of `wanted`. The union of these over all searches
+    is the set of keys that `wanted` searches for.
     """
     rests = [
         (factor, wanted.with_factors(other for other in wanted.factors if other != factor)) for factor in wanted.factors
@@ -123,7 +123,8 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
 def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
-    Trivial are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of global tokens.
+    Trivial factors are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of
+    global tokens.
     """
     match factor:
         case Every():
@@ -135,8 +136,10 @@ def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
         case Not(part=Or(parts=parts)):
             return _with_same_keys([rest.adding(*(~part for part in parts))])
         case Not(part=GlobalTokens() as part):
-            later = range(part.tokens, _ALL.stop)
-            return _with_same_keys([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
+            later = range(part.tokens, _ALL_POSITIONS.stop)
+            return _with_same_keys(
+                [rest.within(later if part.rows else _ALL_POSITIONS, later if part.columns else _ALL_POSITIONS)]
+            )
     return None
 
 
@@ -184,7 +187,7 @@ def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
-    near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
+    near = rest.within(keys=range(rest.queries.start % factor.step, _ALL_POSITIONS.stop, factor.step))
     if factor.least is None and factor.most is None:
         return _with_same_keys([near])
     assert factor.least is not None, "no kind of dilated band has one limit"
@@ -200,8 +203,8 @@ def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
-    left = _ALL.stop if factor.least is None else -factor.least
-    right = _ALL.stop if factor.most is None else factor.most
+    left = _ALL_POSITIONS.stop if factor.least is None else -factor.least
+    right = _ALL_POSITIONS.stop if factor.most is None else factor.most
     for other in rest.factors:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)
@@ -279,11 +282,12 @@ def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGM
 
 
 def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a dilated factor, in few of its segments if the others repeat.
+    """Return searches for the keys allowed by `rest` and a dilated factor, in three segments if inner ones repeat.
 
-    If the segments between the first and the last repeat, there are searches in the first, second and last segment, and
-    the keys of the second are copied. Else there is one search for each segment. None for other factors, and for more
-    than 2**12 segments that do not repeat. There must be more segments than `_rewrite_few_segments` takes.
+    If all segments between the first and the last repeat, there are searches in the first, second and last segment, and
+    the keys of the second are copied to the inner ones. Else there is one search for each segment. None for other
+    factors, and for more than 2**12 segments that do not repeat. There must be more segments than
+    `_rewrite_few_segments` takes.
     """
     if not isinstance(factor, Dilated):
         return None

@@ -21,7 +21,7 @@ Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single position
 
 _FEW_PAIRS = 1 << 20  # of a rule without a closed form: up to this many, evaluation is faster than bounds
 FOREVER = 1 << 30  # number of future queries if it is unknown
-_MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys; beyond, pairs are evaluated
+_MOST_COMPARISONS = 1 << 9  # of a row's range with a range of all keys; beyond, pairs are evaluated
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,15 @@ class RowSource:
         if all(row == some[0] for row in some):
             return SeenKeys(rows, some[0], None)
         every = _union(keys for row in some for keys in row)
-        if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
+        if len(every) * sum(map(len, some)) <= _MOST_COMPARISONS:
             return SeenKeys(rows, every, _pair_mask(some, every))
         return SeenKeys(rows, every, self._allowed_pairs(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _seen_by_search(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
-        None if no query sees a key. Up to 2**20 pairs are evaluated; of more, the keys are searched by bounds first.
+        None if no query sees a key. Up to 2**20 pairs are all evaluated. Of more pairs, only those with keys that a
+        search by bounds finds are evaluated.
         """
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])

@@ -29,13 +29,13 @@ from ..core import (
 from ..orders import residue_rate
 from ._rewrites import KeyQuery, simpler_searches
 
-_MOST_PIECES = 1 << 16  # most pairs of residue classes at the start of a search
+_MOST_CLASS_PAIRS = 1 << 16  # pairs of residue classes at the start of a search
 _FRONTIER = 1 << 17  # boxes counted together: bounds the memory
 _SIDE = 16  # boxes of at most this many queries and keys are evaluated pair by pair
 _FEW_PAIRS = 1 << 16  # queries × keys: up to this many, evaluating each pair is faster than bounds
-_LOOKS = 1 << 13  # boxes evaluated together
+_BOXES_AT_ONCE = 1 << 13  # evaluated together
 _MOST_CLASSES = 1 << 9  # most residue classes of keys that are searched by distance
-_CUTS = 8  # parts into which an undecided interval of lags is cut
+_NUM_PARTS = 8  # parts into which an undecided interval of lags is cut
 
 
 def attended_keys(
@@ -84,11 +84,11 @@ def keys_seen(wanted: KeyQuery) -> list[range]:
     parts = simpler_searches(wanted)
     if parts is not None:
         return [keys for part, restored in parts for keys in restored(keys_seen(part))]
-    by_distance = found_by_distance(wanted)
-    return found_by_boxes(wanted) if by_distance is None else by_distance
+    by_distance = keys_by_distance(wanted)
+    return keys_by_boxes(wanted) if by_distance is None else by_distance
 
 
-def found_by_boxes(wanted: KeyQuery) -> list[range]:
+def keys_by_boxes(wanted: KeyQuery) -> list[range]:
     """Return the keys that some query sees, by bounds on ever smaller boxes of pairs.
 
     Small boxes that bounds do not decide are evaluated pair by pair, and so are all pairs if there are at most 2**16.
@@ -129,7 +129,7 @@ def _first_boxes(wanted: KeyQuery) -> Box:
         held = (q.count > 0) & (k.count > 0)
         q, k = q.select(held), k.select(held)
     else:
-        q, k = _residue_classes(sides, residue_rate(wanted.rule, _MOST_PIECES))
+        q, k = _residue_classes(sides, residue_rate(wanted.rule, _MOST_CLASS_PAIRS))
         of_q, of_k = torch.cartesian_prod(torch.arange(len(q.first)), torch.arange(len(k.first))).unbind(1)
         q, k = q.select(of_q), k.select(of_k)
     return Box(torch.full_like(q.first, wanted.head), q, k)
@@ -145,7 +145,7 @@ def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
     Returns `sides` unsplit if there would be more than 2**16 pairs of classes.
     """
     cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
-    if cycles[0] * cycles[1] > _MOST_PIECES:
+    if cycles[0] * cycles[1] > _MOST_CLASS_PAIRS:
         return sides
     found = []
     for side, cycle in zip(sides, cycles, strict=True):
@@ -202,7 +202,7 @@ def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
     begin, rounds = 0, 1
     while len(turn):
         now = (turn >= begin) & (turn < begin + rounds)
-        for some in now.nonzero().squeeze(1).split(_LOOKS):
+        for some in now.nonzero().squeeze(1).split(_BOXES_AT_ONCE):
             shown = _allowed_pairs(wanted, boxes.select(some)).any(1)
             run, key = shown.nonzero().unbind(1)
             seen[number[some][run], key] = True
@@ -240,7 +240,7 @@ def _allowed_pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[range]:
-    """Return the union of the progressions first[i], first[i] + step, ... of count[i] terms as disjoint ranges."""
+    """Return the union of the progressions first[i], first[i] + step, ..., of count[i] terms, as disjoint ranges."""
     if not len(first):
         return []
     # All residue classes on one axis, with gaps between them.
@@ -251,7 +251,7 @@ def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[rang
     return [range(*run, step) for run in zip(first.tolist(), (last + 1).tolist(), strict=True)]
 
 
-def found_by_distance(wanted: KeyQuery) -> list[range] | None:
+def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
     """Return the keys that some query sees, as ranges, if the rule depends on the distance alone; else None.
 
     None also if the queries' step cuts the keys into more than 512 residue classes.
@@ -332,7 +332,7 @@ def _cut_intervals(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns the begins and the ends of all parts, flat, in the order of the intervals.
     """
-    edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_CUTS + 1) // _CUTS
+    edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_NUM_PARTS + 1) // _NUM_PARTS
     first, last = edges[:, :-1].flatten(), edges[:, 1:].flatten()
     held = first < last
     return first[held], last[held]

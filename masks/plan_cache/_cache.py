@@ -25,7 +25,7 @@ DEFAULT_BYTES = 1 << 28
 # Python's overhead per entry, some kB, is not in the byte count; this bounds it to about a hundred MB.
 DEFAULT_ENTRIES = 1 << 14
 _MOST_DIGITS = 18  # more than any machine has bytes
-_LONGEST = 160  # characters of a pattern in a line
+_LONGEST_TEXT = 160  # most characters of a pattern in a log line
 log = logging.getLogger("flexdilated")
 
 T = TypeVar("T")
@@ -115,8 +115,8 @@ class Entry:
 
     pattern: texts of the patterns it depends on, concatenated.
     device: the device of a copy made from other cached values; None for a value that is no copy.
-    line: the order of eviction that contains this entry, least recently used first; a cache has one for copies and one
-        for all other entries.
+    eviction_order: the order that contains this entry, least recently used first; a cache has one order for copies and
+        one for all other entries.
 
     Entries hash by identity, which is faster than by key.
     """
@@ -126,7 +126,7 @@ class Entry:
     nbytes: int
     pattern: str
     device: torch.device | None
-    line: OrderedDict[Entry, None]
+    eviction_order: OrderedDict[Entry, None]
 
 
 @dataclass(eq=False)
@@ -143,7 +143,8 @@ class Cache:
     """Thread-safe LRU cache of built values; concurrent requests for a key share one build."""
 
     def __init__(self, budget_bytes: int, budget_entries: int = DEFAULT_ENTRIES) -> None:
-        self._lock, self._inside = threading.Lock(), threading.local()  # _inside.patterns: texts of this build
+        self._lock = threading.Lock()
+        self._this_build = threading.local()  # its `patterns`: text of the patterns of this thread's build
         self._limits, self._bytes = Limits(budget_bytes, budget_entries), 0
         self._entries: dict[Hashable, Entry] = {}
         self._copies: OrderedDict[Entry, None] = OrderedDict()
@@ -181,12 +182,12 @@ class Cache:
     ) -> T:
         """Return the value of `key`, from the cache or else from `build()`; a value above the budget is not kept.
 
-        nbytes: function that gives the bytes of a value; those that its pattern keeps alive are added.
+        nbytes: function that returns the bytes of a value; the bytes that its pattern keeps alive are added.
         pattern: the pattern that the value depends on, or its text, for `forget`; patterns of enclosing builds are
             added.
         device: the device of a value that is a copy of other cached values, else None; copies are evicted first.
-        suffices: function that is False for a cached value too small for this call, such as a mask of fewer tokens; the
-            result of `build` then replaces it.
+        suffices: function that returns False for a cached value too small for this call, such as a mask of fewer
+            tokens; the result of `build` then replaces the value.
 
         While another thread builds the value, the call waits, and raises the error of that build if it fails.
         """
@@ -197,12 +198,12 @@ class Cache:
                 entry = None
             if entry is not None:
                 self._hits += 1
-                entry.line.move_to_end(entry)
+                entry.eviction_order.move_to_end(entry)
                 return entry.value
             building = self._building.get(key)
             is_mine = building is None
             if building is None:
-                outer, text = getattr(self._inside, "patterns", None) or "", _json_of(pattern)
+                outer, text = getattr(self._this_build, "patterns", None) or "", _json_of(pattern)
                 building = _PendingBuild(outer if text in outer else f"{outer} {text}", device)
                 self._building[key] = building
             self._misses += is_mine
@@ -270,13 +271,13 @@ class Cache:
         self._build_seconds = 0.0
 
     def _build(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int], mine: _PendingBuild) -> T:
-        begin, outer = time.perf_counter(), getattr(self._inside, "patterns", None)
-        self._inside.patterns = mine.pattern
+        begin, outer = time.perf_counter(), getattr(self._this_build, "patterns", None)
+        self._this_build.patterns = mine.pattern
         try:
             with suspended_torch_modes():
                 value = build()
-            line = self._masters if mine.device is None else self._copies
-            entry = Entry(key, value, nbytes(value), mine.pattern, mine.device, line)
+            eviction_order = self._masters if mine.device is None else self._copies
+            entry = Entry(key, value, nbytes(value), mine.pattern, mine.device, eviction_order)
         except BaseException as error:
             # Waiting threads get this error too; the next call may try again.
             with self._lock:
@@ -284,7 +285,7 @@ class Cache:
             mine.done.set_exception(error)
             raise
         finally:
-            self._inside.patterns = outer
+            self._this_build.patterns = outer
         seconds, gone = time.perf_counter() - begin, []
         with self._lock:
             limits = self._limits
@@ -292,7 +293,7 @@ class Cache:
             if kept:
                 gone = self._evict(entry.nbytes, 1)
                 self._entries[key] = entry
-                line[entry] = None
+                eviction_order[entry] = None
                 self._bytes += entry.nbytes
             if outer is None:  # not nested in another build
                 self._build_seconds += seconds
@@ -327,7 +328,7 @@ class Cache:
         return gone
 
     def _remove(self, entry: Entry) -> None:
-        del self._entries[entry.key], entry.line[entry]
+        del self._entries[entry.key], entry.eviction_order[entry]
         self._bytes -= entry.nbytes
 
 
@@ -367,11 +368,11 @@ def pattern_text(text: str) -> str:
 
 def in_line(value: object) -> str:
     """Return str(value), shortened to at most 160 characters and an ellipsis."""
-    return shortened(str(value), _LONGEST)
+    return shortened(str(value), _LONGEST_TEXT)
 
 
 def _held_bytes(pattern: Expression | str) -> int:
-    """Return the bytes of tensors that a pattern, or that of a text, keeps alive."""
+    """Return the bytes of tensors that a pattern, or the pattern of a JSON text, keeps alive; 0 for ""."""
     expression = read_text(pattern) if isinstance(pattern, str) and pattern else pattern
     return 0 if isinstance(expression, str) else sum(leaf.held_bytes for leaf in set(expression.leaves()))
 

@@ -1,4 +1,4 @@
-"""Functions for users of FlexAttention: block_mask, layout and snapped."""
+"""Functions for users of FlexAttention, block_mask, layout and snapped; and the block lists of terms."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def block_mask(
     device: torch.device | str = "cpu",
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """BlockMask of the pattern for `flex_attention`, built from closed forms without a dense mask, and cached.
+    """Return the BlockMask of a pattern for `flex_attention`, built from closed forms without a dense mask; cached.
 
     Its block lists equal those of `create_block_mask`. A mixture (a sum of patterns, where a pair may count more than
     once) gives the mask of its union; use `attend` for the counts.
@@ -134,7 +134,10 @@ def entry_terms(term: Term) -> list[Term]:
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(queries, keys) of a block size; TypeError or ValueError unless both are integers from 1 to 32768."""
+    """Return (queries, keys) of a block size.
+
+    Raises TypeError or ValueError unless both are integers from 1 to 32,768.
+    """
     sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
         raise ValueError(f"block_size must be one number of tokens, or two, for queries and keys; got {block_size=}")
@@ -146,7 +149,7 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 @advises(keywords=renamed(num_tokens=LENGTH))
 def layout(pattern: Expression, num_tokens: int) -> Layout:
-    """The residue-major order for this pattern: tokens sorted by position modulo `rate`, then by position.
+    """Return the residue-major order for this pattern: tokens sorted by position modulo `rate`, then by position.
 
     Its rate is the least common multiple of the pattern's dilation rates; 1, the natural order, without dilation. Rates
     are taken in ascending order, and a rate that would raise the multiple above `num_tokens` is skipped.
@@ -172,10 +175,11 @@ class Snapped(NamedTuple):
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
     """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
 
-    * `local_window`: left and right, unless multiples of the side, become the next multiple minus 1, as the query's own
-      key comes on top. All pairs stay allowed; the computed blocks do not change.
+    * `local_window`: left and right, unless multiples of the side, become the next multiple minus 1, as the window also
+      includes the query's own position. All pairs stay allowed; the computed blocks do not change.
     * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
-      tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged.
+      tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged,
+      and so is every segment with padding='zeros'.
     * `blockwise`: blocks are rounded up to a multiple of the side. All pairs of the computed blocks are then allowed.
     * `selected_blocks`: each side is rounded up to a divisor or a multiple of the kernel's side; make the table for the
       rounded sides. A pattern that carries its table is unchanged.

@@ -15,17 +15,18 @@ from .lowering._layouts import masked_term, split_causal, terms_by_layout
 from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
-from .lowering._windows import cut_of, rule_over_all_tokens, window_terms
+from .lowering._windows import rule_over_all_tokens, split_into_windows, window_terms
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
 # Largest number of pairs, over all heads, of a dense mask, which is kept with the plan.
 _MOST_MASKED_PAIRS = 1 << 20
-# Blocks of another side gain at most this factor over blocks of 128: costlier options are not tried in them.
+# Blocks of another side gain at most this factor over blocks of 128: options that cost more than this many times the
+# cheapest are not tried in them.
 _WORTH_OTHER_BLOCKS = 2
 # A smaller gain is within the error of the estimate: the block size then stays, and terms without block lists are
 # preferred.
-_CLEARLY = 0.95
+_CLEARLY_CHEAPER = 0.95
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Allowed:
     key_weights: terms with integer weights of (query, key) pairs.
     masks: terms that compute all pairs of few tokens, under a dense mask.
     residues: terms over all tokens in residue-major order.
-    lists_only: the kernels take only block lists, so no terms are made for other kernels; dilated segments then have
-        one list for each branch, over the active tokens of all segments.
+    lists_only: the kernels take only block lists: there are no terms over gathered tokens, no split causal terms and
+        no dense masks. Dilated segments have the terms of `padded_terms`, if their rules fit.
     """
 
     shared_rows: bool = True
@@ -86,7 +87,7 @@ class Option:
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> tuple[Option, ...]:
-    """Return the ways to compute a branch, the cheapest first.
+    """Return the ways to compute a branch, the cheapest first, by cost as in `_adjusted_seconds`.
 
     times: how often the branch counts.
     bound: the pattern's sizes.
@@ -109,9 +110,9 @@ def options_of(
             shares_rows=shares_rows,
         )
 
-    cut = cut_of(branch, bound) if allowed.windows else None
-    if cut is not None:
-        rest = rule_over_all_tokens(*cut, bound)
+    split = split_into_windows(branch, bound) if allowed.windows else None
+    if split is not None:
+        rest = rule_over_all_tokens(*split, bound)
         if rest is not None:
             found = options_of(rest, times, bound, machine, allowed, operands)
             return tuple(replace(each, branch=branch) for each in found)
@@ -120,7 +121,7 @@ def options_of(
         def cheapest_terms(rest: Pattern, part: Bound) -> tuple[Term, ...]:
             return options_of(rest, times, part, machine, inside, operands)[0].terms
 
-        terms = window_terms(*cut, times, bound, cheapest_terms, any_number=allowed.any_windows)
+        terms = window_terms(*split, times, bound, cheapest_terms, any_number=allowed.any_windows)
         if terms is not None:
             return _cheapest_first(_with_masked_option([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
@@ -193,7 +194,7 @@ def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
-    """The option with all its block lists in square blocks of this size."""
+    """Return the option with all its block lists in blocks of `side` queries and keys."""
     if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
         return option  # keeps a cost that is already computed
     terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
@@ -218,7 +219,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
         ):
             others = (in_blocks_of(option, side) for side in _block_sides_to_try(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
-            weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
+            weighed[index] = best if best.cost.seconds < _CLEARLY_CHEAPER * option.cost.seconds else option
     return (*_cheapest_first(weighed), *ruled_out)
 
 
@@ -227,12 +228,12 @@ def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _adjusted_seconds(option: Option) -> float:
-    """Predicted seconds of a forward pass; divided by 0.95 for options with block lists, whose lists must be built."""
-    return option.cost.seconds / _CLEARLY if _has_block_lists(option) else option.cost.seconds
+    """Return the predicted seconds of a forward pass; divided by 0.95 for block lists, which must be built."""
+    return option.cost.seconds / _CLEARLY_CHEAPER if _has_block_lists(option) else option.cost.seconds
 
 
 def _block_sides_to_try(option: Option, least: float) -> list[int]:
-    """Block sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
+    """Return sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side
@@ -241,7 +242,7 @@ def _block_sides_to_try(option: Option, least: float) -> list[int]:
         or (
             side > own
             and least_seconds_in_larger_blocks(side, option.cost, option.terms, machine, option.operands)
-            < _CLEARLY * least
+            < _CLEARLY_CHEAPER * least
         )
     ]
 
@@ -251,7 +252,7 @@ def _has_block_lists(option: Option) -> bool:
 
 
 def _ruled_out_options(options: list[Option]) -> list[Option]:
-    """Options with block lists whose lower bound on cost exceeds 95 % of the cost of the cheapest without lists.
+    """Return options with block lists whose lower bound on cost exceeds 95 % of the cheapest without lists.
 
     [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """
@@ -259,7 +260,7 @@ def _ruled_out_options(options: list[Option]) -> list[Option]:
     if not plain:
         return []
     wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
-    least = _CLEARLY * min(option.cost.seconds for option in plain)
+    least = _CLEARLY_CHEAPER * min(option.cost.seconds for option in plain)
     return [
         option
         for option in options
@@ -276,7 +277,7 @@ def _ruled_out_options(options: list[Option]) -> list[Option]:
 
 
 def _largest_allowed_share(option: Option, plain: Option) -> float:
-    """Upper bound on the fraction of pairs that the rule allows in a block of the option.
+    """Return an upper bound on the fraction of pairs that the rule allows in a block of the option.
 
     plain: an option without block lists for the same branch.
 
@@ -290,7 +291,7 @@ def _largest_allowed_share(option: Option, plain: Option) -> float:
 
 
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
-    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless the union has 2 to 6 parts.
+    """Return disjoint parts of a union: each excludes the pairs of earlier parts. [] unless it has 2 to 6 parts.
 
     Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. An earlier
     part is excluded by the negation of those of its factors that the later part lacks. A later part that has all
@@ -344,7 +345,7 @@ class Candidates:
         return cls(tuple(found.values()), _cheapest_first(list(_joint_options(cheapest, bound, *under))))
 
     def with_chosen_first(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """Options for each branch, with the chosen one first; None if the choice is for other branches or options.
+        """Return the options for each branch, the chosen one first; None if the choice has other branches or options.
 
         If the choice is for all branches together, there is a single tuple of options.
         """
@@ -358,7 +359,7 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """(name, block size of each block list) of an option, as in `Choice.ways`."""
+    """Return (layout name, block side of each block list) of an option, as in `Choice.ways`."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
@@ -372,7 +373,7 @@ def in_each_block_size(option: Option) -> tuple[Option, ...]:
 
 
 def _chosen_first(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """The options, with the one of this layout name and these block sizes first; () if there is none."""
+    """Return the options, first that of this layout name and these block sides; () if there is none."""
     for option in options:
         if option.layout == way[0]:
             for each in in_each_block_size(option):

@@ -27,7 +27,7 @@ class OperandSizes(NamedTuple):
 
     @staticmethod
     def usual_on(kind: str) -> OperandSizes:
-        """Sizes to assume for a call on a kind of device, such as "cpu" or "cuda", if its tensors are not known yet.
+        """Return sizes to assume for a call on a kind of device, such as "cpu", if its tensors are not known yet.
 
         Head dim 64 and one query head per key-value head; 4-byte elements on CPU, 2-byte elements elsewhere.
         """
@@ -62,13 +62,13 @@ class Cost(NamedTuple):
 
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
-        """Return the sum of each field."""
+        """Return the cost whose fields are sums of the fields of these costs."""
         return cls(*map(sum, zip(cls(0, 0, 0, 0), *costs, strict=True)))
 
 
 @outside_torch_modes
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes) -> Cost:
-    """Predict the cost of a forward pass of these terms for one batch entry.
+    """Return the predicted cost of a forward pass of these terms for one batch entry.
 
     given: order of the tokens in q, k and v.
 
@@ -82,7 +82,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: OperandSizes
 ) -> float:
-    """Lower bound on the predicted seconds of terms with block lists.
+    """Return a lower bound on the predicted seconds of terms with block lists.
 
     It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate
     of any block size.
@@ -96,7 +96,10 @@ def least_seconds(
 def _cost_of_pairs(
     pairs: int, unit_s: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: OperandSizes
 ) -> Cost:
-    """Cost of the terms for this number of computed pairs; unit_s: seconds of the kernels at one FLOP a pair."""
+    """Return the cost of the terms for this number of computed pairs.
+
+    unit_s: seconds of the kernels at one FLOP a pair.
+    """
     moved = sum(_num_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_num_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * unit_s + (moved / machine.bytes_per_s + launches * machine.launch_s)
@@ -106,12 +109,12 @@ def _cost_of_pairs(
 def least_seconds_in_larger_blocks(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: OperandSizes
 ) -> float:
-    """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this size.
+    """Return a lower bound on the predicted seconds of these terms if their block lists had blocks of this side.
 
-    It assumes the faster of the `runs` and `plain` rates of blocks of this size.
+    It assumes the faster of the `runs` and `plain` rates of these blocks.
 
-    side: larger than the present block size, so that all pairs computed at present are computed too.
-    cost: predicted cost in the present block size.
+    side: queries and keys of a block; larger than at present, so that all pairs computed at present are computed too.
+    cost: predicted cost in blocks of the present side.
     """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
@@ -120,7 +123,7 @@ def least_seconds_in_larger_blocks(
 
 
 def computed_pairs(term: Term) -> int:
-    """Number of (query, key) pairs that the kernel of a term computes, over all heads and folds, allowed or not.
+    """Return the number of pairs that the kernel of a term computes, allowed or not, over all heads and folds.
 
     Blocks that extend past the last slot count in full. An estimate for a term with block lists.
     """
@@ -128,7 +131,7 @@ def computed_pairs(term: Term) -> int:
 
 
 def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
-    """(number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
+    """Return (number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
@@ -139,7 +142,7 @@ def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _num_launches(term: Term, calls_a_list: int) -> int:
-    """Number of kernel calls of a term.
+    """Return the number of kernel calls of a term.
 
     A term with block lists has `calls_a_list` calls for each list, and a `TableTerm` gives its own number. Any other
     term has one call, or, if its queries are copied in a `Compact` order, one for each `SLOTS_AT_ONCE` query slots in
@@ -155,7 +158,7 @@ def _num_launches(term: Term, calls_a_list: int) -> int:
 
 
 def _num_moved_vectors(term: Term, given: Layout, groups: int) -> int:
-    """Number of token vectors read and written to gather q, k, v and to merge outputs.
+    """Return the number of token vectors read and written to gather q, k, v and to merge outputs.
 
     given: order of the tokens in q, k and v; nothing is gathered if the term uses this order.
     groups: number of query heads for each key-value head.
@@ -171,9 +174,10 @@ def _num_moved_vectors(term: Term, given: Layout, groups: int) -> int:
 
 
 def _num_gathered_heads(term: Term, groups: int) -> int:
-    """Number of heads for which keys are copied: key-value heads if all heads gather equal tokens, else query heads.
+    """Return the number of heads for which keys are copied: query heads, or else key-value heads.
 
-    Evenly spaced folds of a `Compact` order are always copied by query head.
+    Keys are copied for each query head if heads differ in the tokens of their `Compact` or `Padded` order, and always
+    for evenly spaced folds of a `Compact` order.
     """
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets

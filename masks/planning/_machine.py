@@ -88,7 +88,7 @@ class Machine:
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this size, or of the nearest size that has rates: the smaller of two equally near."""
+        """Return the rates of blocks of this side, or else of the nearest side; of two equally near, the smaller."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
@@ -131,12 +131,12 @@ _in_use: dict[str, Machine] = {}  # by kind of device
 
 
 def builtin_machine(kind: str) -> Machine:
-    """Built-in constants for a kind of device, such as "cpu" or "cuda"."""
+    """Return the built-in constants for a kind of device, such as "cpu" or "cuda"."""
     return CPU if device_kind(kind).on_host else ACCELERATOR
 
 
 def machine(device: torch.device | str = "cpu") -> Machine:
-    """The cost constants used in plans for this kind of device: set by `set_machine`, or else built in.
+    """Return the cost constants used in plans for this kind of device: set by `set_machine`, or else built in.
 
     >>> masks.machine().source
     'builtin'
@@ -145,7 +145,7 @@ def machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def machine_of(kind: str) -> Machine:
-    """The cost constants used in plans for a kind of device, such as "cpu": set by `set_machine`, or else built in."""
+    """Return the cost constants used in plans for a kind of device: set by `set_machine`, or else built in."""
     return _in_use.get(kind) or _in_use.setdefault(kind, builtin_machine(kind))
 
 
@@ -180,7 +180,7 @@ def sources_in_use() -> dict[str, str]:
 
 
 def read_machine(path: Path, kind: str) -> Machine:
-    """Read the cost constants of a kind of device, such as "cpu", from a file that `python -m flexdilated tune` wrote.
+    """Return the cost constants of a kind of device from a file that `python -m flexdilated tune FILE` wrote.
 
     Raises ValueError if the file cannot be read or has no constants of this kind of device.
     """

@@ -24,8 +24,8 @@ from .lowering._table import TableProblems, TableTerm
 from .lowering._term import Term
 
 BRANCH_BY_BRANCH = "branch by branch"  # layout of an option with the cheapest terms of each branch
-_MOST_BRANCHES = 8  # logged one by one
-_GAP = 128  # longest gap of absent keys inside a run of keys: one block
+_MOST_LOGGED_BRANCHES = 8
+_LONGEST_GAP = 128  # of absent keys, in slots, inside a run of keys: one block
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def table(self) -> TableTerm | None:
-        """The term that is computed from a table of keys or blocks, which is the first; None if there is none."""
+        """The first term, if it is computed from a table of keys or blocks; else None."""
         first = self.terms[0] if self.terms else None
         return first if isinstance(first, TableTerm) else None
 
@@ -112,7 +112,7 @@ def plan(
     choice: Choice | None = None,
     operands: OperandSizes | None = None,
 ) -> Plan:
-    """The cheapest plan of a bound pattern on this kind of device, by predicted cost; cached.
+    """Return the cheapest plan of a bound pattern on this kind of device, by predicted cost; cached.
 
     allowed: kinds of terms that the engine can run.
     operands: sizes of the tensors; None for the device's usual ones.
@@ -131,7 +131,7 @@ def plan(
 
 
 def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
-    """Split a pattern whose table of keys or blocks the engine reads without block lists; None for others."""
+    """Return `table_split` of a pattern whose table the engine reads without block lists; None for other patterns."""
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):
         return split
@@ -206,8 +206,9 @@ def plan_with_table(
 def recommended_layout(
     pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
 ) -> Layout | None:
-    """The order in which a whole model should keep its tokens for this pattern, by predicted cost; None for natural.
+    """Return the order in which a whole model should keep its tokens, by predicted cost; None for natural order.
 
+    pattern: the pattern of the model's attention calls.
     num_tokens: length of the sequences.
     num_heads: number of query heads, over all devices.
     device: costs are predicted by the constants of this kind of device.
@@ -235,7 +236,7 @@ def recommended_layout(
 
 @graph_constant
 def _recommended_rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    """Rate of the residue-major order to recommend for a pattern's text; 1: natural; 0: it has run-time tensors."""
+    """Return the rate of the order to recommend for a pattern's text; 0 if the pattern has run-time tensors."""
     rule = read_text(pattern)
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
 
@@ -278,7 +279,7 @@ def _build_plan(
 
 
 def _plan_in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
-    """Plan in natural order by `choice`, if that is among the candidates, else by predicted cost.
+    """Return the plan in natural order by `choice`, if that is among the candidates, else by predicted cost.
 
     The cheapest plan computes either each distinct branch by its cheapest option, or all branches together.
     """
@@ -294,7 +295,7 @@ def _plan_in_natural_order(bound: Bound, candidates: Candidates, choice: Choice 
 
 
 def _plan_in_layout(bound: Bound, machine: Machine, layout: Layout, operands: OperandSizes) -> Plan:
-    """Plan that computes every branch over all tokens in the order `layout`, which q, k and v already have."""
+    """Return the plan with every branch over all tokens in the order `layout`, which q, k and v already have."""
     option = partial(
         Option, layout=f"residue {layout.rate}, as given", machine=machine, given=layout, operands=operands
     )
@@ -316,7 +317,7 @@ def plan_at(
     allowed: Allowed = ANYTHING,
     operands: OperandSizes | None = None,
 ) -> Plan:
-    """Plan of attention for tokens at given positions, such as one rank's part of a sequence.
+    """Return the plan of attention for tokens at given positions, such as one rank's part of a sequence.
 
     rule: the pattern over positions of the whole sequence.
     placement: positions of the rank's queries and keys.
@@ -356,7 +357,7 @@ def plan_at(
 def _plan_over_all_runs(
     bound: Bound, placement: Placement, device: torch.device | str, operands: OperandSizes | None
 ) -> Plan | None:
-    """Plan whose block lists cover all runs of positions at once; None if `interval_terms` rejects a branch."""
+    """Return a plan whose block lists cover all runs of positions; None if `interval_terms` rejects a branch."""
     options, layout = [], Layout(placement.num_queries)
     kind = torch.device(device).type
     option = partial(
@@ -384,12 +385,12 @@ def _placed_term(term: Term, part: Part, placement: Placement) -> Term:
     rate = term.q.rate if isinstance(term.q, Layout) else 1
     q_offset = part.queries.start - part.q_token
     queries = _ranges_by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
-    keys = _ranges_by_residue(placement.stretches(part.span, _GAP * rate), rate)
+    keys = _ranges_by_residue(placement.stretches(part.span, _LONGEST_GAP * rate), rate)
     return replace(term, shape="blocks", q=ListedOrder(queries), k=ListedOrder(keys), q_offset=q_offset, k_offset=0)
 
 
 def _ranges_by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
-    """The integers of these intervals as ranges of step `rate`: first all of residue 0 modulo `rate`, then 1, ..."""
+    """Return the integers of these intervals as ranges of step `rate`: first those of residue 0, then 1, ..."""
     runs = (
         within(range(residue, stretch.stop, rate), stretch.start, stretch.stop)
         for residue in range(rate)
@@ -399,13 +400,13 @@ def _ranges_by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
 
 
 def _log_plan(plan: Plan, kind: str, choice: Choice | None) -> Plan:
-    """Log the plan, its kind of device and the options compared, at debug level; returns the plan."""
+    """Log the plan and, for its first branches, the options compared, at debug level; return the plan."""
     if not debug_wanted():
         return plan
     measured = choice is not None and choice.ways == tuple(map(way_of, plan.chosen))
     why = ", in ways that were chosen before" if measured else ""
     log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _plan_text(plan), why)
-    for best, *others in plan.options[:_MOST_BRANCHES]:
+    for best, *others in plan.options[:_MOST_LOGGED_BRANCHES]:
         if others:
             log.debug(
                 "chose %s for %s, over %s",
@@ -436,5 +437,5 @@ def _plan_text(plan: Plan) -> str:
 
 
 def _option_text(option: Option) -> str:
-    """Name of an option, with its predicted time if that is already computed."""
+    """Return the name of an option, with its predicted time if that is already computed."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

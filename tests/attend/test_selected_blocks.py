@@ -74,7 +74,7 @@ def packed(draw: st.DrawFn, beside: str, largest: int = 60, batch: int = 3, *, w
     return Packed(of_pattern(twin.pattern), counts, *shape, sizes.q_offset, sizes.k_offset)
 
 
-WAYS = {"one by one": {}, "in groups": {"_FEW_QUERIES": 0}, "from where keys lie": {"_READS_OF_A_COPY": 0}}
+WAYS = {"one by one": {}, "in groups": {"_FEW_QUERIES": 0}, "from where keys lie": {"_KEYS_PER_LISTED_KEY": 0}}
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -91,7 +91,7 @@ def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
 
     copied = data.draw(st.sampled_from([24, 1 << 30]))  # keys are gathered, or all pairs computed under a mask
     limits = mock.patch.multiple(_table, _PARTS_BYTES=1 << 12, **WAYS[way])
-    with limits, mock.patch.object(_key_lists, "_COPIED_KEY", copied):
+    with limits, mock.patch.object(_key_lists, "_GATHERED_KEY_COST", copied):
         assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
     if case.batch == 1:
         sizes = {"num_heads": case.num_heads, **case.offsets}

@@ -158,13 +158,13 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
         (_tile_blocks, "_PAIRS_AT_ONCE"): [1, 100],  # heads one by one, some
         (_tile_blocks, "GATHERED_BYTES"): [1, 2000],
         (_operands, "_MASK_BYTES"): [0, 300],
-        (_planned_lists, "_COPIED_KEY"): [-(10**9), 10**9],  # single keys are gathered, or pairs computed under a mask
+        (_planned_lists, "_GATHERED_KEY_COST"): [-(10**9), 10**9],  # single keys are gathered, or all pairs masked
         (_single_keys, "_MASK_BYTES"): [1, 3000],
         (_blocks, "_PAIRS_AT_ONCE"): [100],
         (_blocks, "_SLOTS_AT_ONCE"): [1],
         (_block_search, "_FRONTIER"): [5],
         (_rows, "_MOST_VIEWS"): [1],
-        (_row, "_MOST_MEETINGS"): [1],
+        (_row, "_MOST_COMPARISONS"): [1],
         (_row, "_FEW_PAIRS"): [1],
     },
     "portable": {

@@ -19,11 +19,11 @@ from ._table import GATHERED_BYTES, TableWork, tables_of_heads
 
 # b batch entries with lists of their own, T tables, N queries, M keys, E listed pairs
 
-_CELLS = 1 << 18  # pairs evaluated at once
-# Seconds over those of a pair that ATen's kernel computes under a dense mask, measured on CPU with head dim 64:
-_COPIED_KEY = 24  # a key and its value that are gathered
-_GATHERED_PAIR = 1.5  # a pair of a query and a gathered key
-_TOGETHER = 256  # queries that are taken to be computed together under a dense mask
+_PAIRS_AT_ONCE = 1 << 18  # evaluated together: bounds the memory
+# Times relative to that of one pair in ATen's kernel under a dense mask, measured on CPU with head dim 64:
+_GATHERED_KEY_COST = 24  # a key and its value that are gathered
+_GATHERED_PAIR_COST = 1.5  # a pair of a query and a gathered key
+_QUERIES_AT_ONCE = 256  # queries that are taken to be computed together under a dense mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +81,11 @@ class KeyLists:
         return replace(self, keys=self.keys.to(device), ends=self.ends.to(device))
 
     def pairs_of_tables(self) -> Int64[Tensor, " T"]:
-        """Number of pairs in each table, for one head and over all batch entries."""
+        """Return the number of pairs in each table, for one head and over all batch entries."""
         return self.counts.view(self.shape).sum((0, 2))
 
     def listed_blocks(self) -> tuple[int, int]:
-        """Return (fully allowed blocks, other blocks) of the tables: each pair is an allowed block of its own."""
+        """Return (number of listed pairs, 0): each pair is a fully allowed block by itself, and there are no others."""
         return len(self.keys), 0
 
     @cached_property
@@ -95,10 +95,10 @@ class KeyLists:
         return not len(self.keys) or bool((self.keys - query).max() <= self.lag)
 
     def stop(self, end: int) -> int:
-        """Return the number of first keys that are computed under a dense mask for queries before query `end`.
+        """Return n: under a dense mask, queries before query `end` are computed with keys 0 to n - 1.
 
-        They are all keys, or with causal lists those up to the position of the last of these queries. They do not
-        depend on the listed keys themselves, by which later tokens could change the rounding of earlier results.
+        These are all keys, or with causal lists the keys up to the position of query end - 1, at least one. n depends
+        on no further property of the lists: otherwise later tokens could change the rounding of earlier results.
         """
         return min(max(1, end + self.lag), self.num_keys) if self.is_causal else self.num_keys
 
@@ -106,22 +106,22 @@ class KeyLists:
     def masked_pairs(self) -> int:
         """Number of pairs, of one head and all batch entries, that are computed under dense masks of 256 queries."""
         entries, _, queries = self.shape
-        ends = [min(queries, begin + _TOGETHER) for begin in range(0, queries, _TOGETHER)]
+        ends = [min(queries, begin + _QUERIES_AT_ONCE) for begin in range(0, queries, _QUERIES_AT_ONCE)]
         return entries * sum((end - begin) * self.stop(end) for begin, end in pairwise([0, *ends]))
 
     def favours_gather(self, num_heads: int, num_kv_heads: int) -> bool:
-        """True if ATen is predicted to take less time for gathered keys than for first keys under a dense mask."""
+        """True if ATen is predicted to take no longer for gathered keys than for a dense mask."""
         tables, sets = self.shape[1], lcm(self.shape[1], num_kv_heads)
-        gathered = len(self.keys) * (_COPIED_KEY * sets + _GATHERED_PAIR * num_heads) / tables
+        gathered = len(self.keys) * (_GATHERED_KEY_COST * sets + _GATHERED_PAIR_COST * num_heads) / tables
         return gathered <= self.masked_pairs * num_heads
 
     def work(
         self, bound: Bound, num_kv_heads: int, width: int, element_bytes: int, *, gathers: bool, copies: bool = True
     ) -> TableWork:
-        """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes.
+        """Return the work of the call, for keys and values of `width` channels of `element_bytes` bytes.
 
-        gathers: True if only listed keys are computed, False for first keys under a dense mask, see `stop`.
-        copies: True if they are copied into blocks, False for one kernel that reads each where it is.
+        gathers: True if only listed keys are computed, False for keys 0 to `stop` - 1 under a dense mask.
+        copies: True if listed keys are copied into blocks, False for one kernel that reads each in place.
         """
         entries, tables, queries = self.shape
         vectors = entries * queries * bound.num_heads
@@ -170,7 +170,7 @@ def _allowed_keys(
         query = torch.arange(len(ends) - 1).repeat_interleave(ends.diff())
         inside = (key >= 0) & (key < bound.num_keys)  # a block may extend past the last key
         query, key = query[inside], key[inside]
-        kept = _mask_of_allowed(bound, bound.head_offset + place * each, query, key)
+        kept = _mask_of_allowed_pairs(bound, bound.head_offset + place * each, query, key)
         if kept is not None:
             query, key = query[kept], key[kept]
         counts.append(query.bincount(minlength=bound.num_queries))
@@ -178,7 +178,7 @@ def _allowed_keys(
     return torch.cat(counts), torch.cat(keys)
 
 
-def _mask_of_allowed(
+def _mask_of_allowed_pairs(
     bound: Bound, head: int, query: Int64[Tensor, " E"], key: Int64[Tensor, " E"]
 ) -> Bool[Tensor, " E"] | None:
     """Return a mask, True for each pair (query[e], key[e]) that the rule allows; None for the rule `every`.
@@ -190,5 +190,7 @@ def _mask_of_allowed(
         return None
     assert isinstance(bound.pattern, Pattern)
     heads = torch.full((1,), head)
-    parts = zip((query + bound.q_offset).split(_CELLS), (key + bound.k_offset).split(_CELLS), strict=True)
+    parts = zip(
+        (query + bound.q_offset).split(_PAIRS_AT_ONCE), (key + bound.k_offset).split(_PAIRS_AT_ONCE), strict=True
+    )
     return torch.cat([allowed_pairs(bound.pattern, bound.num_heads_global, heads, *part) for part in parts])

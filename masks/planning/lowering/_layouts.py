@@ -22,7 +22,7 @@ MAX_RESIDUE_RATE = 256
 def terms_by_layout(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Map from layout name to the terms of a branch in that layout.
+    """Return {layout name: the terms of the branch in that layout}.
 
     Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16".
 
@@ -64,7 +64,7 @@ def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Terms over only the tokens that each head's rule selects; None if a head's rule has neither of two forms.
+    """Return terms over only the tokens that each head's rule selects; None if a rule has neither of two forms.
 
     * An intersection with a dilated factor, whose segment is a multiple of the period of the other factors.
     * A rule of the distance of query and key alone, which allows only multiples of a spacing above 1. The spacing must
@@ -125,10 +125,10 @@ def _compact_term(
 
 
 def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
-    """Split the rule of one head into (dilated factor, intersection of its other factors).
+    """Return (dilated factor, intersection of the other factors) of the rule of one head.
 
-    The period of the other factors must divide the segment length; None if no dilated factor fulfils this. If several
-    do, the result has the one with the least segment / rate**2, which leaves the fewest pairs.
+    The period of the other factors must divide the segment length; None if no dilated factor fulfils this. Of several
+    that do, the result has the one with the least segment / rate**2, which leaves the fewest pairs.
     """
     factors = rule.factors()
     bases = sorted(
@@ -145,8 +145,8 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 def _folds_of_segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
     """Yield (folds, first query index, first key index) for each group of equal segments with active queries and keys.
 
-    The indices are those of the first active tokens. The groups are all whole segments together, and each segment that
-    the first or last token cuts.
+    The indices are those of the first active tokens. One group has all segments that are wholly within the queries and
+    the keys; each segment that is partly within them is a group by itself.
     """
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
@@ -181,10 +181,10 @@ def _folds_of_residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Fol
 
 
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
-    """Replace causal terms that have block lists by terms without lists.
+    """Return the terms, with causal ones on block lists replaced by terms without lists; None if none is replaced.
 
-    Each becomes a dense term over the keys before all queries and, unless there are no other keys, a causal triangle.
-    Returns the new and all other terms; None if no term can be replaced.
+    Two terms replace one: a dense one over the keys before all queries and, if there are more keys, a causal triangle.
+    A term that cannot be split in this way, as for keys that end between the first and the last query, is kept.
     """
     parts = [_split_causal_term(term) for term in terms]
     if all(found is None for found in parts):
@@ -216,9 +216,9 @@ def _split_causal_term(term: Term) -> tuple[Term, ...] | None:
 
 
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
-    """Map from tile shape to a list of one term for all heads, with the grid's tokens ordered tile by tile.
+    """Return {tile shape: [one term for all heads, with the grid's tokens ordered tile by tile]}.
 
-    Empty unless the branch is a neighbourhood, and queries and keys are its whole grid. Tiles in natural order are left
+    {} unless the branch is a neighbourhood, and queries and keys are its whole grid. Tiles in natural order are left
     out.
     """
     everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
@@ -245,7 +245,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _num_computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
+    """Return how many pairs are computed if all queries of a tile compute each tile that the window of one overlaps."""
     return prod(_num_computed_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 

@@ -26,8 +26,8 @@ _STRIP_ROWS = 256
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
     """Partition branches greedily into few groups whose dilated segments nest.
 
-    Branches and groups map each branch to its multiplicity. The segments of some branches, sorted
-    by length and then by rate, nest if
+    `branches` and the groups map each branch to its multiplicity. The segments of some branches, sorted by length and
+    then by rate, nest if
 
     * each segment length is 1, 2, 3 or 4 times the one before, and so is each rate;
     * the last rate divides the shortest segment, and is at most 64 times the first rate;
@@ -49,10 +49,10 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 
 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
-    """Terms that compute every allowed pair once, weighted by the sum of the multiplicities of branches that allow it.
+    """Return terms that compute each allowed pair once, weighted by the number of branches that allow it.
 
-    branches: multiplicity of each branch; these are dilated segments that nest: each segment length and rate divides
-        the next, and a token that is active in a branch is active in all earlier ones.
+    branches: {branch: how often it counts}. The branches are dilated segments that nest: each segment length and rate
+        divides the next, and a token that is active in a branch is active in all earlier ones.
 
     The level of a token is the last branch in which it is active. The branches that allow a pair are those from the
     first in which both tokens are in one segment to the lower of the two tokens' levels.
@@ -124,7 +124,7 @@ class _Chain:
         )
 
     def pair_weights(self, offsets: tuple[int, ...]) -> PairWeights:
-        """Weights of pairs within a shortest segment: sum of the multiplicities of branches with both tokens active.
+        """Return the weights of pairs in a shortest segment: sum of multiplicities of branches with both active.
 
         offsets: dilation offset of one head in each branch.
         """
@@ -135,11 +135,10 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Describe the tokens of exactly this level; a token's level is the last branch in which it is active.
+        """Return (branch, phases): tokens of this level are at a distance in `phases` after an active token of branch.
 
-        Returns (branch, phases): the tokens are those at a distance in `phases` after an active token of the branch.
-        For the last level these are (the last branch, only 0); for other levels, (the next branch, all multiples of the
-        level's rate from that rate up to below the rate of the next branch).
+        A token's level is the last branch in which it is active. The result is (last branch, only 0) for the last
+        level, and for other levels (next branch, the multiples of this level's rate above 0 and below the next rate).
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -147,12 +146,13 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def key_weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Weight of each key that is active in branch `first`, for one period of these keys.
+        """Return the weight of each key that is active in branch `first`, for one period of these keys.
 
         The weights are for queries whose last active branch is `level`, and for pairs whose tokens are in one segment
         in branch `first` but in no earlier branch. A weight is the sum of the multiplicities of the branches from
-        `first` to `level`, both included, in which the key is active. offsets: dilation offset of one head in each
-        branch.
+        `first` to `level`, both included, in which the key is active.
+
+        offsets: dilation offset of one head in each branch.
         """
         step, last = self.bases[first].rate, self.bases[level].rate
         keys = (offsets[first] + index * step for index in range(last // step))
@@ -172,7 +172,7 @@ class _Rectangle(NamedTuple):
 
 
 def _dilated_and_rest(branch: Pattern) -> tuple[Dilated | None, Pattern]:
-    """(dilated factor, `causal` or `every`) for dilated segments with or without causal order; else (None, branch)."""
+    """Return (dilated factor, `causal` or `every`) of dilated segments, causal or not; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
@@ -265,6 +265,6 @@ def _terms_of_rectangle(
 
 
 def _active_tokens(tokens: range, offset: int, rate: int) -> tuple[int, int]:
-    """(first, number) of the tokens in the range that are congruent to `offset` modulo `rate`."""
+    """Return (first, number) of the tokens in the range that are congruent to `offset` modulo `rate`."""
     first = tokens.start + (offset - tokens.start) % rate
     return first, max(0, -(-(tokens.stop - first) // rate))

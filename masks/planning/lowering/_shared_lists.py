@@ -1,7 +1,7 @@
 """Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
-For engines whose kernels take only block lists: one term per branch at every sequence length, and for any number of
-runs of consecutive positions on a device.
+For engines whose kernels take only block lists: a branch has one term for all heads whose rules differ only by their
+offset, at every sequence length, and for any number of runs of consecutive positions on a device.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SharedListTerm(Term):
         return ListedBlocks(0, full, partial)
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
+        """Return the number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         raise NotImplementedError  # defined by each kind of term
 
     def counted_pairs(self) -> int:
-        """Number of allowed pairs, summed over all heads and multiplied by the term's multiplicity."""
+        """Return the number of allowed pairs, summed over all heads and multiplied by the term's multiplicity."""
         return self.multiplicity * int(self.pairs_of_heads().sum())
 
     def tables(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class SharedListTerm(Term):
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be padded to whole blocks of these sizes.
+        """Return the block list over all slots; segments must be padded to whole blocks of these sizes.
 
         settle: not used, as full and partial blocks are known exactly.
         """
@@ -69,7 +69,7 @@ class SharedListTerm(Term):
         return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
 
     def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """(full, partial): masks of the blocks of each segment; an order without segments is one segment."""
+        """Return masks (full, partial) of the blocks of each segment; an order without segments is one segment."""
         raise NotImplementedError
 
 
@@ -88,7 +88,7 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """The term with segments padded to whole blocks of these sizes."""
+        """Return the term with segments padded to whole blocks of these sizes."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
@@ -99,7 +99,7 @@ class PaddedTerm(SharedListTerm):
             return ((q_past - q_first) * keys).sum(1)
 
         def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
-            """Number of causal pairs of the queries in slots before `place`, for each head and segment."""
+            """Return the number of causal pairs of the queries in slots before `place`, for each head and segment."""
             growing = (place - k_first).clamp(min=0).minimum(keys)
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
@@ -146,7 +146,7 @@ class PaddedTerm(SharedListTerm):
         return ((place >= first[:, segment]) & (place < past[:, segment]))[None]
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads.
+        """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads.
 
         Query slots without a token are not masked.
         """
@@ -191,10 +191,11 @@ def _segment_mask_mod(
 
 
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
-    """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
+    """Return a term for each group of heads with equal segment, rate and inner rule; None if a rule does not fit.
 
     A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. Let w be the number
-    of active tokens of a segment, rounded up to whole blocks of `side` slots: 2 * w**2 must be at most segment**2.
+    of active tokens of a segment, rounded up to whole blocks of `side` slots: 2 * w**2 must be at most segment**2, so
+    that blocks have at most half of a segment's pairs.
 
     Groups without an active query or key have no term; heads whose offset is beyond the segment are in no group.
     """
@@ -272,7 +273,7 @@ class IntervalTerm(SharedListTerm):
         return (high - low).sum(1)[list(self.q.rows)]
 
     def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
-        """(full, partial): masks of the blocks, with all slots as one segment."""
+        """Return masks (full, partial) of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low
@@ -317,7 +318,7 @@ def _interval_mask_mod(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], hig
 
 
 def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: Placement) -> list[Term] | None:
-    """One term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
+    """Return one term for each group of heads with equal segments, rates and rule; None if a rule does not fit.
 
     A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
     at most one of which has a rate above 1.

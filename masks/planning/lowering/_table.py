@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
 _MANY_QUERIES = 16  # query block side from which a row of the table is one problem
 _FEW_QUERIES = 16  # number of queries up to which grouping by key block gains nothing
-_READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
+_KEYS_PER_LISTED_KEY = 2  # all keys are copied into blocks unless they are at least this many times the listed ones
 _MOST_ROWS = 128  # query rows of a problem
 _PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are merged
-_CELLS = 1 << 18  # pairs evaluated at once
+_PAIRS_AT_ONCE = 1 << 18  # evaluated together: bounds the memory
 
 
 class Batch(NamedTuple):
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
     A head set has g query heads.
 
-    sets: index of the head set of each problem.
+    sets: for each kernel call, the index of the head set of each problem.
     query: index of each query in the call.
     block: index of each key block.
     place: index of each query's result among the unmerged results of its head set; -1 for padding. If keys are
@@ -106,7 +106,7 @@ class TableProblems:
     def of(
         cls, bound: Bound, num_kv_heads: int, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
     ) -> TableProblems:
-        """Read the tables of selected blocks of one batch entry, for the heads and tokens of a call.
+        """Return the problems of one batch entry's tables of selected blocks, for the heads and tokens of a call.
 
         bound: the pattern without the table, with the call's sizes.
         rows: key blocks of each query block, ascending, padded with a large number; row 0 is query block `first`.
@@ -142,7 +142,7 @@ class TableProblems:
         return sum(x.nbytes for x in (self.column, self.full, self.low, self.high))
 
     @cached_property
-    def unit(self) -> int:
+    def queries_per_problem(self) -> int:
         """Number of consecutive queries in a problem whose keys are gathered: those of a query block, or 1."""
         side = self.block[0]
         return side if side >= _MANY_QUERIES and self.bound.q_offset % side == 0 else 1
@@ -150,14 +150,17 @@ class TableProblems:
     @cached_property
     def gathers(self) -> bool:
         """True to gather the keys for each row of the table; False to group queries by key block."""
-        return self.bound.num_queries <= _FEW_QUERIES or self.unit > 1
+        return self.bound.num_queries <= _FEW_QUERIES or self.queries_per_problem > 1
 
     @cached_property
     def reads_few(self) -> bool:
-        """True if copying all keys into blocks would cost more than reading the listed ones, as in a decoding step."""
+        """True if the listed keys are at most half as many as all keys, as in a decoding step.
+
+        They are then gathered one by one, and not all keys are copied into blocks first. False unless `gathers`.
+        """
         _, rows, entries = self.column.shape
         read = self.num_sets * rows * entries * self.block[1]
-        return self.gathers and _READS_OF_A_COPY * read <= self.num_kv_heads * self.bound.num_keys
+        return self.gathers and _KEYS_PER_LISTED_KEY * read <= self.num_kv_heads * self.bound.num_keys
 
     @property
     def num_tables(self) -> int:
@@ -245,16 +248,16 @@ class TableProblems:
         return max(1, GATHERED_BYTES // (numbers * element_bytes))
 
     def pairs_of_tables(self) -> Int64[Tensor, " T"]:
-        """Number of allowed pairs in each table, for one head."""
+        """Return the number of allowed pairs in each table, for one head."""
         return self.pairs_of_entries.sum((1, 2))
 
     def listed_blocks(self) -> tuple[int, int]:
-        """Return (fully allowed blocks, other blocks) of the tables."""
+        """Return (number of fully allowed blocks, number of other blocks) that the tables list."""
         full = int(self.whole.sum())
         return full, int((self.column >= 0).sum()) - full
 
     def work(self, width: int, element_bytes: int) -> TableWork:
-        """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes."""
+        """Return the work of the call, for keys and values of `width` channels of `element_bytes` bytes."""
         total = TableWork(0, 0, 0, 0)
         for portion in self.portions(width):
             for each in self.batches(*portion, width, element_bytes):
@@ -273,7 +276,9 @@ class TableProblems:
         pairs = torch.where(self.column >= 0, self.low, 0)
         (q_block, k_block), bound = self.block, self.bound
         for some in (
-            ((self.column >= 0) & (self.low != self.high)).nonzero().split(max(1, _CELLS // (q_block * k_block)))
+            ((self.column >= 0) & (self.low != self.high))
+            .nonzero()
+            .split(max(1, _PAIRS_AT_ONCE // (q_block * k_block)))
         ):
             table, row, entry = some.unbind(1)
             q = (row * q_block - bound.q_offset % q_block)[:, None, None] + torch.arange(q_block)[:, None]
@@ -292,8 +297,8 @@ class TableProblems:
         The first batch has the problems of which every pair is allowed; the second all others.
         """
         tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
-        row = self.row_of_query[:: self.unit]
-        query = torch.arange(len(row))[:, None] * self.unit + torch.arange(self.unit)
+        row = self.row_of_query[:: self.queries_per_problem]
+        query = torch.arange(len(row))[:, None] * self.queries_per_problem + torch.arange(self.queries_per_problem)
         place = torch.where(query < self.bound.num_queries, query, -1)
         plain = self.whole.all(2)[tables[:, None], row]
         for which in (plain, ~plain):
@@ -304,7 +309,9 @@ class TableProblems:
             column = self.column[listed]
             seen = None
             if which is not plain:
-                seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(-1, self.unit, -1)
+                seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(
+                    -1, self.queries_per_problem, -1
+                )
             yield Batch([owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen)
 
     def _grouped_problems(self, sets: range, queries: range) -> Iterator[Batch]:
@@ -343,7 +350,7 @@ class TableTerm(Term):
     """Term of a plan that engines "aten" and "portable" compute from a table of keys or blocks, without block lists.
 
     problems: `KeyLists` for a table of single keys; `TableProblems`, only with "aten", for a table of blocks.
-    work: what is computed and copied.
+    work: computed pairs, copied vectors and kernel calls.
     """
 
     problems: TableProblems | KeyLists
@@ -372,19 +379,19 @@ class TableTerm(Term):
         return int(self.pairs_of_heads().sum())
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of allowed pairs of each head."""
+        """Return the number of allowed pairs of each head."""
         each = self.problems.pairs_of_tables()
         return each.repeat_interleave(len(self.heads) // len(each))
 
     def block_counts(self) -> tuple[int, int]:
-        """Return (full blocks, other listed blocks) over all heads, in blocks of the table."""
+        """Return (number of full blocks, number of other listed blocks) over all heads, in blocks of the table."""
         users = len(self.heads) // self.problems.num_tables
         full, others = self.problems.listed_blocks()
         return full * users, others * users
 
 
 def _overlap(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
-    """(start, length) of the intersection of [begin, begin + length) and [first, first + number); length 0 if empty."""
+    """Return (start, length) of the part of [begin, begin + length) in [first, first + number); length 0 if empty."""
     start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
     return start, (stop - start).clamp(min=0)
 

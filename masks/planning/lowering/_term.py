@@ -40,11 +40,11 @@ class KeyWeights:
         return KeyWeights(self.periods[some])
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """Sum of the weights over all pairs of all heads."""
+        """Return the sum of the weights over all pairs of all heads."""
         return num_queries * int(_repeat_periods(torch.tensor(self.periods), num_keys).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
-        """Log of the weights, to be added to attention scores."""
+        """Return the log of the weights, to be added to attention scores."""
         return _repeat_periods(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
 
 
@@ -62,12 +62,15 @@ class PairWeights:
         return self
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """Sum of the weights over all causal pairs of one head."""
+        """Return the sum of the weights over all causal pairs of one head."""
         table, (q, k) = torch.tensor(self.table), _slots_of_strip(num_queries, num_keys - num_queries, num_queries)
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
-        """Log of the weights, to be added to attention scores, -inf for keys after the query; a view: do not modify."""
+        """Return the log of the weights, to be added to attention scores; -inf for keys after the query.
+
+        A view of a cached tensor: do not modify it.
+        """
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_cyclic_shift
         rows, before = _next_power_of_two(num_queries), _next_power_of_two(lead) if lead else 0
@@ -98,7 +101,7 @@ class CountedPairs:
         return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
 
     def counts(self) -> Int16[Tensor, "#H Q K"]:
-        """Number of branches that allow each pair, by head; of one head if all heads have equal rules.
+        """Return the number of branches that allow each pair, by head; of one head if all heads have equal rules.
 
         A view of a cached tensor: do not modify it.
         """
@@ -140,12 +143,15 @@ class CountedPairs:
         return not bool(self.counts().triu(1).any())
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """Sum of the counts over all pairs of all heads."""
+        """Return the sum of the counts over all pairs of all heads."""
         counts = self.counts()
         return int(counts.sum()) * (self.bound.num_heads // len(counts))
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
-        """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
+        """Return the log of `counts()`, to be added to attention scores, with its shape; -inf for 0.
+
+        A view of a cached tensor: do not modify it.
+        """
         return self._cached_tensor("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
 
@@ -157,7 +163,7 @@ def _repeat_periods(periods: Tensor, slots: int) -> Tensor:
 
 
 def _slots_of_strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
-    """(query slots 0 to rows - 1, key slots -before to columns - 1); key slot 0 has the token of query slot 0."""
+    """Return (0 to rows - 1, -before to columns - 1): query and key slots; key slot 0 has the token of query slot 0."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
@@ -174,7 +180,7 @@ def _shifted_table(table: _Table, shift: int) -> _Table:
 
 
 def _next_power_of_two(number: int) -> int:
-    """Smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -236,7 +242,7 @@ class Term:
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
-        """Split the term into terms over fewer heads and folds.
+        """Return terms over fewer heads and folds that together make up this one.
 
         Each has at most `most_slots` query slots and at most `most_slots` key slots over its heads and folds, unless it
         has a single head and fold. Returns (self,) for orders other than `Compact`.
@@ -261,11 +267,11 @@ class Term:
         )
 
     def bias(self, dtype: torch.dtype) -> Float[Tensor, "#H #Q K"] | None:
-        """Log of the weights, to be added to the scores of each fold, -inf for weight 0; None without weights."""
+        """Return the log of the weights, to add to the scores of each fold; -inf for weight 0; None without weights."""
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Sum of multiplicity * weight over allowed pairs of all heads and folds; not for terms with block lists."""
+        """Return the sum of multiplicity * weight over allowed pairs of all heads and folds; not for block lists."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -294,19 +300,19 @@ class Term:
         return ListedBlocks(*(blocks * problems for blocks in found))
 
     def tables(self) -> tuple[int, ...]:
-        """Index of the block table of each head; heads with equal rules over slots share a table."""
+        """Return the index of the block table of each head; heads with equal rules over slots share a table."""
         seen: dict[object, int] = {}
         return tuple(seen.setdefault(self._rule_key(index), len(seen)) for index in range(len(self.heads)))
 
     def _rule_key(self, index: int) -> object:
-        """Hashable key of the head at this index: heads with equal keys have equal rules over slots."""
+        """Return a key of the head at this index; heads with equal keys have equal rules over slots."""
         starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
             starts = [starts[1] - starts[0], 0]
         return (self.rule.for_head(self.heads[index] + self.head_offset, self.num_heads_global), *starts)
 
     def table_rule(self) -> Rule:
-        """The rule over slots, with one head for each distinct block table."""
+        """Return the rule over slots, with one head for each distinct block table."""
         tables = self.tables()
         return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
 
@@ -337,7 +343,7 @@ class Term:
         return found
 
     def moved(self, q_tokens: int, k_tokens: int) -> Term:
-        """The term with token indices increased by these numbers; positions are unchanged."""
+        """Return the term with token indices increased by these numbers; positions are unchanged."""
         return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
 
     def at_origin(self) -> Term:
@@ -360,7 +366,7 @@ class Term:
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
     def _round_down_to_period(self, position: int) -> int:
-        """Largest multiple of the rule's period that is at most `position`; 0 without a period."""
+        """Return the largest multiple of the rule's period that is at most `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period
 
@@ -381,7 +387,7 @@ class Term:
         return built.with_heads(self.tables())
 
     def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
-        """The term over one period of its rule, if its block list surely repeats along the diagonal; else None."""
+        """Return the term over one period of its rule if its block list then repeats along the diagonal, else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
             return None
@@ -394,7 +400,7 @@ class Term:
         return replace(self, q=Layout(period, rate), k=Layout(period, rate))
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
+        """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
         inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
         ends = self.q_offset + self.q.end(_LARGEST_SIDE), self.k_offset + self.k.end(_LARGEST_SIDE)
         dtype = index_dtype(device, 0, max(*ends, self.num_heads_global))

@@ -1,6 +1,6 @@
 """Lowering by run-time tensors: a branch as terms inside each document, padded sequence or run of consecutive keys.
 
-Such windows with equal rules are folds of one term (computed as a batch), so each kind of window has one term.
+Such windows with equal rules are folds of the same terms: they are computed as a batch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MOST_LISTS = 32  # block lists, each planned separately: more than this cost mo
 CheapestTerms = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part, by its cheapest option
 
 
-def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
+def split_into_windows(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
     """Split a branch into disjoint windows of a run-time tensor, such as documents, and the rule inside them.
 
     Returns (rule inside a window, windows clipped to the queries and keys of `bound`). None if no factor of the branch,
     and no common factor of its parts, is a run-time tensor with a list of windows.
     """
-    for cut in _cuts(branch):
-        windows = cut.table.windows(bound.num_positions)
+    for split in _factorizations(branch):
+        windows = split.table.windows(bound.num_positions)
         if windows is not None:
-            windows = windows.from_start() if cut.from_start else windows
+            windows = windows.from_start() if split.from_start else windows
             queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
             keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
-            return cut.rest, windows.within(queries, keys)
+            return split.rest, windows.within(queries, keys)
     return None
 
 
@@ -61,7 +61,7 @@ def window_terms(
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
+    """Return terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
 
     A kind is the windows of equal lengths that start at one phase of the rule's period.
 
@@ -91,7 +91,7 @@ def window_terms(
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Factorization:
     """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
 
     from_start: True if `rest` counts positions from the start of a document, False if it counts from 0, None if both
@@ -102,7 +102,7 @@ class _Cut:
     table: Table
     from_start: bool | None
 
-    def intersected_with(self, others: Sequence[Pattern]) -> _Cut | None:
+    def intersected_with(self, others: Sequence[Pattern]) -> _Factorization | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
         None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
@@ -114,27 +114,29 @@ class _Cut:
         return replace(self, rest=And.of(*parts), from_start=self.from_start if free else False)
 
 
-def _cuts(rule: Pattern) -> Iterator[_Cut]:
+def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
     """Yield each way to write a rule as the intersection of a run-time tensor's rule and a rest.
 
     A tensor that is a factor of every part of a union, or of every head's rule, can be split off, too.
     """
     if isinstance(rule, Table):
-        yield _Cut(Every(), rule, None)
+        yield _Factorization(Every(), rule, None)
     elif isinstance(rule, PerDocument) and isinstance(rule.spans, Spans):
-        yield _Cut(rule.part, rule.spans, None if rule.part.period() == 1 else True)
+        yield _Factorization(rule.part, rule.spans, None if rule.part.period() == 1 else True)
     elif isinstance(rule, And):
         for part in rule.parts:
             others = [each for each in rule.parts if each != part]
-            yield from (found for cut in _cuts(part) if (found := cut.intersected_with(others)) is not None)
+            yield from (
+                found for split in _factorizations(part) if (found := split.intersected_with(others)) is not None
+            )
     elif isinstance(rule, Or | PerHead | HeadGroups):
-        of_parts = [{cut.table: cut for cut in _cuts(part)} for part in rule.parts]
+        of_parts = [{split.table: split for split in _factorizations(part)} for part in rule.parts]
         for table in of_parts[0]:
-            cuts = [of_part[table] for of_part in of_parts if table in of_part]
-            origins = {cut.from_start for cut in cuts if cut.from_start is not None}
-            if len(cuts) == len(of_parts) and len(origins) <= 1:
-                rests = tuple(cut.rest for cut in cuts)
-                yield _Cut(_with_parts(rule, rests), table, from_start=next(iter(origins), None))
+            splits = [of_part[table] for of_part in of_parts if table in of_part]
+            origins = {split.from_start for split in splits if split.from_start is not None}
+            if len(splits) == len(of_parts) and len(origins) <= 1:
+                rests = tuple(split.rest for split in splits)
+                yield _Factorization(_with_parts(rule, rests), table, from_start=next(iter(origins), None))
 
 
 def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
@@ -144,7 +146,7 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
 
 
 def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
+    """Return (simplified rule, bound) of the first window; positions count from its origin, less whole periods."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
@@ -174,21 +176,21 @@ def _simplify_local_windows(rest: Pattern, q: range, k: range) -> Pattern:
 def _terms_of_small_window(
     rest: Pattern, multiplicity: int, part: Bound, cheapest_terms: CheapestTerms, *, any_number: bool
 ) -> Sequence[Term]:
-    """Terms of a small window, without comparing costs.
+    """Return the terms of a small window, without comparing costs.
 
     They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
     """
-    cut = cut_of(rest, part)
-    terms = None if cut is None else window_terms(*cut, multiplicity, part, cheapest_terms, any_number=any_number)
+    split = split_into_windows(rest, part)
+    terms = None if split is None else window_terms(*split, multiplicity, part, cheapest_terms, any_number=any_number)
     if terms is None:
         terms = compact_terms(rest, multiplicity, part)
     return shared_terms(rest, multiplicity, part, 1) if terms is None else terms
 
 
 def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
-    """Yield groups of these equal windows, each to be computed as the folds (a batch) of one term.
+    """Yield groups of these equal windows; the windows of a group are folds (a batch) of the same terms.
 
-    It is a single group, or, for large windows at uneven distances, one group for each window.
+    There is a single group, or, for large windows at uneven distances, one group for each window.
     """
     if len(alike) == 1:
         yield alike
@@ -230,7 +232,7 @@ def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | N
 
     Returns (the pattern without it, the key set with the rows of all batch entries).
     """
-    of_branches = [{cut.table: cut.rest for cut in _cuts(branch)} for branch in pattern.branches()]
+    of_branches = [{split.table: split.rest for split in _factorizations(branch)} for branch in pattern.branches()]
     for table in of_branches[0]:
         if isinstance(table, KeySet) and all(table in found for found in of_branches) and table.are_scattered:
             return Mixture.of(*(found[table] for found in of_branches)), table

@@ -72,7 +72,7 @@ def test_needs_are_those_of_the_dense_rule(case: Case, in_small_steps, data):
     heads = sorted(data.draw(st.sets(st.integers(0, case.num_heads_global - 1))))
     with pytest.MonkeyPatch.context() as patch:
         if in_small_steps:
-            for name, limit in {"_FEW_PAIRS": 0, "_FRONTIER": 4, "_LOOKS": 2, "_CUTS": 2}.items():
+            for name, limit in {"_FEW_PAIRS": 0, "_FRONTIER": 4, "_BOXES_AT_ONCE": 2, "_NUM_PARTS": 2}.items():
                 patch.setattr(_search, name, limit)
             patch.setattr(_search, "_SIDE", data.draw(st.sampled_from([2, 16])))
             patch.setattr(_search, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
@@ -116,7 +116,7 @@ ALMOST = [
 def test_keys_that_just_miss_a_query(few, monkeypatch):
     """One query fewer, or one step more, and a key is not needed any more."""
     monkeypatch.setattr(_search, "_FEW_PAIRS", few)
-    monkeypatch.setattr(_search, "_MOST_PIECES", few)
+    monkeypatch.setattr(_search, "_MOST_CLASS_PAIRS", few)
     for pattern, queries, expected in ALMOST:
         found = attended_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
         assert_found(found, expected)
