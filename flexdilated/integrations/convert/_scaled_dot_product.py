@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._attend import attend
 from ...masks import Mixture, Pattern
-from ._rule import Converted, GivenPattern, pattern_of_call, check_lengths, class_name
+from ._rule import Converted, GivenPattern, check_lengths, class_name, pattern_of_call
 
 
 class ScaledDotProduct(Converted):

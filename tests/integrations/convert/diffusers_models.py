@@ -163,7 +163,7 @@ MODELS = {
 }
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str) -> Any:
     """With random weights, in training mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
