@@ -182,10 +182,10 @@ def parse(text: str) -> Pattern | Mixture:
 
     An expression calls constructors, recipes, and the methods `after`, `before`, `per_document` and `queries_from` of
     patterns, with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and `|` with Python's
-    precedence. It is parsed, never run. An unknown name imports the modules of all entry points of the group `flexdilated.patterns`, once
-    per process. An expression has at most 4096 characters, and its brackets nest at most 68 deep, which is enough for
-    every printed pattern. Raises ValueError for any other string, with a caret if the error has a place, and TypeError
-    for other values.
+    precedence. It is parsed, never run. An unknown name imports the modules of all entry points of the group
+    `flexdilated.patterns`, once per process. An expression has at most 4096 characters, and its brackets nest at most
+    68 deep, which is enough for every printed pattern. Raises ValueError for any other string, with a caret if the
+    error has a place, and TypeError for other values.
 
     >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
     local_window(left=127, right=0) | first_tokens(4)
