@@ -18,8 +18,10 @@ from .patterns import (
     first_tokens,
     fixed,
     global_tokens,
+    grid_window,
     landmark_tokens,
     local_window,
+    neighborhood,
     random_blocks,
     strided,
 )
@@ -31,8 +33,12 @@ __all__ = [
     "darcstar_hierarchical",
     "darcstar_local_window",
     "longformer",
+    "radial",
+    "sliding_tile",
     "sparse_transformer_fixed",
     "sparse_transformer_strided",
+    "sparse_videogen_spatial",
+    "sparse_videogen_temporal",
     "streaming_llm",
 ]
 
@@ -129,6 +135,87 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
     return (first_tokens(num_sinks) | local_window(left=recent - 1, right=0)) & causal()
 
 
+@advises(keywords=renamed(num_tiles="window window_size kernel_size", tile="tile_size"))
+def sliding_tile(grid: Sequence[int], *, tile: int | Sequence[int], num_tiles: int | Sequence[int]) -> Pattern:
+    """Pattern over a video's tokens in which the queries of a tile see a window of tiles around their own.
+
+    At the borders windows are shifted inwards, so that every query sees equally many keys.
+
+    grid: frames, rows and columns of tokens, in row-major order; the paper's own order, tile by tile, is not needed.
+    tile: tokens of a tile along each axis, which divide the axis; one value for all, or a sequence of one for each.
+    num_tiles: tiles of a window along each axis, an odd number.
+
+    Raises ValueError for a tile that does not divide its axis, an even number of tiles, and a window longer than its
+    axis; TypeError for values of other types.
+    Source: Sliding Tile Attention, arXiv 2502.04507, with a window that is centred on the query's tile.
+    """
+    lengths = require_ints("grid", grid, minimum=1)
+    sizes, numbers = (_along(name, each, lengths) for name, each in (("tile", tile), ("num_tiles", num_tiles)))
+    for axis, (length, size, number) in enumerate(zip(lengths, sizes, numbers, strict=True)):
+        if length % size:
+            raise ValueError(f"tile must divide the grid; got {size} tokens on axis {axis} of length {length}")
+        if number % 2 == 0:
+            raise ValueError(f"num_tiles must be odd, as the query's own tile is the middle one; got {number}")
+    windows = [size * number for size, number in zip(sizes, numbers, strict=True)]
+    return neighborhood(lengths, kernel_size=windows, stride=sizes)
+
+
+@advises()
+def radial(grid: Sequence[int]) -> Pattern:
+    """Pattern over a video's tokens whose windows within a frame become narrower with the distance of the frame.
+
+    Queries see all tokens of their own frame, of the frames next to it and of the first frame. In frames at a distance
+    of 2^r to 2^(r+1) - 1, they see the places p' with abs(p' - p) + 1 <= s / 2^r, where p is their own place of s in
+    its frame.
+
+    grid: frames, rows and columns of tokens, in row-major order; at most as many frames as a frame has tokens.
+
+    The pattern is that of the paper's formula, token by token; the published code rounds it to blocks of 128 tokens.
+    Raises ValueError unless `grid` has three entries, of at least 1, and for more frames.
+    Source: Radial Attention, arXiv 2506.19852, section 4.
+    """
+    frames, places = _frames_and_places(grid)
+    if frames > places:
+        raise ValueError(f"radial takes at most as many frames as a frame has tokens; got {frames} of {places} tokens")
+    levels = range(max(1, (frames - 1).bit_length()))
+    windows = [(min(2 ** (level + 1), frames) - 1, (places >> level) - 1) for level in levels]
+    return grid_window((frames, places), windows) | first_tokens(places)
+
+
+@advises()
+def sparse_videogen_spatial(grid: Sequence[int], *, near_frames: int) -> Pattern:
+    """Pattern of a spatial head over a video's tokens: queries see the frames near their own, and the first frame.
+
+    grid: frames, rows and columns of tokens, in row-major order.
+    near_frames: frames on each side of the query's own.
+
+    A spatial and a temporal head join as `per_head([spatial, temporal])`; the source chooses the kind of each head for
+    each call, by which of the two is closer to full attention on sampled queries.
+    Raises ValueError unless `grid` has three entries, of at least 1, and for near_frames below 0.
+    Source: Sparse VideoGen, arXiv 2502.01776, section 4.
+    """
+    frames, places = _frames_and_places(grid)
+    near = require_int("near_frames", near_frames, minimum=0)
+    return grid_window((frames, places), (near, places - 1)) | first_tokens(places)
+
+
+@advises()
+def sparse_videogen_temporal(grid: Sequence[int], *, near_places: int) -> Pattern:
+    """Pattern of a temporal head over a video's tokens: queries see places near their own in all frames.
+
+    They see all tokens of the first frame, too.
+
+    grid: frames, rows and columns of tokens, in row-major order.
+    near_places: places on each side of the query's own, in the row-major order of a frame.
+
+    Raises ValueError unless `grid` has three entries, of at least 1, and for near_places below 0.
+    Source: Sparse VideoGen, arXiv 2502.01776, section 4; see `sparse_videogen_spatial`.
+    """
+    frames, places = _frames_and_places(grid)
+    near = require_int("near_places", near_places, minimum=0)
+    return grid_window((frames, places), (frames - 1, near)) | first_tokens(places)
+
+
 @advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
     """Pattern in which each query sees its own block and the blocks near it.
@@ -207,6 +294,22 @@ def darcstar_hierarchical(
     return blockwise(
         reduce(or_, [_level_pattern(place, level, block_size) for place, level in enumerate(levels)]), block_size
     )
+
+
+def _along(name: str, values: int | Sequence[int], grid: Sequence[int]) -> tuple[int, ...]:
+    each = require_ints(name, values if isinstance(values, Sequence) else (values,) * len(grid), minimum=1)
+    if len(each) != len(grid):
+        raise ValueError(f"{name} must be one value, or one for each axis of grid={tuple(grid)}; got {name}={each}")
+    return each
+
+
+def _frames_and_places(grid: Sequence[int]) -> tuple[int, int]:
+    """Return (number of frames, tokens of a frame) of a video's grid (frames, rows, columns)."""
+    lengths = require_ints("grid", grid, minimum=1)
+    if len(lengths) != 3:
+        raise ValueError(f"grid must be (frames, rows, columns); got grid={lengths}")
+    frames, rows, columns = lengths
+    return frames, rows * columns
 
 
 def _radius_in_blocks(window_size: int, block_size: int) -> int:

@@ -99,8 +99,8 @@ LEAVES = ("window", "strided", "dilated window", "landmarks", "dilated", "global
 def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
     """Draw one pattern of this kind, made by the constructors of `words`.
 
-    kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood on a grid of
-        1 to 3 axes with at least `largest` tokens.
+    kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood or
+        grid_window on a grid of 1 to 3 axes with at least `largest` tokens.
     largest: upper bound of segments, strides, rates and counts in the other kinds.
     """
 
@@ -147,6 +147,8 @@ def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
         case "grid":  # of 1 to 3 axes; it binds to no more tokens than it has
             inner = draw(st.lists(st.integers(1, 8), max_size=2))
             grid = (-(-largest // prod(inner)) + number(3, 0), *inner)
+            if draw(st.booleans()):
+                return words.grid_window(grid, draw(_windows_on(grid)))
             return draw(_neighborhoods_on(words, grid, most=4, max_rate=3))
     shape = one_of("lattice", "windows", "classified windows", "kinds")
     if shape == "lattice":
@@ -155,6 +157,14 @@ def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
         return words.custom_kinds(draw(st.lists(st.integers(0, 2), min_size=1, max_size=9)))
     widths = draw(st.lists(st.integers(1, min(20, largest)), min_size=1, max_size=3))
     return words.custom_windows(widths, classified=shape == "classified windows")
+
+
+@st.composite
+def _windows_on(draw: st.DrawFn, grid: Sequence[int]) -> Any:
+    """Draw the radii of a grid_window, or of several, as an argument."""
+    firsts = draw(st.sets(st.integers(0, grid[0] - 1), min_size=1, max_size=3))
+    rest = [sorted(draw(st.lists(st.integers(0, 4), min_size=len(firsts), max_size=len(firsts)))) for _ in grid[1:]]
+    return list(zip(sorted(firsts), *(each[::-1] for each in rest), strict=True))
 
 
 @st.composite

@@ -6,6 +6,7 @@ from ._custom import custom, rules_of_mask_mod, text_of_function
 from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
 from ._from_block_mask import partial_and_full_blocks
 from ._grid import Axis, Rectangle, Rectangles, joined, select
+from ._grid_window import GridWindow, grid_window
 from ._key_rows import KeyRows, require_tables
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._mask import MaskTable, mask

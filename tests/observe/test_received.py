@@ -55,7 +55,8 @@ def calls(draw):
 @settings(max_examples=2 * settings.default.max_examples)
 @given(
     calls(), st.sampled_from([None, "reference", "aten", "portable"]), st.sampled_from([None, 0.3, 0.0, -0.7]),
-    st.booleans(), block_sides | st.tuples(block_sides, block_sides), st.sampled_from([1, 7, 100, _block_mass._CELLS]),
+    st.booleans(), block_sides | st.tuples(block_sides, block_sides),
+    st.sampled_from([1, 7, 100, _block_mass._PAIRS_AT_ONCE]),
 )  # fmt: skip
 def test_sums_of_dense_attention(call, engine, scale, has_sinks, block, cells):
     """By key, and by blocks down to one query at a time; what sinks take, or keys of other calls, is missing."""
@@ -73,7 +74,7 @@ def test_sums_of_dense_attention(call, engine, scale, has_sinks, block, cells):
     torch.testing.assert_close(received, shares.sum(2), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(received.sum(-1), rows.sum(-1), rtol=1e-8, atol=1e-9)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_block_mass, "_CELLS", cells)
+        patched.setattr(_block_mass, "_PAIRS_AT_ONCE", cells)
         mass = fd.block_mass(q, k, lse, pattern, block=block, **options)
     assert (mass.dtype, mass.requires_grad) == (torch.float64, False)
     offsets = {name: sizes[name] for name in ("q_offset", "k_offset")}

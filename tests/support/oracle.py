@@ -100,6 +100,19 @@ def block_list(tables: Sequence[Sequence[Sequence[int]]], block: int) -> Rule:
     return rule
 
 
+def grid_window(grid: Sequence[int], windows: Sequence[Sequence[int]]) -> Rule:
+    """Tokens of one grid, in one of the windows: at most so many places apart along each axis."""
+    places = torch.cartesian_prod(*map(torch.arange, grid)).view(-1, len(grid))
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        far = (places[q.clamp(max=len(places) - 1)][:, None] - places[k.clamp(max=len(places) - 1)][None]).abs()
+        inside = (q < len(places))[:, None] & (k < len(places))[None, :]
+        near = [(far <= torch.tensor(radii)).all(-1) for radii in windows]
+        return (torch.stack(near).any(0) & inside).long()
+
+    return rule
+
+
 def neighborhood(axes: Sequence[tuple[int, int, int, int, bool, bool]]) -> Rule:
     """NATTEN's windows; axes: (length, kernel size, rate, stride, is causal, wraps) of each axis of the grid.
 

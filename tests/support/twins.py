@@ -162,6 +162,10 @@ def block_list(rows: Sequence[Sequence[int]], *, block: int) -> Twin:
     return Twin(masks.block_list(rows, block=block), oracle.block_list([rows], block))
 
 
+def grid_window(grid: tuple[int, ...], windows: list[tuple[int, ...]]) -> Twin:
+    return Twin(masks.grid_window(grid, windows), oracle.grid_window(grid, windows))
+
+
 def neighborhood(
     grid: Sequence[int],
     *,

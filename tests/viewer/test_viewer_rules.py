@@ -22,7 +22,8 @@ from tests.support.strategies import Case, cases
 pytestmark = pytest.mark.slow
 LARGEST = 2**31 - 1
 CPU = torch.device("cpu")
-READS_LISTS = {"random_blocks", "block_list", "selected_blocks", "neighborhood"}  # the page may not give their reasons
+# The page may not give their reasons.
+READS_LISTS = {"random_blocks", "block_list", "selected_blocks", "sparse", "neighborhood", "grid_window"}
 
 # For each head and window: how many branches allow each pair, and which pairs each branch allows.
 ASKED = """

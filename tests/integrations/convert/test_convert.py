@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.convert._rule import GivenPattern, pattern_of_call
+from flexdilated.integrations.convert._rule import pattern_of_call
 from tests.integrations.passes import assert_dropout_trains
 from tests.support.ranks import one_rank
 from tests.support.vision import vision
@@ -191,7 +191,7 @@ def test_a_mask_of_keys_is_padding_for_one_query_too() -> None:
     """It might be read as a row of pairs."""
     q, (k, v) = torch.randn(3, 2, 1, 8), torch.randn(2, 3, 2, 5, 8)
     mask = (torch.arange(5) < torch.tensor([5, 3, 1])[:, None])[:, None, None]
-    rule = pattern_of_call(GivenPattern("it", masks.every(), by_name=True), mask, (3, 1, 5), is_causal=False)
+    rule = pattern_of_call(masks.every(), mask, (3, 1, 5), is_causal=False)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(fd.attend(q, k, v, rule), wanted, rtol=1e-4, atol=1e-5)
 

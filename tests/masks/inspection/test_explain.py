@@ -219,6 +219,7 @@ TEXTS = [
     (SPARSE, (34, 30, 0, 1), False, "query 34 29 34 key 30 key"),
     (masks.causal().per_document(IDS[0]), (34, 33, 0, 1), True, "30 allowed"),
     (masks.causal().after(5), (34, 33, 0, 1), True, "5 allowed"),
+    (masks.grid_window((5, 11), (2, 1)), (34, 24, 0, 1), True, "query 34 3 1 key 24 2 2 1 1 2 1"),
     (masks.causal().before(9), (8, 3, 0, 1), True, "before 9 allowed"),
     (masks.causal().before(9), (9, 3, 0, 1), False, "query 9 9"),
     (masks.causal().after(5), (34, 3, 0, 1), False, "key 3 before 5"),
@@ -243,7 +244,7 @@ TEXTS = [
 # Bases of others; what run-time patterns become when their tensors are known; and slots, which no expression holds.
 NO_KINDS = {
     *("Band", "Composite", "MarkedTokens", "_Combination", "_HeadChoice", "RunTime", "Table", "Spans", "KeySet"),
-    *("SelectedTable", "SparseTable", "MaskTable", "SpanPairs", "EntryNumber", "Tiled"),
+    *("OnGrid", "SelectedTable", "SparseTable", "MaskTable", "SpanPairs", "EntryNumber", "Tiled"),
 }
 
 

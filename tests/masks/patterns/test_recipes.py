@@ -1,5 +1,6 @@
 """Recipes: each against the rule of its source, written densely; and the whole way to outputs."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,57 @@ def streaming_llm(draw, N):
     return recipes.streaming_llm(recent, num_sinks=num_sinks), lambda h, i, j: j in rows[i]
 
 
+def video(draw, N, tile=(1, 1, 1)):
+    """(frames, rows, columns) of at least N tokens, of whole tiles; and the place of a token in it."""
+    rows, columns = (draw(st.integers(1, 4)) * size for size in tile[1:])
+    frames = -(-N // (rows * columns * tile[0])) * tile[0]
+    return (frames, rows, columns), lambda i: (i // columns // rows, i // columns % rows, i % columns)
+
+
+def sliding_tile(draw, N):
+    """By tiles: those within half a window of the query's tile, or of the nearest tile that has a whole window."""
+    tile = tuple(draw(st.integers(1, 3)) for _ in range(3))
+    grid, place = video(draw, N, tile)
+    tiles = [length // size for length, size in zip(grid, tile, strict=True)]
+    numbers = [2 * draw(st.integers(0, min(2, (each - 1) // 2))) + 1 for each in tiles]
+
+    def rule(h, i, j):
+        for a, b, size, count, number in zip(place(i), place(j), tile, tiles, numbers, strict=True):
+            centre = min(max(a // size, number // 2), count - 1 - number // 2)
+            if abs(b // size - centre) > number // 2:
+                return False
+        return True
+
+    return recipes.sliding_tile(grid, tile=tile, num_tiles=numbers), rule
+
+
+def radial(draw, N):
+    """The paper's formula, with the first frame as its attention sink."""
+    (frames, rows, columns), _ = video(draw, N)
+    size = max(rows * columns, frames)
+    rows, columns, frames = 1, size, -(-N // size)
+
+    def rule(h, i, j):
+        frame, other = i // size, j // size
+        level = 2 ** int(math.log2(max(abs(frame - other), 1)))
+        return other == 0 or abs(i % size - j % size) + 1 <= size / level
+
+    return recipes.radial((frames, rows, columns)), rule
+
+
+def sparse_videogen_spatial(draw, N):
+    (grid, place), near_frames = video(draw, N), draw(st.integers(0, 4))
+    rule = lambda h, i, j: abs(place(i)[0] - place(j)[0]) <= near_frames or place(j)[0] == 0  # noqa: E731
+    return recipes.sparse_videogen_spatial(grid, near_frames=near_frames), rule
+
+
+def sparse_videogen_temporal(draw, N):
+    grid, near_places = video(draw, N)[0], draw(st.integers(0, 9))
+    size = grid[1] * grid[2]
+    rule = lambda h, i, j: abs(i % size - j % size) <= near_places or j < size  # noqa: E731
+    return recipes.sparse_videogen_temporal(grid, near_places=near_places), rule
+
+
 def darcstar_local_window(draw, N):
     """A window of `size // block` blocks, half of them, rounded down, on each side."""
     block, size = draw(small), draw(st.integers(0, 40))
@@ -120,6 +172,7 @@ def darcstar_hierarchical(draw, N):
 
 RECIPES: list[Recipe] = [
     *(longformer, bigbird, sparse_transformer_strided, sparse_transformer_fixed, streaming_llm),
+    *(sliding_tile, radial, sparse_videogen_spatial, sparse_videogen_temporal),
     *(darcstar_local_window, darcstar_dilated_sparse, darcstar_global_local, darcstar_hierarchical),
 ]
 

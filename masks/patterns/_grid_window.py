@@ -1,0 +1,229 @@
+"""Windows on a token grid that end at the grid's borders, without the shift of neighbourhood attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import (
+    LARGEST,
+    OF_PATTERNS,
+    Bounds,
+    Box,
+    MaskMod,
+    Pair,
+    Pattern,
+    Progression,
+    Ranges,
+    Reason,
+    advises,
+    clip,
+    constructor,
+    count_multiples,
+    parameters,
+    pattern_kind,
+    require_int,
+)
+from ._grid import Rectangle
+from ._on_grid import OnGrid, point_text
+
+_SEQUENCES = (list, tuple)
+
+Windows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class _AxisOfDistances:
+    """One axis of a grid, of `length` places, along which a rule depends on the distance of key and query only."""
+
+    length: int
+    radius: int
+
+    def seen(self, first: int, last: int) -> Ranges:
+        return (range(max(0, first - self.radius), min(self.length, last + self.radius + 1)),)
+
+    def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
+        box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
+        if q.step == k.step:
+            return count_multiples(box, 1, reach=(-self.radius, self.radius))
+        furthest = torch.maximum(box.k.last - box.q.first, box.q.last - box.k.first)
+        nearest = torch.maximum(box.k.first - box.q.last, box.q.first - box.k.last)
+        low, high = (
+            torch.where(apart <= self.radius, box.area, torch.zeros_like(box.area)) for apart in (furthest, nearest)
+        )
+        return Bounds(low, high)
+
+    def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
+        inside = (q.last < self.length) & (k.last < self.length)
+        return torch.where(inside, -1, q.first), k.first - q.first
+
+
+@pattern_kind("grid_window", positional=2)
+class GridWindow(OnGrid):
+    """Pattern that allows a pair iff along each axis of a token grid query and key are at most `radius` places apart.
+
+    Tokens are in row-major order; `grid` and `radius` have one entry for each axis, the outermost first. `radius` may
+    be a tuple of such radii, for the union of their windows: from one to the next the first entry grows, and others
+    shrink or stay. Radii are limited to the length of their axis minus 1, and windows within other ones are left out,
+    so that equal rules are equal patterns.
+    """
+
+    grid: tuple[int, ...]
+    radius: tuple[int, ...] | Windows
+
+    def check(self) -> None:
+        grid = _integers("grid", self.grid, 1)
+        if not 1 <= len(grid) <= 3:
+            raise ValueError(f"a grid has 1, 2 or 3 axes; got {grid=}")
+        if prod(grid) > LARGEST:
+            raise ValueError(f"a grid must hold at most {LARGEST} tokens; got {grid=}")
+        if not self.radius and isinstance(self.radius, _SEQUENCES):
+            raise ValueError(f"radius must have one entry for each axis of {grid=}; got radius=()")
+        several = isinstance(self.radius, _SEQUENCES) and any(isinstance(each, _SEQUENCES) for each in self.radius)
+        windows = []
+        for index, each in enumerate(self.radius if several else [self.radius]):
+            name = f"radius[{index}]" if several else "radius"
+            radii = _integers(name, each, 0)
+            if len(radii) != len(grid):
+                raise ValueError(f"{name} must be one value, or one for each axis of {grid=}; got {name}={radii}")
+            windows.append(radii)
+        for (first, *rest), (further, *narrower) in pairwise(windows):
+            if first >= further or any(a < b for a, b in zip(rest, narrower, strict=True)):
+                raise ValueError(
+                    "of several windows each must be longer than the one before along the first axis, and not longer "
+                    f"along the others; got radius={tuple(windows)}"
+                )
+        limited = [tuple(min(r, length - 1) for r, length in zip(radii, grid, strict=True)) for radii in windows]
+        distinct = list(dict.fromkeys(limited))
+        needed = tuple(each for each in distinct if not any(_contains(other, each) for other in distinct))
+        object.__setattr__(self, "grid", grid)
+        object.__setattr__(self, "radius", needed if len(needed) > 1 else needed[0])
+
+    @property
+    def windows(self) -> Windows:
+        """The radii of each window: one entry for each axis."""
+        several: Any = self.radius
+        return several if isinstance(several[0], tuple) else (several,)
+
+    @property
+    def axes(self) -> list[_AxisOfDistances]:
+        return self._axes_of(self.windows[0])
+
+    def _axes_of(self, radii: Sequence[int]) -> list[_AxisOfDistances]:
+        return [_AxisOfDistances(*each) for each in zip(self.grid, radii, strict=True)]
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        if len(self.windows) == 1:
+            return super().row(query, keys)
+        if query >= prod(self.grid):
+            return ()
+        pitch = self._pitches[0]
+        own, place = divmod(query, pitch)
+        found: list[range] = []
+        for outer in range(max(0, own - self.windows[-1][0]), min(self.grid[0], own + self.windows[-1][0] + 1)):
+            radii = next(rest for first, *rest in self.windows if abs(outer - own) <= first)
+            within = range(max(0, keys.start - outer * pitch), max(0, min(pitch, keys.stop - outer * pitch)))
+            if not within:
+                continue
+            runs = GridWindow(self.grid[1:], tuple(radii)).row(place, within)
+            if runs is None:
+                return None
+            found += [range(run.start + outer * pitch, run.stop + outer * pitch, run.step) for run in runs]
+        return tuple(found)
+
+    def reason(self, pair: Pair) -> Reason:
+        if beyond := self._beyond(pair):
+            return beyond
+        query, key = self._coordinates(pair.query), self._coordinates(pair.key)
+        apart = tuple(abs(a - b) for a, b in zip(query, key, strict=True))
+        seen = any(all(a <= r for a, r in zip(apart, radii, strict=True)) for radii in self.windows)
+        limits = " or ".join(map(point_text, self.windows))
+        places = f"{pair.the_query} is at {point_text(query)}, {pair.the_key} at {point_text(key)}"
+        return Reason(self, seen, f"{places}: {point_text(apart)} places apart, of at most {limits}")
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        (tokens,) = parameters(device, prod(self.grid))
+        sizes = [parameters(device, *each) for each in zip(self._pitches, self.grid, strict=True)]
+        windows = [parameters(device, *radii) for radii in self.windows]
+        # Along an axis that no window limits, distances need no comparison.
+        limited = [[r < length - 1 for r, length in zip(radii, self.grid, strict=True)] for radii in self.windows]
+        needed = [any(each) for each in zip(*limited, strict=True)]
+
+        def near(b, h, q, k):
+            apart = [
+                (q // pitch % length - k // pitch % length).abs() if needs else None
+                for (pitch, length), needs in zip(sizes, needed, strict=True)
+            ]
+            seen = None
+            for radii, limits in zip(windows, limited, strict=True):
+                inside = (q < tokens) & (k < tokens)
+                for distance, radius, is_limit in zip(apart, radii, limits, strict=True):
+                    if is_limit:
+                        inside = inside & (distance <= radius)
+                seen = inside if seen is None else seen | inside
+            return seen
+
+        return near
+
+    def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
+        """Return bounds on the allowed pairs between n query rectangles and n key rectangles, paired by index.
+
+        They are exact if queries and keys have equal steps: the pairs whose distance along the first axis is in a
+        window, but not in the one before, are counted with the radii of that window along the other axes.
+        """
+        area = prod((q.count * k.count for q, k in zip(queries, keys, strict=True)), start=torch.tensor(1))
+        exact = all(q.step == k.step for q, k in zip(queries, keys, strict=True))
+        low, high, before = torch.zeros_like(area), torch.zeros_like(area), torch.zeros_like(area)
+        for radii in self.windows:
+            first, *rest = (
+                axis.count(before, q, k) for q, k, axis in zip(queries, keys, self._axes_of(radii), strict=True)
+            )
+            if exact:
+                pairs = prod((each.low for each in rest), start=first.low - before)
+                low, high, before = low + pairs, high + pairs, first.low
+            else:
+                low = torch.maximum(low, prod((each.low for each in rest), start=first.low))
+                high = high + prod((each.high for each in rest), start=first.high)
+        return Bounds(low, high.minimum(area))
+
+
+def _contains(wide: tuple[int, ...], narrow: tuple[int, ...]) -> bool:
+    return wide != narrow and all(a >= b for a, b in zip(wide, narrow, strict=True))
+
+
+def _integers(name: str, values: object, least: int) -> tuple[int, ...]:
+    if not isinstance(values, _SEQUENCES):
+        raise TypeError(f"{name} must have one entry for each axis; got {name}={values!r}")
+    return tuple(require_int(f"{name}[{axis}]", each, minimum=least) for axis, each in enumerate(values))
+
+
+@constructor
+@advises(keywords=OF_PATTERNS, how="write masks.grid_window((height, width), radius)")
+def grid_window(grid: Sequence[int], radius: int | Sequence[int] | Sequence[Sequence[int]]) -> Pattern:
+    """Pattern in which each query of a token grid sees the keys up to `radius` places from its own along every axis.
+
+    At the borders of the grid windows are cut off, where `neighborhood` shifts them inwards.
+
+    grid: 1, 2 or 3 axis lengths (a sequence, an image, a video); tokens are in row-major order.
+    radius: places on each side of the query's, one value for all axes, or a sequence of one for each axis; from the
+        length of an axis minus 1 on, it does not limit that axis. A sequence of such sequences gives the union of
+        their windows: each must be longer than the one before along the first axis, and not longer along the others.
+
+    Raises ValueError for a negative radius, an axis of length 0, a sequence of another length, windows in another
+    order, and a grid of more than 3 axes or 2**31 - 1 tokens; TypeError for values of other types. `bind` raises
+    ValueError for tokens beyond the grid; fewer tokens are allowed.
+
+    >>> masks.describe(masks.grid_window((4, 4), 1), 16).useful_pairs  # 4, 6 or 9 keys a token
+    100
+    >>> frames = masks.grid_window((8, 64), [(1, 63), (7, 3)])  # all of the next frames, and near places of others
+    """
+    if not isinstance(grid, _SEQUENCES):
+        raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")
+    along: Any = radius if isinstance(radius, _SEQUENCES) else (radius,) * len(grid)
+    return GridWindow(tuple(grid), tuple(along))
