@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from math import prod
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from ._on_grid import OnGrid, point_text
 
 _SEQUENCES = (list, tuple)
 
-Windows = tuple[tuple[int, ...], ...]
+_Radii = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class GridWindow(OnGrid):
     """
 
     grid: tuple[int, ...]
-    radius: tuple[int, ...] | Windows
+    radius: tuple[int, ...] | _Radii
 
     def check(self) -> None:
         grid = _integers("grid", self.grid, 1)
@@ -83,11 +85,10 @@ class GridWindow(OnGrid):
             raise ValueError(f"a grid has 1, 2 or 3 axes; got {grid=}")
         if prod(grid) > LARGEST:
             raise ValueError(f"a grid must hold at most {LARGEST} tokens; got {grid=}")
-        if not self.radius and isinstance(self.radius, _SEQUENCES):
-            raise ValueError(f"radius must have one entry for each axis of {grid=}; got radius=()")
-        several = isinstance(self.radius, _SEQUENCES) and any(isinstance(each, _SEQUENCES) for each in self.radius)
+        given: Any = self.radius
+        several = isinstance(given, _SEQUENCES) and any(isinstance(each, _SEQUENCES) for each in given)
         windows = []
-        for index, each in enumerate(self.radius if several else [self.radius]):
+        for index, each in enumerate(given if several else [given]):
             name = f"radius[{index}]" if several else "radius"
             radii = _integers(name, each, 0)
             if len(radii) != len(grid):
@@ -101,12 +102,12 @@ class GridWindow(OnGrid):
                 )
         limited = [tuple(min(r, length - 1) for r, length in zip(radii, grid, strict=True)) for radii in windows]
         distinct = list(dict.fromkeys(limited))
-        needed = tuple(each for each in distinct if not any(_contains(other, each) for other in distinct))
+        needed = [each for each in distinct if not any(_contains(other, each) for other in distinct)]
         object.__setattr__(self, "grid", grid)
-        object.__setattr__(self, "radius", needed if len(needed) > 1 else needed[0])
+        object.__setattr__(self, "radius", tuple(needed) if len(needed) > 1 else needed[0])
 
     @property
-    def windows(self) -> Windows:
+    def windows(self) -> _Radii:
         """The radii of each window: one entry for each axis."""
         several: Any = self.radius
         return several if isinstance(several[0], tuple) else (several,)
@@ -150,24 +151,22 @@ class GridWindow(OnGrid):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         (tokens,) = parameters(device, prod(self.grid))
         sizes = [parameters(device, *each) for each in zip(self._pitches, self.grid, strict=True)]
-        windows = [parameters(device, *radii) for radii in self.windows]
         # Along an axis that no window limits, distances need no comparison.
-        limited = [[r < length - 1 for r, length in zip(radii, self.grid, strict=True)] for radii in self.windows]
-        needed = [any(each) for each in zip(*limited, strict=True)]
+        limits = [
+            [(axis, *parameters(device, r)) for axis, r in enumerate(radii) if r < self.grid[axis] - 1]
+            for radii in self.windows
+        ]
+        limited = {axis for each in limits for axis, _ in each}
 
         def near(b, h, q, k):
-            apart = [
-                (q // pitch % length - k // pitch % length).abs() if needs else None
-                for (pitch, length), needs in zip(sizes, needed, strict=True)
-            ]
-            seen = None
-            for radii, limits in zip(windows, limited, strict=True):
-                inside = (q < tokens) & (k < tokens)
-                for distance, radius, is_limit in zip(apart, radii, limits, strict=True):
-                    if is_limit:
-                        inside = inside & (distance <= radius)
-                seen = inside if seen is None else seen | inside
-            return seen
+            apart = {
+                axis: (q // pitch % length - k // pitch % length).abs()
+                for axis, (pitch, length) in enumerate(sizes)
+                if axis in limited
+            }
+            inside = (q < tokens) & (k < tokens)
+            seen = [reduce(and_, (apart[axis] <= radius for axis, radius in each), inside) for each in limits]
+            return reduce(or_, seen)
 
         return near
 

@@ -31,7 +31,7 @@ _BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the 
 _MOST_RUNS = 1 << 10  # a window over more rows of the grid than this has no closed form in `row`
 
 
-class Windows(Protocol):
+class AxisWindows(Protocol):
     """The windows of keys that queries see along one axis of a grid."""
 
     def seen(self, first: int, last: int) -> Ranges:
@@ -57,7 +57,7 @@ class OnGrid(Pattern):
     grid: tuple[int, ...]
 
     @property
-    def axes(self) -> Sequence[Windows]:
+    def axes(self) -> Sequence[AxisWindows]:
         raise NotImplementedError
 
     def row(self, query: int, keys: range) -> Ranges | None:

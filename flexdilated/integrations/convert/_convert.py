@@ -39,9 +39,11 @@ _ATTENTION = re.compile("Attention|Attn")  # in the names of classes
 def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Report:
     """Replace the attention of a model's modules by attention with a pattern, in place; None restores the original.
 
-    model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
-        buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and torch.compile work.
-        A call's causal mask or flag and key padding restrict the pattern further; caches and memories are supported.
+    model: any module that contains or is `nn.MultiheadAttention`, or attention of timm, x-transformers or diffusers.
+        Parameters, buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and
+        torch.compile work. A call's causal mask or flag and key padding restrict the pattern further; caches and
+        memories are supported. In joint attention of diffusers the pattern counts the tokens of the image or video;
+        those of the text see all tokens and are seen by all.
     pattern: a pattern for all self-attention modules; or a function that gets (name, module) from
         `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
         restores the original attention of all modules.
