@@ -322,6 +322,17 @@ _RUN_TIME_COMPOSITIONS = (
 )
 
 
+def _has_tokens_from(part: Any, starts: Tensor, sizes: AttentionSizes) -> bool:
+    """True if a pattern, whose grid or blocks may end, can be bound to queries that begin at `starts`."""
+    queries = range(sizes.q_offset + int(starts.min()), sizes.q_offset + sizes.num_queries + int(starts.max()))
+    try:
+        for branch in getattr(part, "pattern", part).branches():  # `words` may draw objects that hold a pattern
+            branch.check_tokens(queries, range(sizes.k_offset, sizes.k_offset + sizes.num_keys))
+    except ValueError:
+        return False
+    return True
+
+
 @st.composite
 def run_time_compositions(
     draw: st.DrawFn,
@@ -358,7 +369,10 @@ def run_time_compositions(
         return chosen & draw(any_of(seen, *spans)) if draw(st.booleans()) else chosen
     if kind == "queries_from":
         starts = draw(_entry_numbers(sizes.batch, draw(st.sampled_from([0, 9, 300]))))
-        moved = draw(grammar.patterns()).queries_from(starts)
+        part = draw(grammar.patterns())
+        if not _has_tokens_from(part, starts, sizes):
+            return pattern & draw(seen)
+        moved = part.queries_from(starts)
         return draw(st.sampled_from([moved, moved & draw(any_of(seen, *spans)), pattern & moved]))
     if kind == "both":
         one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))

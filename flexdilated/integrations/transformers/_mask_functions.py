@@ -148,6 +148,7 @@ class _Position:
     def __le__(self, other: Any) -> _PairRule:
         if not isinstance(other, _Position) or other.of_query == self.of_query:
             _refuse("it compares a position of a query or key with other than a position of the other of the two")
+        _require_one_table(self, other)
         # key + a <= query + b: key - query is at most b - a. query + a <= key + b: key - query is at least a - b.
         counted = self.table is not None
         if self.of_query:
@@ -171,8 +172,21 @@ class _Position:
 
     def __eq__(self, other: Any) -> Any:
         if isinstance(other, _Position) and self.table is not None and other.table is not None:
+            _require_one_table(self, other)
+            if self.shift != other.shift or self.of_query == other.of_query:
+                _refuse("it compares groups other than those of a query and a key")
             return _PairRule(same=self.table)
         return (self <= other) & (other <= self)
+
+
+def _require_one_table(one: _Position, other: _Position) -> None:
+    """Raise ValueError unless both are positions, or both are entries of tables with equal values."""
+    if one.table is other.table:
+        return
+    if one.table is None or other.table is None:
+        _refuse("it compares an entry of a table with a position")
+    if one.table.shape != other.table.shape or not torch.equal(one.table, other.table):
+        _refuse("it compares entries of two tables")
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +231,7 @@ class _ChunkIndex:
     def __eq__(self, other: Any) -> Any:
         if not isinstance(other, _ChunkIndex) or other.size != self.size or self.of.shift or other.of.shift:
             _refuse("it compares chunks of different sizes or of shifted positions")
+        _require_one_table(self.of, other.of)
         return _PairRule(chunk=self.size, from_group_start=self.of.table is not None)
 
 

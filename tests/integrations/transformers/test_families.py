@@ -270,6 +270,7 @@ def test_groups_that_see_each_other_and_keys_that_are_hidden(rule, parts: list[i
         assert torch.equal(as_read(function), evaluated(function))
 
 
+GROUPS = ids_of([3, 5, 2])
 distances = st.integers(-_LENGTH - 2, _LENGTH + 2)
 
 
@@ -295,6 +296,13 @@ def test_limits_of_the_distance(one: int, other: int) -> None:
         (lambda b, h, q, k: k // 4 == q // 3, "different sizes"),
         (lambda b, h, q, k: (k // 4 == q // 4) & (k // 3 == q // 3), "two chunk sizes"),
         (lambda b, h, q, k: q.new_zeros((), dtype=torch.bool), "allows no pair"),
+        (lambda b, h, q, k: GROUPS[b, q] == GROUPS.flip(1)[b, k], "entries of two tables"),
+        (lambda b, h, q, k: GROUPS[b, q] + 1 == GROUPS[b, k], "groups other than those of a query and a key"),
+        (
+            lambda b, h, q, k: (GROUPS[b, k] <= q) & (GROUPS[b, q] == GROUPS[b, k]),
+            "an entry of a table with a position",
+        ),
+        (lambda b, h, q, k: GROUPS[b, q] // 2 == k // 2, "an entry of a table with a position"),
     ],
 )
 def test_what_cannot_be_read(function, said: str) -> None:
