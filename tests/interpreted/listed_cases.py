@@ -36,6 +36,7 @@ CATALOGUE = (
     Case("neighborhood, 1-D", "masks.neighborhood((num_tokens,), 150)", 500),
     Case("neighborhood, 2-D", "masks.neighborhood((2, 300), (0, 149))", 600),
     Case("neighborhood, 3-D", "masks.neighborhood((2, 1, 300), (0, 0, 149))", 600),
+    Case("grid_window", "masks.grid_window((3, 200), [(0, 199), (1, 149)])", 600),
     Case(
         "per_head",
         "masks.per_head([masks.local_window(left=300, right=0), masks.dilated_window(left=100, right=0, rate=2)])",
@@ -60,6 +61,10 @@ CATALOGUE = (
     Case("sparse_transformer_strided", "recipes.sparse_transformer_strided(300)", 700),
     Case("sparse_transformer_fixed", "recipes.sparse_transformer_fixed(300, summary=256)", 700),
     Case("streaming_llm", "recipes.streaming_llm(300)", 600, head_dim=96),
+    Case("sliding_tile", "recipes.sliding_tile((4, 1, 150), tile=(1, 1, 150), num_tiles=(3, 1, 1))", 600),
+    Case("radial", "recipes.radial((5, 1, 300))", 1500),
+    Case("sparse_videogen_spatial", "recipes.sparse_videogen_spatial((4, 1, 150), near_frames=1)", 600),
+    Case("sparse_videogen_temporal", "recipes.sparse_videogen_temporal((3, 1, 300), near_places=40)", 900),
     Case("darcstar_local_window", "recipes.darcstar_local_window(local_window_size=256, block_size=128)", 600),
     Case("darcstar_dilated_sparse", "recipes.darcstar_dilated_sparse([1, 2, 4])", 600),
     Case(
