@@ -133,7 +133,7 @@ def attend(
     natural log of each row's softmax denominator, in float32 (float64 for float64 inputs), and differentiable. A row
     is one query of one head; a row without keys has output 0 and lse -inf. In a mixture (a sum of patterns), a pair
     counts once for each branch that allows it. No N x M matrix of scores is formed, except by engine
-    "reference". Under autocast q, k and v are cast as in `scaled_dot_product_attention`.
+    "reference" and in models exported to ONNX. Under autocast q, k and v are cast as in `scaled_dot_product_attention`.
 
     If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
     zero keys; k and v must then be the whole sequence, and q consecutive tokens of it, from q_offset on.

@@ -177,7 +177,7 @@ class LongNetBackbone(Pretrained):
         return self._outputs(x)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Compute the result of `forward` from the features x; here x. Subclasses override this method."""
+        """Return the result of `forward`, given the features x: x itself, unless a subclass overrides this method."""
         return x
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:

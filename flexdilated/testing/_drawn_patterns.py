@@ -161,7 +161,7 @@ def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
 
 @st.composite
 def _windows_on(draw: st.DrawFn, grid: Sequence[int]) -> Any:
-    """Draw the radii of a grid_window, or of several, as an argument."""
+    """Draw the `radius` of `masks.grid_window` on this grid: 1 to 3 tuples, in the order that it requires."""
     firsts = draw(st.sets(st.integers(0, grid[0] - 1), min_size=1, max_size=3))
     rest = [sorted(draw(st.lists(st.integers(0, 4), min_size=len(firsts), max_size=len(firsts)))) for _ in grid[1:]]
     return list(zip(sorted(firsts), *(each[::-1] for each in rest), strict=True))

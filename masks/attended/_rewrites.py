@@ -42,7 +42,8 @@ class KeyQuery:
     """A search for the positions in `keys` to which at least one position of `queries` attends.
 
     factors: rules for one head; a pair is allowed if all of them allow it.
-    head: a global head, below num_heads, that follows them.
+    head: global index of a head that has these rules.
+    num_heads: number of global heads.
     """
 
     factors: tuple[Pattern, ...]

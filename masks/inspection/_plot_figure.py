@@ -150,10 +150,11 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     """Return the legend entries for the colors of cells.
 
     With blocks: pairs of full blocks, pairs of partial blocks, cells without allowed pairs in computed blocks, and
-    blocks that are not computed. Without blocks: pairs that 1, 2 or 3 branches allow, up to the largest number in the
-    panels; if that is above 3, only 1, 2 and that number. If cells have several pairs, the number of a cell is the mean
-    over its pairs, rounded, and there are also entries for fractions of allowed pairs; without blocks these replace the
-    entry of 1 branch.
+    blocks that are not computed. Without blocks: pairs in 1, 2, ... m branches, where m is the largest number in the
+    panels; for m > 3 only 1, 2 and m.
+
+    If cells have several pairs, m is the largest mean of a cell, rounded. Entries for fractions of allowed pairs then
+    follow the pairs of blocks or, without blocks, take the place of the entry for 1 branch.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_legend_entry(label, _pair_color(share)) for share, label in _SHARES] if many else []

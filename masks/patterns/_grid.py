@@ -147,6 +147,11 @@ def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     return tuple(Progression(first, 1, one) for first in (coordinates[0], *inner))
 
 
+def box_of(q: Progression, k: Progression) -> Box:
+    """Return the boxes of n pairs of progressions of places, all of head 0: windows do not depend on the head."""
+    return Box(torch.zeros_like(q.first), q, k)
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a grid, of `length` places, and the windows of `size` keys that queries see along it.
@@ -197,17 +202,17 @@ class Axis:
         """Return all shifts by which parts of an unwrapped window move into a class of `held` places."""
         return (-held, 0, held) if self.wraps else (0,)
 
-    def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
+    def count(self, q: Progression, k: Progression) -> Bounds:
         """Return bounds on the number of pairs, in each of n boxes, whose key is in the query's window.
 
-        Box i is all places of q's i-th progression with all places of k's; it may be empty. head: global head of each
-        box. Bounds are exact if q and k have equal steps, and `rate` and `stride` are at most 64.
+        Box i is all places of q's i-th progression with all places of k's; it may be empty. Bounds are exact if q and k
+        have equal steps, and `rate` and `stride` are at most 64.
         """
         if self.rate > _MOST_CLASSES:
-            return self._count_by_distance(head, q, k)
+            return self._count_by_distance(q, k)
         low = high = torch.zeros_like(q.first)
         for residue in range(self.rate):
-            box = Box(head, terms_of_class(q, self.rate, residue), terms_of_class(k, self.rate, residue))
+            box = box_of(terms_of_class(q, self.rate, residue), terms_of_class(k, self.rate, residue))
             bounds = self._count_in_class(box, self._class_length(residue))
             low, high = low + bounds.low, high + bounds.high
         return Bounds(low, high)
@@ -231,13 +236,13 @@ class Axis:
     def _class_length(self, residue: int) -> int:
         return (self.length - 1 - residue) // self.rate + 1
 
-    def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
+    def _count_by_distance(self, q: Progression, k: Progression) -> Bounds:
         """Return bounds on the allowed pairs of each box, from the distances key - query.
 
         low counts the pairs at distances that every window contains, high those at distances that any window may
         contain. For unequal steps of q and k, low is 0, and high bounds the number of pairs within a residue class.
         """
-        box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
+        box = box_of(*(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
         surely = -self.lead, self.size - self.stride - self.lead

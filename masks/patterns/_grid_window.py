@@ -17,7 +17,6 @@ from ..core import (
     LARGEST,
     OF_PATTERNS,
     Bounds,
-    Box,
     MaskMod,
     Pair,
     Pattern,
@@ -32,7 +31,7 @@ from ..core import (
     pattern_kind,
     require_int,
 )
-from ._grid import Rectangle
+from ._grid import Rectangle, box_of
 from ._on_grid import OnGrid, point_text
 
 _SEQUENCES = (list, tuple)
@@ -50,8 +49,8 @@ class _AxisOfDistances:
     def seen(self, first: int, last: int) -> Ranges:
         return (range(max(0, first - self.radius), min(self.length, last + self.radius + 1)),)
 
-    def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
+    def count(self, q: Progression, k: Progression) -> Bounds:
+        box = box_of(*(clip(side, 0, self.length) for side in (q, k)))
         if q.step == k.step:
             return count_multiples(box, 1, reach=(-self.radius, self.radius))
         furthest = torch.maximum(box.k.last - box.q.first, box.q.last - box.k.first)
@@ -122,17 +121,17 @@ class GridWindow(OnGrid):
     def row(self, query: int, keys: range) -> Ranges | None:
         if len(self.windows) == 1:
             return super().row(query, keys)
-        if query >= prod(self.grid):
+        keys = range(keys.start, min(keys.stop, prod(self.grid)))
+        if query >= prod(self.grid) or not keys:
             return ()
-        pitch = self._pitches[0]
+        pitch, reach = self._pitches[0], self.windows[-1][0]
         own, place = divmod(query, pitch)
+        inner = [(first, GridWindow(self.grid[1:], tuple(rest))) for first, *rest in self.windows]
         found: list[range] = []
-        for outer in range(max(0, own - self.windows[-1][0]), min(self.grid[0], own + self.windows[-1][0] + 1)):
-            radii = next(rest for first, *rest in self.windows if abs(outer - own) <= first)
-            within = range(max(0, keys.start - outer * pitch), max(0, min(pitch, keys.stop - outer * pitch)))
-            if not within:
-                continue
-            runs = GridWindow(self.grid[1:], tuple(radii)).row(place, within)
+        # Places along the first axis that the query sees, and that hold any of the keys.
+        for outer in range(max(keys.start // pitch, own - reach), min(-(-keys.stop // pitch), own + reach + 1)):
+            window = next(window for first, window in inner if abs(outer - own) <= first)
+            runs = window.row(place, range(max(0, keys.start - outer * pitch), min(pitch, keys.stop - outer * pitch)))
             if runs is None:
                 return None
             found += [range(run.start + outer * pitch, run.stop + outer * pitch, run.step) for run in runs]
@@ -180,9 +179,7 @@ class GridWindow(OnGrid):
         exact = all(q.step == k.step for q, k in zip(queries, keys, strict=True))
         low, high, before = torch.zeros_like(area), torch.zeros_like(area), torch.zeros_like(area)
         for radii in self.windows:
-            first, *rest = (
-                axis.count(before, q, k) for q, k, axis in zip(queries, keys, self._axes_of(radii), strict=True)
-            )
+            first, *rest = (axis.count(q, k) for q, k, axis in zip(queries, keys, self._axes_of(radii), strict=True))
             if exact:
                 pairs = prod((each.low for each in rest), start=first.low - before)
                 low, high, before = low + pairs, high + pairs, first.low

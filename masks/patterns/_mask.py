@@ -137,10 +137,10 @@ class MaskTable(Table):
 class _CellRanges(NamedTuple):
     """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
 
-    positions: number of positions in the outer cells.
-    times: number of positions that share each value: 1, or the number of the box's positions if one value serves all.
+    Cells are those of `MaskTable._cell_sums`; `inner` is empty if its first cell is not before its stop.
 
-    `inner` is empty if its first cell is not before its stop.
+    positions: number of the mask's entries in the outer cells along this axis.
+    times: number of the box's positions that each entry serves: 1, or all of them if the mask's axis has size 1.
     """
 
     outer: tuple[Counts, Counts]

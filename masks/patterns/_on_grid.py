@@ -38,8 +38,11 @@ class AxisWindows(Protocol):
         """Return the places that the queries at places first to last see, as ascending ranges."""
         ...
 
-    def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Return bounds on the number of pairs, in each of n boxes of places, whose key is in the query's window."""
+    def count(self, q: Progression, k: Progression) -> Bounds:
+        """Return bounds on the number of pairs, in each of n boxes of places, whose key is in the query's window.
+
+        A box is all places of a progression of q with all places of one of k; it may be empty, or go beyond the axis.
+        """
         ...
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
@@ -175,7 +178,7 @@ class OnGrid(Pattern):
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
         for q, k, axis in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)
-            bounds = axis.count(near, q.select(near), k.select(near))
+            bounds = axis.count(q.select(near), k.select(near))
             low[near] *= bounds.low
             high[near] *= bounds.high
         return Bounds(low, high)

@@ -268,7 +268,7 @@ def _build_plan(
     choice: Choice | None,
     operands: OperandSizes,
 ) -> Plan:
-    natural = _plan_in_natural_order(bound, Candidates.of(bound, machine, allowed, operands), choice)
+    natural = _plan_from_natural_order(bound, Candidates.of(bound, machine, allowed, operands), choice)
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _plan_in_layout(bound, machine, layout, operands)
@@ -278,7 +278,7 @@ def _build_plan(
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copied / machine.bytes_per_s else natural
 
 
-def _plan_in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
+def _plan_from_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
     """Return the plan in natural order by `choice`, if that is among the candidates, else by predicted cost.
 
     The cheapest plan computes either each distinct branch by its cheapest option, or all branches together.

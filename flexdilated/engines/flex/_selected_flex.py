@@ -145,7 +145,7 @@ def attend_selected(
     named = (rows >= 0) & (rows < blocks) & ~again
     rows = torch.where(named, rows, 0)
     if not unit:
-        tables = _tables_of_rows(rows, named, classes, blocks)
+        tables = _block_mask_tables(rows, named, classes, blocks)
         out, lse = _run_kernel(of, tables, rest, where, q, k, v, features, kernel)
         return out.to(sum_dtype(q)), lse
     if unit != of.q_block:
@@ -174,7 +174,7 @@ def attend_selected(
     return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
 
 
-def _tables_of_rows(
+def _block_mask_tables(
     rows: Int64[Tensor, "B H R W"],
     named: Bool[Tensor, "B H R W"],
     classes: Int32[Tensor, "h R C"] | None,

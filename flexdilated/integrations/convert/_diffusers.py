@@ -17,61 +17,19 @@ from ._scaled_dot_product import ScaledDotProduct
 Order = Literal["text first", "text last", "separate"]
 
 # Where a processor puts the text: before or behind the image's or video's tokens, or in keys and values of its own.
+# Those of other models may get a sequence in which both are joined already, whose parts the call does not tell.
 _ORDERS: dict[str, Order] = {
-    **dict.fromkeys(
-        (
-            "AuraFlowAttnProcessor2_0",
-            "BriaAttnProcessor",
-            "BriaFiboAttnProcessor",
-            "CogVideoXAttnProcessor2_0",
-            "CogView4AttnProcessor",
-            "EasyAnimateAttnProcessor2_0",
-            "FluxAttnProcessor",
-            "Flux2AttnProcessor",
-            "FusedCogVideoXAttnProcessor2_0",
-            "LongCatImageAttnProcessor",
-            "OvisImageAttnProcessor",
-        ),
-        "text first",
-    ),
-    **dict.fromkeys(
-        (
-            "FusedJointAttnProcessor2_0",
-            "HunyuanImageAttnProcessor",
-            "HunyuanVideoAttnProcessor2_0",
-            "HunyuanVideo15AttnProcessor2_0",
-            "JointAttnProcessor2_0",
-        ),
-        "text last",
-    ),
-    **dict.fromkeys(
-        (
-            "AllegroAttnProcessor2_0",
-            "AnyFlowAttnProcessor",
-            "AttnProcessor2_0",
-            "CosmosAttnProcessor2_0",
-            "FusedAttnProcessor2_0",
-            "HunyuanAttnProcessor2_0",
-            "Kandinsky5AttnProcessor",
-            "LTXVideoAttnProcessor",
-            "LTX2AudioVideoAttnProcessor",
-            "Lumina2AttnProcessor2_0",
-            "SkyReelsV2AttnProcessor",
-            "StableAudioAttnProcessor2_0",
-            "WanAttnProcessor",
-        ),
-        "separate",
-    ),
+    "CogVideoXAttnProcessor2_0": "text first",
+    "FluxAttnProcessor": "text first",
+    "HunyuanVideoAttnProcessor2_0": "text last",
+    "JointAttnProcessor2_0": "text last",
+    "LTXVideoAttnProcessor": "separate",
+    "SkyReelsV2AttnProcessor": "separate",
+    "WanAttnProcessor": "separate",
 }
-# Blocks that join text and image before they call their attention, which then cannot tell them apart.
-_JOINING_BLOCKS = (
-    "BriaSingleTransformerBlock",
-    "FluxSingleTransformerBlock",
-    "LongCatImageSingleTransformerBlock",
-    "OvisImageSingleTransformerBlock",
-)
-# Modules whose attention is among the tokens of a text, by the ends of their class names.
-_OF_TEXT = ("TokenRefiner", "TransformerEncoderBlock")
+_UNKNOWN = f"which convert does not know; it knows {', '.join(_ORDERS)}"
+# A block that joins text and image before it calls its attention, and knows the numbers of both.
+_JOINING_BLOCK = "FluxSingleTransformerBlock"
 
 
 class DiffusersAttention(ScaledDotProduct):
@@ -84,7 +42,7 @@ class DiffusersAttention(ScaledDotProduct):
     ) -> Pattern | Mixture:
         """Return the pattern of a call: the module's, with the call's text tokens where the processor puts them.
 
-        hidden_states: features of the image or video, which may have two axes of tokens.
+        hidden_states: features of the image or video.
         encoder_hidden_states: those of the text; None for self-attention.
 
         Raises ValueError for an unknown processor, and for cross-attention unless a function chose the pattern.
@@ -104,9 +62,6 @@ class DiffusersAttention(ScaledDotProduct):
                 "convert a function that returns None for it"
             )
         return given.pattern
-
-
-_UNKNOWN = "which convert does not know: set one of those that docs/integrations/diffusers.md lists"
 
 
 def _with_text(pattern: Pattern | Mixture, num_tokens: int, num_text: int, order: Order) -> Pattern | Mixture:
@@ -138,9 +93,9 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
         return None
     inner = module
     refusal = "" if _order_of(module) else f"its processor is {_processor_name(module)}, {_UNKNOWN}"
-    if not refusal and _order_of(module) == "text first" and _is_joined(module):
+    if kind.__name__ == "FluxAttention" and module.added_kv_proj_dim is None:
         inner = next(iter(ancestors(name, model)[-1:]), module)
-        if original_class(inner).__name__ not in _JOINING_BLOCKS:
+        if original_class(inner).__name__ != _JOINING_BLOCK:
             refusal = "its tokens are those of a text and an image in one sequence, without their numbers"
     return Candidate(
         name,
@@ -149,18 +104,10 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
         inner,
         converted_class=DiffusersAttention,
         refusal=refusal,
-        cross_reason=_cross_reason(name, module, ancestors(name, model)),
+        cross_reason="cross-attention to a text" if _is_cross(name, module) else "",
     )
 
 
-def _is_joined(module: Any) -> bool:
-    """True if the module has no projections for a text's tokens, and does not join them itself."""
-    return getattr(module, "added_kv_proj_dim", None) is None and original_class(module).__name__ != "Attention"
-
-
-def _cross_reason(name: str, module: Any, above: list[nn.Module]) -> str:
-    if any(original_class(each).__name__.endswith(_OF_TEXT) for each in above):
-        return "attention among the tokens of a text"
+def _is_cross(name: str, module: Any) -> bool:
     cross = getattr(module, "is_cross_attention", None)
-    is_cross = name.rpartition(".")[2] == "attn2" if cross is None else cross
-    return "cross-attention to a text" if is_cross and _order_of(module) == "separate" else ""
+    return _order_of(module) == "separate" and (name.rpartition(".")[2] == "attn2" if cross is None else cross)

@@ -38,7 +38,10 @@ class ScaledDotProduct(Converted):
         return out
 
     def call_pattern(self, *args: Any, **options: Any) -> Pattern | Mixture:
-        """Pattern over all tokens that attend to each other in a call with these arguments."""
+        """Return the pattern of a call of the module with these arguments: the one that it was given.
+
+        A subclass whose call joins further tokens to the sequence, such as a text, returns a pattern over all of them.
+        """
         assert self._flexdilated is not None
         return self._flexdilated.pattern
 

@@ -346,7 +346,8 @@ class DilatedSelfAttention(nn.Module):
 
         sequences: padding and sharding of the sequences.
 
-        Raises ValueError if there is a padding mask or a mesh, and a branch shifts tokens.
+        Raises ValueError for a padding mask or a mesh where a branch moves outputs to later tokens, as torchscale does
+        for some segment lengths with config.padding set: see `_shifts`.
         """
         q, k, v = self.project(x)
         config, N = self.config, sequences.longest(q)

@@ -303,18 +303,19 @@ def _padding_patterns(
 ) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
     """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
-    Positions from L on are padding. Returns (pattern of documents that begins each sequence at its first unpadded
-    token, pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
-    nothing; in a compiled graph the values are unknown, so both are returned.
+    Positions from L on are padding. Returns (pattern of documents, pattern of unpadded keys, run-time tensors of both):
+    (None, None, {}) if nothing is padded. If padding lies only before or after the tokens of a sequence, the documents
+    hide all of it, and the second pattern is None. Else the documents begin each sequence at its first unpadded token,
+    and the second pattern hides later padding. In a compiled graph the values are unknown, so both are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
     begun = visible.cumsum(1) > 0
     if not torch.compiler.is_compiling():
         if bool(visible.all()):
             return None, None, {}
-        ended = (~visible).flip(1).cummin(1).values.flip(1)
-        if not bool((begun & ~visible & ~ended).any()):
-            return documents(_PADDING), None, {_PADDING: visible.int() - 1}
+        trailing = (~visible).flip(1).cummin(1).values.flip(1)  # True for padding after the last token
+        if not bool((begun & ~visible & ~trailing).any()):
+            return documents(_PADDING), None, {_PADDING: visible.int() - 1}  # document 0; -1 for padding
     tensors = {_PADDING: begun.int() - 1, _UNPADDED: visible}
     return documents(_PADDING), visible_keys(_UNPADDED), tensors
 

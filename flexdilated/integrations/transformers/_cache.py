@@ -350,7 +350,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Select batch entries of states, keys and values by index, in this order."""
+        """Make batch entry i of the states, keys and values what entry beam_idx[i] was; indices may repeat."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)
 

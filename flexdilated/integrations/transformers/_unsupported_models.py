@@ -45,7 +45,7 @@ def unserved_parts(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[
     for module, reason in _unserved_modules(paths, layers):
         part = _own_part(model, paths[module])
         found.setdefault(part, reason)
-        if all(any(_is_in(part, paths[layer]) for part in found) for layer in layers):
+        if all(any(_contains(part, paths[layer]) for part in found) for layer in layers):
             raise ValueError(f"{name} cannot be served: {reason}; {KEEP} serves it")
     return found
 
@@ -70,16 +70,16 @@ def _own_part(model: PreTrainedModel, path: str) -> str:
     """
     models = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
     text = model.config.get_text_config(decoder=True)
-    around = sorted((name for name in models if name and _is_in(name, path)), key=len, reverse=True)
+    around = sorted((name for name in models if name and _contains(name, path)), key=len, reverse=True)
     for name in around:
         config = models[name].config
-        shared = any(each.config is config for other, each in models.items() if not _is_in(name, other))
+        shared = any(each.config is config for other, each in models.items() if not _contains(name, other))
         if not shared and config is not text:
             return name
     return ""
 
 
-def _is_in(part: str, path: str) -> bool:
+def _contains(part: str, path: str) -> bool:
     return not part or f"{path}.".startswith(f"{part}.")
 
 

@@ -332,7 +332,7 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
     for head in range(bound.num_heads):
         factors = branch.for_head(head + bound.head_offset, bound.num_heads_global).factors()
         sparse = [each for each in factors if isinstance(each, Dilated) and each.rate > 1]
-        if len(sparse) > 1 or not all(map(_is_interval, factors)):
+        if len(sparse) > 1 or not all(map(_fits_interval_term, factors)):
             return None
         base = sparse[0] if sparse else Dilated(1, 1, 0)
         assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
@@ -355,7 +355,7 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
     return terms
 
 
-def _is_interval(factor: Pattern) -> bool:
+def _fits_interval_term(factor: Pattern) -> bool:
     return isinstance(factor, Dilated | Every) or (isinstance(factor, Band) and factor.step == 1)
 
 

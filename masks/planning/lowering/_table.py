@@ -225,10 +225,11 @@ class TableProblems:
                 yield kind.part(slice(begin, begin + step))
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
-        """Return a copy whose `batches` yields at most one batch of each portion: the first of the largest kind.
+        """Return a copy whose `batches` yields at most one batch of each portion.
 
-        A kind is the problems of a portion with a mask, or those without. The largest is that which takes most memory
-        in the first portion.
+        `_kinds_of_problems` yields up to two kinds for a portion: problems without a mask, then problems with one. The
+        kind that takes most memory in the first portion is chosen, by its index among those yielded; of each portion
+        the first batch of the kind with this index is kept.
         """
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice

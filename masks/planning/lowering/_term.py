@@ -267,7 +267,10 @@ class Term:
         )
 
     def bias(self, dtype: torch.dtype) -> Float[Tensor, "#H #Q K"] | None:
-        """Return the log of the weights, to add to the scores of each fold; -inf for weight 0; None without weights."""
+        """Return the log of the weights, to add to the scores of each fold; None without weights.
+
+        It is -inf for pairs of weight 0, and with `PairWeights` for keys after the query: no further mask is needed.
+        """
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:

@@ -131,7 +131,7 @@ WIDE = Axis(1 << 20, 1 << 16, stride=5000)  # in groups of thousands
     ],
 )
 def test_groups_of_many_queries_are_counted_exactly(axis, q, k):
-    found = axis.count(torch.tensor([0]), progression([q]), progression([k]))
+    found = axis.count(progression([q]), progression([k]))
     assert found.low.tolist() == found.high.tolist() == [pairs_along(axis, q, k)]
 
 
@@ -173,7 +173,7 @@ def test_counts_along_an_axis(axis: Axis, data: st.DataObject, most: int):
     k = [range(start, start + k_step * count, k_step) for start, (_, count) in zip(starts, drawn, strict=True)]
     truth = torch.tensor([pairs_along(axis, *each) for each in zip(q, k, strict=True)])
     with mock.patch.object(_grid, "_MOST_CLASSES", most):
-        found = axis.count(torch.zeros(20, dtype=torch.int64), progression(q), progression(k))
+        found = axis.count(progression(q), progression(k))
     assert_sound(found, truth, torch.tensor([len(a) * len(b) for a, b in zip(q, k, strict=True)]))
     if q[0].step == k[0].step and most > 1:
         assert torch.equal(found.low, found.high)
