@@ -15,6 +15,7 @@ from . import (
     features,
     memory,
     planning,
+    quality,
     ranks,
     roofline,
     selection,
@@ -38,6 +39,7 @@ _SUBJECTS = (
     buffers,
     catalogue,
     roofline,
+    quality,
 )
 MEASURES: dict[str, Measure] = {
     each.name: each for module in _SUBJECTS for each in REGISTERED if each.run.__module__ == module.__name__

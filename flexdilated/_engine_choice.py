@@ -141,7 +141,7 @@ def _feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]
 
 
-@own_op("flexdilated::flex")
+@own_op("flexdilated::attend")  # the name with which its error begins
 def check_transforms(inputs: list[Tensor]) -> Tensor:
     """Raise ValueError if an input is mapped by vmap or carries a forward-mode or torch.func derivative.
 

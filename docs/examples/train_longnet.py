@@ -91,9 +91,11 @@ def held_out_bits(model: fd.LongNet, text: Tensor, tokens: int) -> float:
 # 3. The training loop.
 
 
-def train(model: fd.LongNet, text: Tensor, *, steps: int, tokens: int) -> tuple[list[float], list[float]]:
-    """(bits per byte, seconds) of each step; both models see the same sequences in the same order."""
-    draw = torch.Generator().manual_seed(0)
+def train(
+    model: fd.LongNet, text: Tensor, *, steps: int, tokens: int, seed: int = 0
+) -> tuple[list[float], list[float]]:
+    """(bits per byte, seconds) of each step; models of one seed see the same sequences in the same order."""
+    draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False

@@ -230,7 +230,7 @@ def read_pattern(text: str) -> Pattern | Mixture:
     file, colon, name = text.rpartition(":")
     try:
         if colon and file.endswith(".py"):
-            return _pattern_of_module(file, name)
+            return _pattern_of_python_file(file, name)
         if text.endswith(".json"):
             return masks.from_json(Path(text).read_text("utf-8"))
         return masks.parse(text)
@@ -242,7 +242,7 @@ def read_pattern(text: str) -> Pattern | Mixture:
         raise UsageError(str(error)) from None
 
 
-def _pattern_of_module(file: str, name: str) -> Pattern | Mixture:
+def _pattern_of_python_file(file: str, name: str) -> Pattern | Mixture:
     if not Path(file).is_file():
         raise UsageError(f"PATTERN must be an expression or a file that can be read; got {file!r}, which is no file")
     try:

@@ -160,7 +160,7 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | No
         q, k, v, sinks, bindings, *options = inputs
         ctx.save_for_backward(q, k, v, sinks, *output, *copies(bindings))
         ctx.options, ctx.num_outputs = options, len(output)
-        ctx.kept = functions_in(options[0])
+        ctx.functions = functions_in(options[0])  # of custom patterns: kept alive until the backward
         ctx.set_materialize_grads(False)
 
     def backward(ctx, grad_out, grad_lse, *_):

@@ -182,7 +182,7 @@ class AttentionSize:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key and its value, in one head, of all batch entries, if both have the wider head dim."""
+        """Bytes of one key and its value in one head, over all batch entries, both padded to the wider head dim."""
         return 2 * self.batch * max(self.dims) * self.dtype.itemsize
 
     @property

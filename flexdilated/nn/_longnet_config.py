@@ -233,9 +233,10 @@ class LongNetConfig:
         if self.pattern is not None:
             object.__setattr__(self, "pattern", _json(self.pattern))
         self.attention_pattern.check_heads(self.num_heads)
-        self._check_selection()
+        self._read_selection()
 
-    def _check_selection(self) -> None:
+    def _read_selection(self) -> None:
+        """Make a mapping `SelectedLayers`; raise for a selection that does not fit the other fields."""
         if isinstance(self.selection, Mapping):
             known = [each.name for each in fields(SelectedLayers)]
             if strangers := [name for name in self.selection if name not in known]:

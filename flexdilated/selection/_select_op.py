@@ -88,11 +88,14 @@ HeadBoxes = list[tuple[HeadPart, Boxes]]  # of a chunk of query blocks, by rule
 def query_block_chunks(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
-    """Yield (range of query block indices, lists, [(part, boxes of the part's rule)]) for chunks of query blocks.
+    """Yield (range of query blocks, lists, boxes) for chunks that together cover the call's query blocks.
 
-    coarse: blocks chosen by the coarse selector; None without one.
-    lists: for each query block, the blocks inside its coarse blocks, padded with -1; None without `coarse`.
+    Query blocks are numbered from the call's first. `lists` has, for each query block of the chunk, the key blocks
+    inside its coarse blocks, padded with -1, in x tables as `coarse`; it is None without `coarse`. `boxes` has
+    (part, boxes of the part's rule) for each part of `head_parts_of`.
+
     bindings: run-time tensors of the patterns, sorted by name.
+    coarse: key blocks chosen by the coarse selector; None without one.
     """
     rows, parts, lists = call.query_blocks(q, k), head_parts_of(call, bindings, q, k), None
     numbers, ratio = q.shape[0] * q.shape[1] * rows.num_key_blocks, 1

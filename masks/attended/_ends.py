@@ -180,7 +180,9 @@ def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tup
 def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: int) -> Iterator[int]:
     """Yield, ascending and endlessly, each p >= `position` such that no query in [first, p) sees a key at or after p.
 
-    ends: ends of chunks that these rules have; p need not be one of them.
+    sources: the rules by which queries see keys.
+    ends: ends that all these rules have, by which it is known how far ahead keys are searched; p need not be one of
+        them.
     first: below position.
     """
     while True:

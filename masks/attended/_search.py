@@ -256,11 +256,13 @@ def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
 
     None also if the queries' step cuts the keys into more than 512 residue classes.
     """
-    step, keys, number = wanted.queries.step if len(wanted.queries) > 1 else 1, wanted.keys, len(wanted.queries)
+    keys, number = wanted.keys, len(wanted.queries)
+    step = wanted.queries.step if number > 1 else 1
     classes = step // gcd(step, keys.step)
     if common_period(wanted.factors) != 1 or classes > _MOST_CLASSES:
         return None
     found: list[range] = []
+    # The keys of a residue class are filled up to the queries' step, so that lags are differences of indices.
     for index in range(min(classes, len(keys))):
         hull = range(keys.start + index * keys.step, keys[-1] + 1, step)
         begin, end = _seen_lags(wanted, hull)  # key j is seen iff one of the lags j - number + 1 to j is allowed

@@ -401,8 +401,9 @@ class Expression:
     ) -> Bound:
         """Return the expression with these sizes, as a `Bound`.
 
-        Heads are counted over all devices: this device holds `num_heads` heads from `head_offset` on. Query i has
-        position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset + num_heads.
+        Heads are numbered over all devices: this device has heads head_offset to head_offset + num_heads - 1 of
+        num_heads_global, by default head_offset + num_heads. Query i has position q_offset + i; key j has position
+        k_offset + j.
 
         batch: number of batch entries; with the default 1 it is the largest batch size of the pattern's run-time
             tensors, if it has any.

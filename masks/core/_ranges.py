@@ -113,15 +113,15 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
     ranges: list[range] = []
     # at: the position reached, where a run of equal distances begins; taken: True if a range has it already.
     at, taken = int(positions[0]), False
-    for step, number, following in zip(steps, times, [*steps, 0][1:], strict=True):
+    for step, number, next_step in zip(steps, times, [*steps, 0][1:], strict=True):
         end = at + step * number
-        # A distance that occurs once, or before a run, leaves its last position to the next range.
-        left = step > 1 and (number == 1 or following == 1)
+        # A distance that occurs once, or before consecutive positions, gives its last position to the next range.
+        gives_last = step > 1 and (number == 1 or next_step == 1)
         start = at + step if taken else at
-        last = end - step if left else end
+        last = end - step if gives_last else end
         if start <= last:
             ranges.append(range(start, last + 1, step if start < last else 1))
-        at, taken = end, not left
+        at, taken = end, not gives_last
     return tuple(ranges) if taken else (*ranges, range(at, at + 1))
 
 

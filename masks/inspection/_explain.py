@@ -76,7 +76,7 @@ class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
     multiplicity: number of branches that allow the pair.
-    reason: the tree; str() gives it as indented lines.
+    reason: root of the tree. str() of the explanation has the tree as indented lines.
     standings: the blocks that contain the pair: one in natural order, and one in the order of `masks.layout` if this
         differs and there are as many keys as queries; empty if the number of tokens is unknown.
     zero_keys: number of zero keys that padding adds to the query's softmax; None if that depends on an unknown number

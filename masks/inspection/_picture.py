@@ -182,7 +182,11 @@ class Panel:
 
 
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
-    """Return the panel of one head in one order. Raises ValueError if the pattern is undefined in the window."""
+    """Return the panel of one head in one order, "natural" or "residue".
+
+    Raises ValueError if the pattern does not fit the picture's numbers of heads and tokens, or if its mask_mod fails in
+    the window or in a block of its border.
+    """
     pattern = picture.pattern if picture.block is None else picture.pattern.union
     residue = layout(picture.pattern, picture.num_tokens)
     rate = residue.rate if order == "residue" else 1

@@ -231,8 +231,9 @@ class Grid:
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     """Return a grid of cells over a window of query and key slots, for a picture of at most `lines` lines of cells.
 
-    If the canvas has room for all pairs, each pair is a cell. Otherwise cells are as small as fits and about as wide as
-    high, where a character counts as twice as high as wide; a narrow side still gets up to 6 cells.
+    If the canvas has room for all pairs, each pair is a cell. Otherwise there are as many cells as fit while a key is
+    drawn about as wide as a query is high, where a character counts as twice as high as wide; a narrow side still gets
+    up to 6 cells.
     """
     queries, keys = map(len, window)
     rows, _ = _labels(window, (lines, canvas.columns))

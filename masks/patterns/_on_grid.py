@@ -46,7 +46,10 @@ class AxisWindows(Protocol):
         ...
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Return two tensors of shape (n,): boxes with equal entries, counts and steps have equal masks."""
+        """Return two integer tensors of shape (n,) that tell which of n boxes, as in `count`, have equal masks.
+
+        Two boxes do if their entries in both tensors, and the counts and steps of q and of k, are equal.
+        """
         ...
 
 

@@ -35,8 +35,8 @@ from ..core import (
     parameters,
     pattern_kind,
 )
-from ._renumbered import _FromStart
-from ._run_time import RunTime, Table, integers, of_tensor
+from ._renumbered import _MethodCall
+from ._run_time import RunTime, Table, integers, missing, of_tensor
 from ._token_values import KeySet, VisibleKeys
 
 # B batch entries (or one for all of them)
@@ -88,11 +88,10 @@ def _check_entry_numbers(what: str, numbers: object, stop: int) -> None:
 
 
 def _require_entry_numbers(numbers: Pattern) -> EntryNumbers:
-    if not isinstance(numbers, EntryNumbers):
-        # Raises the usual error of a run-time pattern without values.
-        numbers.mask_mod(num_heads=1, device=torch.device("cpu"))
-    assert isinstance(numbers, EntryNumbers)
-    return numbers
+    if isinstance(numbers, EntryNumbers):
+        return numbers
+    assert isinstance(numbers, RunTime)
+    raise ValueError(missing(numbers.name))
 
 
 @pattern_kind("per_sample")
@@ -154,7 +153,7 @@ class PerSample(Composite):
 
 
 @pattern_kind("queries_from")
-class QueriesFrom(_FromStart):
+class QueriesFrom(_MethodCall):
     """Pattern that allows a pair iff `part` allows (query + starts[b], key) in batch entry b.
 
     starts: an EntryNumber, or EntryNumbers once its values are known.

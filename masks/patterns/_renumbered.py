@@ -36,13 +36,14 @@ from ..core import (
     require_int,
     sum_phrase,
 )
+from ._run_time import RunTime, missing
 from ._token_values import Documents, Lengths, Spans, common_runs
 from ._token_values import documents as documents_pattern
 
 
 @dataclass(frozen=True)
-class _FromStart(OnePart):
-    """Base of patterns that apply `part` to positions counted from a start, and print as a method call: `p.after(4)`.
+class _MethodCall(OnePart):
+    """Base of patterns that apply `part` to some or to renumbered positions, and print as a method call: `p.after(4)`.
 
     Adjacent branches of a mixture with equal arguments of this call print as one call on a sum: `(p + q).after(4)`.
     """
@@ -84,7 +85,7 @@ class _FromStart(OnePart):
 
 
 @pattern_kind("after")
-class After(_FromStart):
+class After(_MethodCall):
     """Pattern that allows a pair iff both positions are >= `start` and `part` allows (query - start, key - start)."""
 
     start: int = at_least(1)
@@ -149,7 +150,7 @@ class After(_FromStart):
 
 
 @pattern_kind("before")
-class Before(_FromStart):
+class Before(_MethodCall):
     """Pattern that allows a pair iff both positions are below `stop` and `part` allows the pair."""
 
     stop: int = at_least(1)
@@ -209,7 +210,7 @@ class Before(_FromStart):
 
 
 @pattern_kind("per_document")
-class PerDocument(_FromStart):
+class PerDocument(_MethodCall):
     """Pattern that allows a pair iff both positions are in one document and `part` allows their places in the document.
 
     `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
@@ -289,11 +290,10 @@ class PerDocument(_FromStart):
         return Reason(self, allowed, text, (together, inner))
 
     def _require_spans(self) -> Spans:
-        if not isinstance(self.spans, Spans):
-            # Raises the usual error of a run-time pattern without values.
-            self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
-        assert isinstance(self.spans, Spans)
-        return self.spans
+        if isinstance(self.spans, Spans):
+            return self.spans
+        assert isinstance(self.spans, RunTime)
+        raise ValueError(missing(self.spans.name))
 
 
 @pattern_kind("blockwise", positional=2)

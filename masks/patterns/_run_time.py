@@ -313,7 +313,10 @@ class HeldRows:
 
 
 def names(pattern: Expression) -> tuple[str, ...]:
-    """Return the sorted names of the run-time tensors that a pattern needs or carries, without those of its tables."""
+    """Return the sorted names of the run-time tensors that a pattern's leaves need or carry.
+
+    A leaf that `resolve` has replaced by a `Table` has its values, and gives no name.
+    """
     return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
 
 

@@ -84,14 +84,13 @@ def _intersection(first: Pattern, second: Pattern) -> Pattern:
 
 
 def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tuple[int, ...]]:
-    """Return (table of the pattern's pairs, index, shape), to read a value for each pair from a tensor of that shape.
+    """Return (packed, index, shape): the pattern's pairs, and where each finds its value in a tensor of this shape.
 
-    index[p]: if place p of the table's flattened rows has a key, index of its pair's value in the flattened tensor;
-    else 0.
-
-    pattern: `sparse` with a matrix: the shape is (E,), and pairs have the order of the matrix's E values. Or
-        `selected_keys` with a table for all queries: the shape is that of the table without the dim of tables, and each
-        pair has the place of its entry.
+    packed: the pairs; its rows hold keys among other numbers.
+    index: for each number of the flattened rows of `packed`: if it is a key, the index of its pair's value in the
+        flattened tensor of values; else 0.
+    shape: for `sparse` with a matrix (E,), in the order of the matrix's E values; for `selected_keys` with a table for
+        all queries, that of the table without the dim of tables: the value of a pair is where the table has its key.
 
     Raises TypeError for other patterns, and ValueError for more than one matrix or table, or for repeated pairs.
     """

@@ -95,8 +95,8 @@ def test_calls_of_other_lengths_share_the_mask(case, data, more, longer_first):
         masked_term(longer.pattern, 1, longer).bias(torch.float64)
     assert_plan_agrees(under_mask(bound), Layout(case.num_queries), drawn, case.counts(), 8)
     whole = masked_term(longer.pattern, 1, longer).weights.counts()
-    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._count_pairs())
-    assert torch.equal(whole, CountedPairs(longer)._count_pairs())
+    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._count_branches())
+    assert torch.equal(whole, CountedPairs(longer)._count_branches())
     masks.cache().clear()
 
 

@@ -362,6 +362,7 @@ def program_of(
         allowed = Allowed(masks=not call.block_size, key_weights=not hides_keys)
         sizes = {"num_kv_heads": call.num_kv_heads, "block_size": call.block_size, **portion_limits_on(kind)}
         if call.placement:
+            assert not hides_keys, "without a placement only"
             planned = call.plan(rule, operands=operands)
             return make_program(planned, call.layout, placement=Placement.read(call.placement), **sizes)
         planned = plan_aten(call.bound(rule), call.layout, kind, choice, operands, allowed=allowed)

@@ -222,7 +222,7 @@ def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
     )
 
 
-def _check_sides(q: Tensor, call: Call) -> None:
+def _check_block_size(q: Tensor, call: Call) -> None:
     unit = 64 if torch.__version__ >= "2.15" else TILE  # newer torch has smaller tiles for smaller blocks
     if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % unit for side in call.block_size):
         raise ValueError(
@@ -332,7 +332,7 @@ def _attend_in_parts(
     if is_flash(features.kernel_options):
         _check_table(q, call)
     else:
-        _check_sides(q, call)
+        _check_block_size(q, call)
     if not device_kind(q.device).flex_trains:
         # On CPU FlexAttention refuses inputs that require a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()

@@ -356,7 +356,8 @@ def _token_indices(
     """
     found: dict[tuple[int, int], Tensor] = {}
     for row, head in zip(positions, kv_heads, strict=True):
-        key = (head, int(row[0]))  # heads of a term differ only in their first position
+        # The heads of one key/value head differ at most in their offset: with equal first positions, rows are equal.
+        key = (head, int(row[0]))
         if key not in found:
             held = placement.key_slots(head)
             found[key] = torch.where(torch.isin(row, held.position), held.of(row), -1)

@@ -65,7 +65,7 @@ class DiffusersAttention(ScaledDotProduct):
 
 
 def _with_text(pattern: Pattern | Mixture, num_tokens: int, num_text: int, order: Order) -> Pattern | Mixture:
-    """Return a pattern over an image's or video's tokens and a text's, whose tokens see all and are seen by all."""
+    """Return `pattern`, of an image or video, joined with a text whose tokens see all tokens and are seen by all."""
     first = order == "text first"
     tokens = pattern.after(num_text) if first else pattern.before(num_tokens)
     # torch.compile cannot trace the operator ~ of a class.

@@ -190,7 +190,7 @@ def class_name(of: type) -> str:
 
 
 def ancestors(name: str, model: nn.Module) -> list[nn.Module]:
-    """Modules of `model` that contain its submodule `name`, outermost first; [] for "", the model itself."""
+    """Return the modules from `model`, included, down to its submodule `name`, excluded; [] if `name` is ""."""
     parts = name.split(".")
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))] if name else []
 

@@ -151,14 +151,16 @@ class Visibility:
 
         Raises ValueError for other indices.
         """
-        index = (*index, *[slice(None)] * (4 - len(index)))
+        given = index if isinstance(index, tuple) else (index,)
+        index = (*given, *[slice(None)] * (4 - len(given)))
         if index == (slice(None), 0, slice(None), slice(None)):
             layer = nn.Identity()  # like all layers with an indexer it is causal
             if running_call(layer) is None and not self.are_documents_read:
                 return self._dense_mask  # the layers hand over no position_ids either
             queries = torch.empty(1, 1, self.shape[2], 1, device="meta")
             return _restrict_to_documents(self, layer, queries, {}, ready_made=False, evicts=False)._dense_mask
-        batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
+        slices = [one.indices(size) for one, size in zip(index, self.shape, strict=False) if isinstance(one, slice)]
+        batch, heads, queries, keys = slices if len(slices) == len(index) == 4 else [(0, 0, 0)] * 4
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
             raise ValueError(
                 "of a mask of flexdilated a model may take all batch entries, consecutive queries and the first keys; "

@@ -105,7 +105,7 @@ class CountedPairs:
 
         A view of a cached tensor: do not modify it.
         """
-        return self._cached_tensor("pair counts", self._count_pairs)
+        return self._cached_tensor("pair counts", self._count_branches)
 
     def _cached_tensor(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
         """Return the tensor that `build` makes, or an equal part of one that is cached for more tokens.
@@ -127,7 +127,7 @@ class CountedPairs:
         return found[:, : bound.num_queries, : bound.num_keys]
 
     @outside_torch_modes
-    def _count_pairs(self) -> Int16[Tensor, "#H Q K"]:
+    def _count_branches(self) -> Int16[Tensor, "#H Q K"]:
         bound = self.bound
         heads = torch.tensor(bound.masked_heads)[:, None, None]
         q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset

@@ -146,7 +146,10 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
 
 
 def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """Return (simplified rule, bound) of the first window; positions count from its origin, less whole periods."""
+    """Return (rule, bound) of the first of these windows, the rule simplified for the window's positions.
+
+    The bound's q_offset and k_offset count from the window's origin and are reduced by equal whole periods of `rest`.
+    """
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
