@@ -144,6 +144,7 @@ PAGES: dict[Path, dict[str, Part]] = {
     _HOWTO / "choosing.md": {
         **_from("fits", what_fits_on_cpu=_tables.longest("cpu"), what_fits_on_cuda=_tables.longest("cuda")),
         **_from("checkpointing", checkpointing=_tables.checkpointing),
+        **_from("quality", quality=_tables.quality),
     },
     _HOWTO / "compiling.md": {
         **_from("first_step", first_step=_tables.first_steps),

@@ -147,6 +147,27 @@ def checkpointing(document: Document) -> str:
     return with_condition(markdown(lines, headers), document)
 
 
+def quality(document: Document) -> str:
+    """A line for each attention: keys of a query, bits per byte at equal steps and at equal time, and steps in it."""
+    found: dict[str, dict[str, Figures]] = {}
+    for row in document["rows"]:
+        equal = row["measure"].partition("equal ")[2].partition(":")[0]
+        found.setdefault(before(",")(row), {"dense": row["detail"]["dense"]})[equal] = row["detail"]
+    dense = next(iter(found.values()))["dense"]
+    lines = [("dense", f"{dense['keys_a_query']:,.0f}", _bits(dense), str(dense["steps"]), _bits(dense))]
+    for name, each in found.items():
+        steps, time = each["steps"], each["time"]
+        lines.append((name, f"{steps['keys_a_query']:,.0f}", _bits(steps), str(time["steps"]), _bits(time)))
+    headers = ("attention", "keys a query", f"after {dense['steps']} steps", "steps in equal time", "after equal time")
+    return with_condition(markdown(lines, headers), document)
+
+
+def _bits(figures: Figures) -> str:
+    """The mean over seeds, and the range."""
+    bits = figures["bits"]
+    return f"{mean(bits):.2f} ({min(bits):.2f} to {max(bits):.2f})"
+
+
 def longest(device: str) -> Render:
     def render(document: Document) -> str:
         found = document["rows"][0]["detail"]["longest"][device]
