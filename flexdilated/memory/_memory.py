@@ -40,7 +40,7 @@ from ..engines import (
     tensors_in,
 )
 from ..masks.core import Expression, device_kind, require_int
-from ..masks.patterns import names
+from ..masks.patterns import as_written, names
 from ..masks.planning import (
     ANYTHING,
     Allowed,
@@ -344,7 +344,8 @@ def _planned_memory(settings: _CallSettings, pattern: Expression, size: Attentio
         if reads_table(call.bound(pattern), "aten"):
             return AttentionMemory(q, k + v, out, *_table_memory(settings.plan(pattern, size), size), 0)
         sizes = size.operands("aten")
-        program = program_of(call, pattern, settings.device, settings.choice, sizes, written=call.pattern)
+        written = as_written(pattern).text
+        program = program_of(call, pattern, settings.device, settings.choice, sizes, written=written)
         return AttentionMemory(q, k + v, out, *_aten_memory(program, size), program.nbytes)
     best, cpu = settings.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     rest, table = best.beside_table, best.table

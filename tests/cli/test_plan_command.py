@@ -114,6 +114,14 @@ def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
         flexdilated.plan(masks.causal().per_document(torch.cat([ids, ids // 2])), 40)
     with pytest.raises(ValueError, match="ids"):
         flexdilated.plan(masks.documents("ids"), 40)
+    rows = torch.arange(40)[:, None] // torch.tensor([1, 2, 3])
+    allowed = rows[:, :1] % 3 != torch.arange(40)
+    for pattern in (
+        *(masks.documents(ids), masks.visible_keys(ids > 0), masks.mask(allowed)),
+        *(masks.selected_keys(rows[None]), masks.sparse(allowed.to_sparse()), masks.lengths(torch.tensor([9]))),
+        masks.causal() & masks.documents(ids) | masks.selected_keys(rows[None]),
+    ):
+        assert "attend: inference, peak" in str(flexdilated.plan(pattern, 40)), pattern
 
 
 def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
