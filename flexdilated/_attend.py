@@ -256,7 +256,7 @@ def checked_call(
     """
     heads = check_sizes(pattern, q, place)
     check_layout(place.layout, q, k)
-    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
+    tensors = run_time_tensors(pattern, bindings, batch=q.shape[0], has_values=not q.is_meta)
     call = Call.at(
         q,
         k,

@@ -359,16 +359,18 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
 
 
 def run_time_tensors(
-    pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
+    pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, batch: int = 1, has_values: bool = True
 ) -> list[Tensor]:
     """Return the run-time tensors that a pattern needs, sorted by name; sparse ones are packed into dense ones.
 
     Tensors are copied to the CPU here, once per call, except tables of selected blocks, which stay on their device.
 
     bindings: {name: tensor} for the tensors that the pattern does not hold.
+    batch: number of batch entries of the call.
     has_values: False for a call with meta tensors; the result is then empty.
 
-    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice.
+    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table
+    that may be meant for batch entries but is read as one of tables of heads.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
@@ -394,6 +396,12 @@ def run_time_tensors(
     else:
         leaves = {leaf.name: leaf for leaf in run_time_leaves(pattern)}
         values = {name: leaves[name].transported(found[name]) for name in needed}
+    for name in stay:
+        if values[name].dim() == 3 and 1 < batch == len(values[name]):
+            raise ValueError(
+                f"{name} of shape {tuple(values[name].shape)} may be a table for each of {batch} batch entries or for "
+                f"each of {batch} groups of heads: write table[:, None] for entries, or table[None] for heads"
+            )
     return [x if name in stay else x.cpu() for name, x in values.items()]
 
 

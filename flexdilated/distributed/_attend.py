@@ -196,7 +196,7 @@ def attend(
     check_score_mod(score_mod)
     check_zero_keys(pattern, score_mod)
     heads = index(check_sizes(pattern, q, Place(head_offset=head_offset, num_heads_global=num_heads_global)))
-    tensors = run_time_tensors(pattern, bindings)
+    tensors = run_time_tensors(pattern, bindings, batch=q.shape[0])
     check_codec(codec, error_bound, q.dtype)
     chosen = schedule
     if score_mod is not None:

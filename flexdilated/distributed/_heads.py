@@ -112,7 +112,7 @@ def attend_heads(
     check_score_mod(score_mod)
     check_zero_keys(padded, score_mod)
     heads = check_sizes(pattern, q, Place(head_offset=head_offset, num_heads_global=num_heads_global))
-    tensors = run_time_tensors(pattern, bindings)
+    tensors = run_time_tensors(pattern, bindings, batch=q.shape[0])
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = without_keys(q, k, v, sinks)
         return (out, lse) if return_lse else out
