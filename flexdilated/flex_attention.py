@@ -31,7 +31,7 @@ from .engines import ScoreMod
 from .masks import block_mask as block_mask_of
 from .masks import every
 from .masks.core import MaskMod, Mixture, Pattern, device_kind
-from .masks.patterns import custom, partial_and_full_blocks, rules_of_mask_mod, text_of_function
+from .masks.patterns import partial_and_full_blocks, pattern_of_block_mask, rules_of_mask_mod, text_of_function
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # R query blocks, C key blocks
@@ -121,7 +121,7 @@ def _computed(
     kernel_options: Mapping[str, Any] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, natural lse) of a call of `flex_attention`."""
-    pattern = every() if block_mask is None else _pattern_of(block_mask, query.shape[2], key.shape[2])
+    pattern = every() if block_mask is None else _pattern_of(block_mask, query, key)
     on_triton = device_kind(query.device).engine == "flex"
     return attend(
         query,
@@ -148,23 +148,36 @@ class _Read(NamedTuple):
 _read: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
 
 
-def _pattern_of(block_mask: BlockMask, num_queries: int, num_keys: int) -> Pattern:
-    """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
-
-    Raises ValueError if it is for other numbers of queries and keys.
-    """
+def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    """Raise ValueError if a BlockMask is for other numbers of queries, keys, batch entries or heads."""
+    (entries, heads, num_queries), num_keys = query.shape[:3], key.shape[2]
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (num_queries, num_keys):
         raise ValueError(
             f"block_mask must be for {num_queries} queries and {num_keys} keys; got one for {lengths[0]} and "
             f"{lengths[1]}: create another one, or crop it by block_mask._adjust({num_queries}, {num_keys})"
         )
+    listed = (1, 1, *block_mask.kv_num_blocks.shape[:-1])[-2:]
+    if listed[0] not in (1, entries) or listed[1] not in (1, heads):
+        raise ValueError(
+            f"block_mask must have lists for the {entries} batch entries and {heads} heads of query, or for 1 that all "
+            f"share; got {listed[0]} and {listed[1]}: create another one, with B={entries} or None, H={heads} or None"
+        )
+
+
+def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
+    """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
+
+    Raises ValueError if it is for other sizes than those of query and key.
+    """
+    _check_sizes(block_mask, query, key)
+    entries = query.shape[0]
     tables = block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     lists = tuple(table.detach().cpu() for table in tables if table is not None)
-    rule, known = text_of_function(block_mask.mask_mod), _read.get(block_mask)
+    rule, known = text_of_function(block_mask.mask_mod, entries), _read.get(block_mask)
     if known is not None and known.rule == rule and _all_equal(known.lists, lists):
         return known.pattern
-    pattern = custom(block_mask)
+    pattern = pattern_of_block_mask(block_mask, entries)
     _read[block_mask] = _Read(tuple(table.clone() for table in lists), rule, pattern)
     return pattern
 

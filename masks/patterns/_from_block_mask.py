@@ -86,19 +86,24 @@ class PositionsBelow(Pattern):
 
 
 def of_block_mask(
-    block_mask: BlockMask, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
+    block_mask: BlockMask, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool], entries: int | None
 ) -> Pattern:
     """Return the pattern of the pairs that compiled FlexAttention computes for a BlockMask.
 
     custom: makes a pattern of a mask_mod.
     reads_entry: returns True if a mask_mod reads the batch entry `b`.
+    entries: number of batch entries of the calls; None if only the lists say it, which must then be for two entries or
+        more if the mask_mod reads `b`.
 
     Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
-    `b` although all batch entries share the lists.
+    `b`, but the number of batch entries is unknown.
     """
     partial, full = partial_and_full_blocks(block_mask)
+    if entries is None and len(partial) > 1:
+        entries = len(partial)
     # In the caller's modes: to record a function is to follow what torch calls.
-    rules = rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
+    rules = rules_of_mask_mod(block_mask.mask_mod, entries, custom, reads_entry)
+    partial, full = (each.expand(len(rules), -1, -1, -1) for each in (partial, full))
     return _pattern_of_rules(rules, partial, full, block_mask)
 
 
@@ -119,19 +124,20 @@ def _pattern_of_rules(
 
 
 def rules_of_mask_mod(
-    function: Any, entries: int, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
+    function: Any, entries: int | None, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
     """Return the pattern of a mask_mod in each batch entry; one and the same if it does not read the entry.
 
+    entries: number of batch entries; None, if it is unknown, gives one pattern.
     custom, reads_entry: as in `of_block_mask`.
 
-    Raises ValueError if it reads the entry, and `entries` is 1.
+    Raises ValueError if it reads the entry, and `entries` is None.
     """
     if function is noop_mask:
-        return [every()] * entries
+        return [every()] * (entries or 1)
     if not reads_entry(function):
-        return [custom(function)] * entries
-    if entries == 1:
+        return [custom(function)] * (entries or 1)
+    if entries is None:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise ValueError(
             f"the mask_mod {name!r} must not depend on the batch entry b, as all entries share the lists of its "

@@ -11,6 +11,7 @@ import torch.nn.attention.flex_attention as torch_own
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +33,7 @@ RULES: dict[str, tuple[Any, int | None, int | None]] = {
     "dilated window": (lambda b, h, q, k: ((q - k).abs() <= 40) & ((q - k) % 4 == 0), None, None),
     "by head": (lambda b, h, q, k: (q + h) % 3 != k % 3, None, H),
     "by batch entry": (lambda b, h, q, k: q + SHIFTS[b] >= k, B, None),
+    "by batch entry, lists of the first": (lambda b, h, q, k: (q - SHIFTS[b] >= k) & ((q + k) % 5 > 0), None, None),
     "by both": (lambda b, h, q, k: (q >= k) & ((h + b) % 2 == 0), B, H),
     "nothing": (lambda b, h, q, k: q < 0, None, None),
     "all": (torch_own.noop_mask, None, None),
@@ -181,26 +183,49 @@ def dense_of_lists(q: Tensor, x: Tensor, mask: Any, factor: float) -> Tensor:
     return scores.softmax(-1).nan_to_num(0.0) @ x
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_paged_attention_of_torch(batch: int) -> None:
+    """Its masks and score functions look logical keys up for each batch entry, in pages that all entries share."""
+    page, pages, tokens, lengths = 16, 16, 60, torch.tensor([60, 23, 41])[:batch]
+    paged = PagedAttention(pages, page, batch, device="cpu")
+    caches = torch.full((2, 1, H, pages * page, 8), 7.0, dtype=torch.float64)
+    q, k, v = torch.randn(3, batch, H, tokens, 8, dtype=torch.float64)
+    for entry in reversed(range(batch)):
+        paged.reserve(torch.tensor(entry), lengths[entry])
+        given = (x[entry, None, :, : lengths[entry]] for x in (k, v))
+        paged.assign(torch.tensor([entry]), torch.arange(lengths[entry])[None], *given, *caches)
+
+    rule = lambda b, h, i, j: (i >= j) & (j < lengths[b])  # noqa: E731
+    logical = create_block_mask(rule, batch, None, tokens, tokens, "cpu", page)
+    converted = paged.convert_logical_block_mask(logical, kv_len=lengths)
+    score_mod = paged.get_score_mod(lambda s, b, h, i, j: s + (j - i) * 0.1, kv_len=lengths)
+    found = flex_attention(q, *caches, score_mod, converted, return_aux=AuxRequest(lse=True))
+    at = torch.arange(tokens)
+    allowed = (at[:, None] >= at) & (at < lengths[:, None, None, None])
+    scores = (q @ k.mT * 8**-0.5 + (at - at[:, None]) * 0.1).masked_fill(~allowed, -torch.inf)
+    assert_close((found[0], found[1].lse), (scores.softmax(-1) @ v, scores.logsumexp(-1)))
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"tokens": 100}, r"block_mask must be for 100 queries and 100 keys; got one for 150 and 150: create another"),
+        ({"batch": 3, "lists": (2, None)}, "for the 3 batch entries and 2 heads of query, .* share; got 2 and 1"),
+        ({"heads": 4, "enable_gqa": True, "lists": (None, 2)}, "got 1 and 2: .* B=1 or None, H=4 or None"),
         ({"return_aux": AuxRequest(max_scores=True)}, "max_scores is not computed"),
         ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "ask for the same"),
         ({"heads": 4}, "enable_gqa"),
     ],
-    ids=["lengths", "max_scores", "lse twice", "heads"],
+    ids=["lengths", "entries", "heads of lists", "max_scores", "lse twice", "heads"],
 )
 def test_errors(how: dict[str, Any], message: str) -> None:
-    q = torch.randn(1, how.pop("heads", 2), how.pop("tokens", N), 8)
-    mask = create_block_mask(RULES["causal"][0], None, None, N, N, "cpu")
+    q = torch.randn(how.pop("batch", 1), how.pop("heads", 2), how.pop("tokens", N), 8)
+    mask = create_block_mask(lambda b, h, q, k: q >= k - b - h, *how.pop("lists", (None, None)), N, N, "cpu")
     with pytest.raises(ValueError, match=message):
         flex_attention(q, q[:, :2], q[:, :2], block_mask=mask, **how)
 
 
 def test_rules_that_have_no_lists() -> None:
-    with pytest.raises(ValueError, match="must not depend on the batch entry b"):
-        create_block_mask(RULES["by batch entry"][0], None, None, N, M, "cpu")
     with pytest.raises(ValueError, match="call attend with the mixture"):
         create_block_mask(masks.causal() + masks.causal(), None, None, N, M, "cpu")
 
