@@ -26,8 +26,9 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from ._attend import attend
-from .engines import ScoreMod
+from ._attend import attend, autocast
+from ._validate import expand_batch, scaled
+from .engines import ScoreMod, fixed_score_mod, largest_scores, sum_dtype
 from .masks import block_mask as block_mask_of
 from .masks import every
 from .masks.core import MaskMod, Mixture, Pattern, device_kind
@@ -64,8 +65,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as `torch.nn.attention.flex_attention.flex_attention`, computed by `attend`, forward and backward.
 
-    Returns the output (B, H, N, E); with return_lse (output, natural lse (B, H, N)); with return_aux (output,
-    `AuxOutput`). A query without keys has output 0 and lse -inf.
+    Returns the output (B, H, N, E), in memory in query's order; with return_lse (output, natural lse (B, H, N)); with
+    return_aux (output, `AuxOutput`). A query without keys has output 0, and lse and largest score -inf.
 
     score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach all tensors that it reads.
     block_mask: from `create_block_mask`, or one of torch's; None for all pairs. Lists that do not follow from its
@@ -73,15 +74,15 @@ def flex_attention(
     scale: factor on the scores; None for 1 / sqrt(D).
     enable_gqa: True allows G to be a divisor of H.
     kernel_options: as in torch, where Triton serves the device; without effect elsewhere.
-    return_aux: max_scores is not computed.
+    return_aux: lse, and max_scores, each query's largest score after score_mod (B, H, N), without a gradient.
 
     Lists, rule and score_mod are read in each call, for which the host waits for an accelerator, and later changes have
-    no effect on its backward. In a function
-    that torch.compile compiles, torch's own flex_attention is called where it trains (CUDA, XPU) or no gradient and no
-    lse is wanted; elsewhere the graph breaks at this call, which runs eagerly.
+    no effect on its backward. In a function that torch.compile compiles, torch's own flex_attention is called where it
+    trains (CUDA, XPU), or for an inference without return_lse and return_aux; elsewhere the graph breaks at this call,
+    which runs eagerly.
 
-    Raises ValueError for tensors that do not fit each other or the lengths of the block_mask, and for
-    return_aux with max_scores; TypeError for functions that `masks.custom` cannot record.
+    Raises ValueError for tensors that do not fit each other or the block_mask; TypeError for functions that
+    `masks.custom` cannot record.
 
     >>> q, k, v = torch.randn(3, 1, 2, 256, 16, requires_grad=True)
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
@@ -91,12 +92,10 @@ def flex_attention(
     """
     if return_aux is not None and return_lse:
         raise ValueError("return_lse and return_aux ask for the same: leave return_lse out")
-    if return_aux is not None and return_aux.max_scores:
-        raise ValueError("max_scores is not computed: ask for return_aux=AuxRequest(lse=True), or call torch's own")
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants = return_aux or AuxRequest(lse=return_lse)
     if torch.compiler.is_compiling():
         trains = device_kind(query.device).flex_trains
-        if trains or not (wants_lse or torch.is_grad_enabled()):
+        if trains or not (wants.lse or wants.max_scores or torch.is_grad_enabled()):
             options: Any = kernel_options
             return _torch.flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
@@ -104,10 +103,10 @@ def flex_attention(
         compute: Any = torch.compiler.disable(_computed)
     else:
         compute = _computed
-    out, lse = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    out, aux = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants)
     if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+        return out, aux
+    return (out, aux.lse) if return_lse else out
 
 
 def _computed(
@@ -119,11 +118,12 @@ def _computed(
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, natural lse) of a call of `flex_attention`."""
+    wants: AuxRequest,
+) -> tuple[Tensor, AuxOutput]:
+    """Return (out, the results that `wants` names) of a call of `flex_attention`."""
     pattern = every() if block_mask is None else _pattern_of(block_mask, query, key)
     on_triton = device_kind(query.device).engine == "flex"
-    return attend(
+    out, lse = attend(
         query,
         key,
         value,
@@ -135,6 +135,26 @@ def _computed(
         q_offset=0,
         return_lse=True,
     )
+    largest = _largest_scores(query, key, pattern, score_mod, scale) if wants.max_scores else None
+    return _in_order_of(query, out), AuxOutput(lse=lse if wants.lse else None, max_scores=largest)
+
+
+def _largest_scores(
+    query: Tensor, key: Tensor, pattern: Pattern, score_mod: ScoreMod | None, scale: float | None
+) -> Float[Tensor, "B H N"]:
+    """Return each query's largest score after score_mod, of a call that `attend` has checked."""
+    q, k, _ = expand_batch(*autocast(query, key, key))
+    if 0 in (*q.shape, *k.shape):
+        return q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
+    mask = block_mask_of(pattern, q.shape[2], k.shape[2], num_heads=q.shape[1], device=q.device)
+    q, factor = scaled(q, scale, q.shape[3])
+    return largest_scores(q, k, mask, factor, fixed_score_mod(score_mod, sum_dtype(q), q.device))
+
+
+def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H N E"]:
+    """Return out with its batch entries, heads and tokens in memory in the order of query's, each row contiguous."""
+    order = [*sorted(range(3), key=query.stride, reverse=True), 3]
+    return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 class _Read(NamedTuple):

@@ -64,7 +64,8 @@ def scores_of(x: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, rule: Any, scale: float) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, rule: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, lse and largest scores."""
     places = (
         torch.arange(B).view(-1, 1, 1, 1),
         torch.arange(H)[:, None, None],
@@ -77,7 +78,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, rule: Any, scale: flo
     scores = scores.masked_fill(~rule(*places), -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    return weights @ v, lse
+    return weights @ v, lse, scores.amax(-1).detach()
 
 
 @settings(max_examples=25)
@@ -105,14 +106,16 @@ def test_drawn_calls_match_the_definition(rule, score, dtype, groups, block, sca
         score_mod = scores_of(x)[score]
         if not found:
             mask = made_by(mask_mod, entries, heads, N, M, device="cpu", BLOCK_SIZE=block)
-            how = {"scale": scale, "enable_gqa": groups < H, "return_aux": AuxRequest(lse=True)}
+            how = {"scale": scale, "enable_gqa": groups < H, "return_aux": AuxRequest(lse=True, max_scores=True)}
             out, aux = flex_attention(q, k, v, score_mod, mask, **how)
-            lse = aux.lse
+            lse, largest = aux
+            assert not largest.requires_grad
+            assert (out.transpose(1, 2) if apart else out).is_contiguous()
         else:
-            out, lse = dense(q, k, v, score_mod, mask_mod, 0.25 if scale is None else scale)
+            out, lse, largest = dense(q, k, v, score_mod, mask_mod, 0.25 if scale is None else scale)
         total = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
         grads = torch.autograd.grad(total, list(x.values()), materialize_grads=True, allow_unused=True)
-        found.append([out, lse, *grads])
+        found.append([out, lse, largest, *grads])
     near = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
     for mine, true in zip(*found, strict=True):
         assert_close(mine.double(), true.nan_to_num(0.0, neginf=-torch.inf), **near)
@@ -212,11 +215,10 @@ def test_paged_attention_of_torch(batch: int) -> None:
         ({"tokens": 100}, r"block_mask must be for 100 queries and 100 keys; got one for 150 and 150: create another"),
         ({"batch": 3, "lists": (2, None)}, "for the 3 batch entries and 2 heads of query, .* share; got 2 and 1"),
         ({"heads": 4, "enable_gqa": True, "lists": (None, 2)}, "got 1 and 2: .* B=1 or None, H=4 or None"),
-        ({"return_aux": AuxRequest(max_scores=True)}, "max_scores is not computed"),
         ({"return_aux": AuxRequest(lse=True), "return_lse": True}, "ask for the same"),
         ({"heads": 4}, "enable_gqa"),
     ],
-    ids=["lengths", "entries", "heads of lists", "max_scores", "lse twice", "heads"],
+    ids=["lengths", "entries", "heads of lists", "lse twice", "heads"],
 )
 def test_errors(how: dict[str, Any], message: str) -> None:
     q = torch.randn(how.pop("batch", 1), how.pop("heads", 2), how.pop("tokens", N), 8)
