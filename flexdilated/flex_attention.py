@@ -26,13 +26,20 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
+from . import _torch_private
 from ._attend import attend, autocast
 from ._validate import expand_batch, scaled
 from .engines import ScoreMod, fixed_score_mod, largest_scores, sum_dtype
 from .masks import block_mask as block_mask_of
 from .masks import every
-from .masks.core import MaskMod, Mixture, Pattern, device_kind
-from .masks.patterns import partial_and_full_blocks, pattern_of_block_mask, rules_of_mask_mod, text_of_function
+from .masks.core import MaskMod, Mixture, Pattern, advises, device_kind, outside_torch_modes, suspended_torch_modes
+from .masks.patterns import (
+    block_lists,
+    partial_and_full_blocks,
+    pattern_of_block_mask,
+    rules_of_mask_mod,
+    text_of_function,
+)
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # R query blocks, C key blocks
@@ -50,6 +57,10 @@ __all__ = [
 ]
 
 
+@advises(
+    keywords={"engine": "write fd.attend(query, key, value, masks.custom(block_mask), engine=)"},
+    how="write flex_attention(query, key, value, block_mask=)",
+)
 def flex_attention(
     query: Float[Tensor, "B H N D"],
     key: Float[Tensor, "#B G M D"],
@@ -144,7 +155,7 @@ def _largest_scores(
 ) -> Float[Tensor, "B H N"]:
     """Return each query's largest score after score_mod, of a call that `attend` has checked."""
     q, k, _ = expand_batch(*autocast(query, key, key))
-    if 0 in (*q.shape, *k.shape):
+    if 0 in (*q.shape, *k.shape) or q.is_meta or isinstance(q, _torch_private.FakeTensor):
         return q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
     mask = block_mask_of(pattern, q.shape[2], k.shape[2], num_heads=q.shape[1], device=q.device)
     q, factor = scaled(q, scale, q.shape[3])
@@ -158,10 +169,15 @@ def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"])
 
 
 class _Read(NamedTuple):
-    """What a BlockMask held when it was read last: copies of its lists, its rule's operations, and their pattern."""
+    """What a BlockMask held when it was read last.
 
-    lists: tuple[Tensor, ...]
-    rule: str
+    lists: copies of them.
+    others: a text of its rule, for a number of batch entries, and of its sizes.
+    pattern: the pattern of all these.
+    """
+
+    lists: list[Tensor]
+    others: str
     pattern: Pattern
 
 
@@ -170,6 +186,8 @@ _read: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
 
 def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     """Raise ValueError if a BlockMask is for other numbers of queries, keys, batch entries or heads."""
+    if query.dim() != 4 or key.dim() != 4:
+        return  # `attend` refuses them
     (entries, heads, num_queries), num_keys = query.shape[:3], key.shape[2]
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (num_queries, num_keys):
@@ -191,21 +209,29 @@ def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
     Raises ValueError if it is for other sizes than those of query and key.
     """
     _check_sizes(block_mask, query, key)
-    entries = query.shape[0]
-    tables = block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    lists = tuple(table.detach().cpu() for table in tables if table is not None)
-    rule, known = text_of_function(block_mask.mask_mod, entries), _read.get(block_mask)
-    if known is not None and known.rule == rule and _all_equal(known.lists, lists):
+    entries, lists = len(query), block_lists(block_mask)
+    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), _read.get(block_mask)
+    others = f"{text_of_function(block_mask.mask_mod, entries)}, {sizes}"
+    if known is not None and known.others == others and _all_equal(known.lists, lists):
         return known.pattern
     pattern = pattern_of_block_mask(block_mask, entries)
-    _read[block_mask] = _Read(tuple(table.clone() for table in lists), rule, pattern)
+    with suspended_torch_modes():
+        _read[block_mask] = _Read([table.clone() for table in lists], others, pattern)
     return pattern
 
 
+@outside_torch_modes
 def _all_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+_OF_FLASH = "it serves a backward of torch's FLASH kernels, which are not called here: leave it out"
+
+
+@advises(
+    keywords=dict.fromkeys(("compute_dq_write_order", "dq_kv_order"), _OF_FLASH),
+    how="write create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)",
+)
 def create_block_mask(
     mask_mod: MaskMod | Pattern,
     B: int | None,
@@ -220,12 +246,15 @@ def create_block_mask(
     """Return torch's BlockMask of a rule, with the lists that torch's `create_block_mask` has, in bounded memory.
 
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
-    B, H: batch entries and query heads with lists of their own; None for 1.
+    B, H: batch entries and query heads with lists of their own; None for 1. One entry, the first, may have the lists of
+        all.
     Q_LEN, KV_LEN: numbers of queries and keys.
     device: of the lists; None for the accelerator, if there is one, as in torch.
     BLOCK_SIZE: tokens of a block, or (queries, keys).
     _compile: without effect.
     separate_full_blocks: if False, full blocks are listed as partial ones.
+
+    In a function that torch.compile compiles, the graph breaks at this call.
 
     Raises TypeError or ValueError for a function that `masks.custom` cannot record, and ValueError for a pattern in
     which a pair may count more than once.
@@ -233,27 +262,58 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
     (1, 1, 256, 256)
     """
-    entries, heads = B or 1, H or 1
+    create: Any = torch.compiler.disable(_created) if torch.compiler.is_compiling() else _created
+    return create(mask_mod, (B or 1, H or 1), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
+
+
+def _created(
+    mask_mod: MaskMod | Pattern,
+    shape: tuple[int, int],
+    lengths: tuple[int, int],
+    device: torch.device | str | None,
+    block_size: int | tuple[int, int],
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """Return the result of `create_block_mask`. shape: batch entries and heads. lengths: queries and keys."""
     if isinstance(mask_mod, Mixture):
         raise ValueError("a BlockMask counts each pair once: give one pattern, or call attend with the mixture")
-    where = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-    rules = [mask_mod] if isinstance(mask_mod, Pattern) else rules_of_mask_mod(mask_mod, entries)
+    # In the caller's modes: to record a function is to follow what torch calls.
+    rules = [mask_mod] if isinstance(mask_mod, Pattern) else rules_of_mask_mod(mask_mod, shape[0])
     rules = rules[:1] if all(rule is rules[0] for rule in rules) else rules
-    tables = []
-    for rule in rules:
-        made = block_mask_of(rule, Q_LEN, KV_LEN, num_heads=heads, block_size=BLOCK_SIZE)
-        tables.append(torch.stack(partial_and_full_blocks(made)).expand(-1, -1, heads, -1, -1))
-    partial, full = torch.cat(tables, 1).expand(-1, entries, -1, -1, -1)
-    if not separate_full_blocks:
-        partial, full = partial | full, None
-    function = mask_mod.mask_mod(num_heads=heads, device=where) if isinstance(mask_mod, Pattern) else mask_mod
-    return BlockMask.from_kv_blocks(
-        *_lists(partial, where),
-        *((None, None) if full is None else _lists(full, where)),
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=function,
-        seq_lengths=(Q_LEN, KV_LEN),
-    )
+    where, (entries, heads) = torch.device(device or torch.accelerator.current_accelerator() or "cpu"), shape
+    with suspended_torch_modes():
+        function = _PatternRule(mask_mod, *shape, *lengths, where) if isinstance(mask_mod, Pattern) else mask_mod
+        tables = []
+        for rule in rules:
+            made = block_mask_of(rule, *lengths, num_heads=heads, block_size=block_size)
+            tables.append(torch.stack(partial_and_full_blocks(made)).expand(-1, -1, heads, -1, -1))
+        partial, full = torch.cat(tables, 1).expand(-1, entries, -1, -1, -1)
+        if not separate_full_blocks:
+            partial, full = partial | full, None
+        return BlockMask.from_kv_blocks(
+            *_lists(partial, where),
+            *((None, None) if full is None else _lists(full, where)),
+            BLOCK_SIZE=block_size,
+            mask_mod=function,
+            seq_lengths=lengths,
+        )
+
+
+class _PatternRule:
+    """A pattern for these sizes as a mask_mod, with its tensors on this device. It is pickled as the pattern."""
+
+    def __init__(
+        self, pattern: Pattern, batch: int, num_heads: int, num_queries: int, num_keys: int, device: torch.device
+    ) -> None:
+        self.given = pattern, batch, num_heads, num_queries, num_keys, device
+        bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys, batch=batch)
+        self.function = bound.mask_mod(device)
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.function(b, h, q, k)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _PatternRule, self.given
 
 
 def _lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from ..core import (
     content_digest,
     device_kind,
     instead_of_pattern,
+    outside_torch_modes,
     pattern_kind,
     record,
     refused_arguments,
@@ -300,10 +301,10 @@ def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, 
     return found.reading([_cpu_copy(x) for x in found.tensors])
 
 
+@outside_torch_modes
 def _cpu_copy(x: Tensor) -> Tensor:
-    with torch.inference_mode(False):
-        x = x.detach().resolve_conj().resolve_neg()
-        return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    x = x.detach().resolve_conj().resolve_neg()
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _digest(recorded: Recorded) -> str:
@@ -377,6 +378,7 @@ def _recorded_mask_mod(function: MaskMod) -> Recorded:
     return _record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4)
 
 
+@outside_torch_modes
 def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
     """Raise TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
 
