@@ -13,6 +13,7 @@ from . import (
     compiling,
     decoding,
     features,
+    integrations,
     memory,
     planning,
     ranks,
@@ -37,6 +38,7 @@ _SUBJECTS = (
     ranks,
     buffers,
     catalogue,
+    integrations,
     roofline,
 )
 MEASURES: dict[str, Measure] = {
