@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import WanTransformer3DModel  # pyright: ignore[reportMissingImports]
 from matplotlib.colors import ListedColormap
 from torch import Tensor, nn
 
