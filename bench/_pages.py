@@ -157,6 +157,9 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("codec", codec_bytes=_tables.codec_bytes, codec_errors=_tables.codec_errors),
     },
     _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
+    _DOCS / "integrations" / "diffusers.md": _from(
+        "diffusers", converted_models=_tables.converted_models, refused_models=_tables.refused_models
+    ),
     _CONTRIBUTING / "benchmarks.md": {"cases": _cases},
     _CONTRIBUTING / "tests.md": _from("versions", versions=_tables.versions, left_out=_tables.left_out),
     _CONTRIBUTING / "kernels.md": {

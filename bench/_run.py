@@ -13,6 +13,7 @@ from . import (
     compiling,
     decoding,
     features,
+    integrations,
     memory,
     planning,
     quality,
@@ -38,6 +39,7 @@ _SUBJECTS = (
     ranks,
     buffers,
     catalogue,
+    integrations,
     roofline,
     quality,
 )

@@ -344,3 +344,34 @@ def left_out(document: Document) -> str:
     reasons = dict.fromkeys(reason for reasons in counts.values() for reason in reasons)
     lines = [(reason, *(str(own.get(reason, "")) for own in counts.values())) for reason in reasons]
     return markdown(lines, ("left out", *counts))
+
+
+# docs/integrations/diffusers.md
+
+_PLACES = {"": "keys and values of its own", "first": "before", "last": "behind"}
+
+
+def _models(document: Document) -> list[Figures]:
+    return sorted((row for row in document["rows"] if "far" in row["detail"]), key=itemgetter("measure"))
+
+
+converted_models = of_rows(
+    {
+        "model": _MEASURE,
+        "class": detail("class", "`{}`".format),
+        "the text's tokens": detail("text", _PLACES.__getitem__),
+        "processor": detail("processors", lambda names: ", ".join(map("`{}`".format, names))),
+        "farthest from dense": _FIGURE,
+    },
+    _models,
+)
+
+
+def refused_models(document: Document) -> str:
+    """Each class, and why convert takes none of its modules: mostly for their processors."""
+    refused = document["rows"][-1]["detail"]["refused"]
+    lines = []
+    for name, reasons in refused.items():
+        short = [reason.partition("; ")[0].partition(": the page")[0] for reason in reasons]
+        lines.append((f"`{name}`", "; ".join(each.removeprefix("its processor is ") for each in dict.fromkeys(short))))
+    return markdown(lines, ("class", "processors, or modules, and why"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from flexdilated import masks
 from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig, slide_segments
 from tests.support.ranks import on_ranks
+from tests.support.vision import vision
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
@@ -24,6 +25,7 @@ def run(name: str, arguments: str) -> Any:
 
 def test_each_script_is_run_here() -> None:
     tested = ("adapt_llama", "convert_vit", "encode_slide", "inspect_pattern", "many_ranks", "pack_documents")
+    tested += ("sparse_video",)
     assert {path.stem for path in EXAMPLES.iterdir()} - {"__pycache__"} == {*tested, "train_longnet"}
 
 
@@ -50,6 +52,20 @@ def test_convert_vit(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors["converted at once"] != errors["dense"]
     assert errors["after training converted"] < errors["dense"]
     assert "encoder.layers.1.self_attn" in capsys.readouterr().out
+
+
+@pytest.mark.pictures
+@pytest.mark.slow
+def test_sparse_video(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    vision()  # has diffusers, too
+    drawn = tmp_path / "read.png"
+    errors = run("sparse_video", f"--grid 5 6 6 --steps 24 --batch 2 --head-dim 12 --picture {drawn}")
+    assert errors["dense"] < errors["at first"]
+    assert errors["converted at once"] != errors["dense"]
+    assert errors["after training converted"] < errors["converted at once"]
+    assert errors["after training dense"] < errors["dense"]
+    assert drawn.stat().st_size > 0
 
 
 @pytest.mark.pictures

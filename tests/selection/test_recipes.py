@@ -1,6 +1,7 @@
 """Recipes held to plain statements of the published rules: which pairs are read, and what comes out with gradients."""
 
 import pickle
+from math import prod
 from typing import Any
 
 import pytest
@@ -141,6 +142,25 @@ def test_coarse_to_fine_is_its_plain_statement(size, block, top, causal, seed) -
     found = recipes.CoarseToFineAttention(**options)(*leaves, enable_gqa=True, q_offset=offset)
     plain = [published.coarse_to_fine(*(x[b] for x in leaves), **options, offset=offset) for b in range(2)]
     expected = torch.stack(plain)
+    assert_close(found, expected)
+    wanted = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    assert_close(*(torch.autograd.grad(out, leaves, wanted) for out in (found, expected)))
+
+
+@settings(max_examples=10)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(0, 99),
+)
+def test_video_sparse_attention_is_its_plain_statement(axes, top, G, seed) -> None:
+    """On grids that the cube divides and others; with output and gradients."""
+    grid, cube = (tuple(each) for each in zip(*axes, strict=True))
+    leaves = [x.requires_grad_() for x in tensors(seed, 2, G, prod(grid), prod(grid))]
+    found = torch.stack(recipes.VideoSparseAttention(grid, cube=cube, top=top)(*leaves, enable_gqa=True))
+    plain = [published.vsa(*(x[b] for x in leaves), grid=grid, cube=cube, top=top) for b in range(2)]
+    expected = torch.stack([torch.stack(each) for each in zip(*plain, strict=True)])
     assert_close(found, expected)
     wanted = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     assert_close(*(torch.autograd.grad(out, leaves, wanted) for out in (found, expected)))

@@ -3,6 +3,7 @@
 Nothing here is taken from the library. Tensors are those of one batch entry; position of query i is offset + i.
 """
 
+from itertools import product
 from math import cos, exp, inf, log, sin
 
 import torch
@@ -199,3 +200,26 @@ def coarse_to_fine(q: Tensor, k: Tensor, v: Tensor, *, block: int, top: int, cau
             weights = torch.stack(scores).softmax(0) if scores else None
             out.append(torch.zeros(D, dtype=q.dtype) if weights is None else weights @ torch.stack(values))
     return torch.stack(out).view(H, N, D)
+
+
+def vsa(
+    q: Tensor, k: Tensor, v: Tensor, *, grid: tuple[int, ...], cube: tuple[int, ...], top: int
+) -> tuple[Tensor, Tensor]:
+    """VSA's two outputs (H, N, D) for one batch entry, cube by cube."""
+    k, v = grouped(k, len(q)), grouped(v, len(q))
+    tokens = list(product(*map(range, grid)))
+    cubes: dict[tuple[int, ...], list[int]] = {}
+    for token, where in enumerate(tokens):
+        cubes.setdefault(tuple(x // size for x, size in zip(where, cube, strict=True)), []).append(token)
+    members = list(cubes.values())
+    means = [torch.stack([x[:, each].mean(1) for each in members], 1) for x in (q, k, v)]
+    scores = means[0] @ means[1].mT * q.shape[-1] ** -0.5
+    coarse, fine = torch.zeros_like(q), torch.zeros_like(q)
+    for head in range(len(q)):
+        for row, own in enumerate(members):
+            best = scores[head, row].topk(min(top, len(members))).indices.tolist()
+            read = [token for each in best for token in members[each]]
+            coarse[head, own] = scores[head, row].softmax(-1) @ means[2][head]
+            pairs = q[head, own] @ k[head, read].mT * q.shape[-1] ** -0.5
+            fine[head, own] = pairs.softmax(-1) @ v[head, read]
+    return coarse, fine

@@ -82,7 +82,7 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
             f"pattern must be a pattern, a function (name, module) -> pattern or None, or None; got {pattern!r:.80}"
             f"{instead_of_pattern(pattern)}"
         )
-    found = _attentions(model)
+    found = attentions(model)
     chosen = [_pattern_or_reason(each, pattern) for each in found]
     by_name = not isinstance(pattern, AnyPattern)
     if pattern is not None and not any(not each.refusal and (by_name or not each.cross_reason) for each in found):
@@ -101,7 +101,7 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
     return Report(tuple(replaced), tuple(left))
 
 
-def _attentions(model: nn.Module) -> list[Candidate]:
+def attentions(model: nn.Module) -> list[Candidate]:
     """Return the attention modules of a model, in the order of `model.named_modules()`.
 
     They are the modules that a library's `find` describes, and unknown ones: modules of other classes with Attention or
@@ -180,11 +180,8 @@ def _replace(each: Candidate, given: GivenPattern) -> None:
 
 
 def _refuse(model: nn.Module, found: list[Candidate]) -> NoReturn:
-    first_of_kind = {each.kind: each for each in reversed(found)}
-    seen = "".join(
-        f"; {each.name or 'the model'} ({kind}): {each.refusal or each.cross_reason}"
-        for kind, each in first_of_kind.items()
-    )
+    first = {(each.kind, each.refusal or each.cross_reason): each.name for each in reversed(found)}
+    seen = "".join(f"; {name or 'the model'} ({kind}): {reason}" for (kind, reason), name in first.items())
     raise ValueError(
         f"{type(model).__name__} has no attention module that convert can replace. It looks for {_CONVERTIBLE}{seen}"
     )

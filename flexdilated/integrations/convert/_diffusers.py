@@ -16,20 +16,86 @@ from ._scaled_dot_product import ScaledDotProduct
 
 Order = Literal["text first", "text last", "separate"]
 
-# Where a processor puts the text: before or behind the image's or video's tokens, or in keys and values of its own.
-# Those of other models may get a sequence in which both are joined already, whose parts the call does not tell.
+# Where a processor puts the text: before or behind the image's or video's tokens, or in keys and values of its own. A
+# processor is listed if its model was run; those of other models may get a sequence in which both are joined already,
+# whose parts the call does not tell.
 _ORDERS: dict[str, Order] = {
+    "AllegroAttnProcessor2_0": "separate",
+    "AnyFlowAttnProcessor": "separate",
+    "AttnProcessor2_0": "separate",
+    "AuraFlowAttnProcessor2_0": "text first",
+    "BriaAttnProcessor": "text first",
+    "BriaFiboAttnProcessor": "text first",
     "CogVideoXAttnProcessor2_0": "text first",
+    "CogView4AttnProcessor": "text first",
+    "CosmosAttnProcessor2_0": "separate",
+    "EasyAnimateAttnProcessor2_0": "text first",
+    "Flux2AttnProcessor": "text first",
     "FluxAttnProcessor": "text first",
+    "GlmImageAttnProcessor": "text first",
+    "HunyuanAttnProcessor2_0": "separate",
+    "HunyuanImageAttnProcessor": "text last",
+    "HunyuanVideo15AttnProcessor2_0": "text last",
     "HunyuanVideoAttnProcessor2_0": "text last",
     "JointAttnProcessor2_0": "text last",
+    "JoyImageAttnProcessor": "text last",
+    "Kandinsky5AttnProcessor": "separate",
+    "LTX2AudioVideoAttnProcessor": "separate",
     "LTXVideoAttnProcessor": "separate",
+    "LongCatImageAttnProcessor": "text first",
+    "LuminaAttnProcessor2_0": "separate",
+    "MochiAttnProcessor2_0": "text last",
+    "MotifVideoAttnProcessor2_0": "text last",
+    "OvisImageAttnProcessor": "text first",
+    "QwenDoubleStreamAttnProcessor2_0": "text first",
     "SkyReelsV2AttnProcessor": "separate",
     "WanAttnProcessor": "separate",
 }
-_UNKNOWN = f"which convert does not know; it knows {', '.join(_ORDERS)}"
-# A block that joins text and image before it calls its attention, and knows the numbers of both.
-_JOINING_BLOCK = "FluxSingleTransformerBlock"
+_UNKNOWN = "which convert does not know: the page on models of diffusers lists those that it knows"
+_IN_ONE_SEQUENCE = "its tokens are those of a text and an image in one sequence, without their numbers"
+_LINEAR = "which computes linear attention: it has no softmax over pairs of tokens"
+_UNSUPPORTED = {
+    **dict.fromkeys(("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0"), _LINEAR),
+    **dict.fromkeys(
+        (
+            "ErnieImageSingleStreamAttnProcessor",
+            "Flux2ParallelSelfAttnProcessor",
+            "Lumina2AttnProcessor2_0",
+            "OmniGenAttnProcessor2_0",
+            "ZSingleStreamAttnProcessor",
+        ),
+        f"which convert does not know: {_IN_ONE_SEQUENCE}",
+    ),
+}
+_REMEDY = "write a processor that calls flexdilated.attend"
+# A processor of many models, and the model whose tokens are known.
+_ONLY_IN = {"AttnProcessor2_0": "PixArtTransformer2DModel"}
+# These get text and image in one sequence, where their attention has no projections of its own for a text.
+_JOINED = (
+    "AuraFlowAttnProcessor2_0",
+    "BriaAttnProcessor",
+    "BriaFiboAttnProcessor",
+    "Flux2AttnProcessor",
+    "FluxAttnProcessor",
+    "LongCatImageAttnProcessor",
+    "OvisImageAttnProcessor",
+)
+# Blocks that join text and image before they call that attention, and know the numbers of both.
+_JOINING_BLOCKS = (
+    "BriaSingleTransformerBlock",
+    "FluxSingleTransformerBlock",
+    "LongCatImageSingleTransformerBlock",
+    "OvisImageSingleTransformerBlock",
+)
+# Modules whose attention has a known processor, and other tokens than those of the image or video.
+_OTHER_TOKENS = {
+    "HunyuanVideoFramepackTransformer3DModel": "its tokens are those of past frames and a video in one sequence",
+    **dict.fromkeys(
+        ("Kandinsky5TransformerEncoderBlock", "LTX2ConnectorTransformer1d"), "its tokens are those of a text"
+    ),
+}
+# Names of self-attention among the tokens of the image or video, where a text has keys and values of its own.
+_SELF_ATTENTION = ("", "attn1", "self_attention")
 
 
 class DiffusersAttention(ScaledDotProduct):
@@ -51,8 +117,8 @@ class DiffusersAttention(ScaledDotProduct):
         assert given is not None
         order = _order_of(self)
         if order is None:
-            raise ValueError(f"{given.name} has the processor {_processor_name(self)}, {_UNKNOWN}")
-        if encoder_hidden_states is None:
+            raise ValueError(f"{given.name} has the processor {_unsupported(self)}")
+        if encoder_hidden_states is None or encoder_hidden_states is hidden_states:
             return given.pattern
         if order != "separate":
             return _with_text(given.pattern, hidden_states.shape[1], encoder_hidden_states.shape[1], order)
@@ -81,6 +147,12 @@ def _processor_name(module: Any) -> str:
     return type(getattr(module, "processor", None) or module.attn.processor).__name__
 
 
+def _unsupported(module: Any) -> str:
+    """Return the name of a module's processor, why it cannot be converted, and what to do."""
+    name = _processor_name(module)
+    return f"{name}, {_UNSUPPORTED.get(name, _UNKNOWN)}; {_REMEDY}"
+
+
 def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
     """Describe a module of diffusers that computes attention by a processor; None for any other module.
 
@@ -91,23 +163,44 @@ def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
     kind = original_class(module)
     if not (kind.__module__.startswith("diffusers.") and "Attention" in kind.__name__ and hasattr(module, "processor")):
         return None
-    inner = module
-    refusal = "" if _order_of(module) else f"its processor is {_processor_name(module)}, {_UNKNOWN}"
-    if kind.__name__ == "FluxAttention" and module.added_kv_proj_dim is None:
-        inner = next(iter(ancestors(name, model)[-1:]), module)
-        if original_class(inner).__name__ != _JOINING_BLOCK:
-            refusal = "its tokens are those of a text and an image in one sequence, without their numbers"
+    enclosing = ancestors(name, model)
+    block = enclosing[-1] if enclosing else module
+    joined = _processor_name(module) in _JOINED and module.added_kv_proj_dim is None
     return Candidate(
         name,
         module,
-        module.heads,
-        inner,
+        next((getattr(module, each) for each in ("heads", "num_heads") if hasattr(module, each)), 0),
+        block if joined else module,
         converted_class=DiffusersAttention,
-        refusal=refusal,
-        cross_reason="cross-attention to a text" if _is_cross(name, module) else "",
+        refusal=_refusal(module, [original_class(each).__name__ for each in enclosing], joined),
+        cross_reason=_why_cross(name, module),
     )
 
 
-def _is_cross(name: str, module: Any) -> bool:
-    cross = getattr(module, "is_cross_attention", None)
-    return _order_of(module) == "separate" and (name.rpartition(".")[2] == "attn2" if cross is None else cross)
+def _refusal(module: Any, enclosing: list[str], joined: bool) -> str:
+    """Return why a module cannot be converted, or "".
+
+    enclosing: classes of the modules that contain it, outermost first.
+    joined: whether it gets text and image in one sequence.
+    """
+    processor = _processor_name(module)
+    if _order_of(module) is None:
+        return f"its processor is {_unsupported(module)}"
+    if processor in _ONLY_IN and _ONLY_IN[processor] not in enclosing:
+        return f"its processor is {processor}, which convert knows in {_ONLY_IN[processor]} alone; {_REMEDY}"
+    if joined and not (enclosing and enclosing[-1] in _JOINING_BLOCKS):
+        return _IN_ONE_SEQUENCE
+    return next((_OTHER_TOKENS[each] for each in enclosing if each in _OTHER_TOKENS), "")
+
+
+def _why_cross(name: str, module: Any) -> str:
+    own_name = name.rpartition(".")[2]
+    if _order_of(module) != "separate" or (own_name in _SELF_ATTENTION and not _is_cross(module)):
+        return ""
+    if own_name.endswith("attn1"):
+        return "self-attention among other tokens than those of the image or video"
+    return "cross-attention to a text"
+
+
+def _is_cross(module: Any) -> bool:
+    return bool(getattr(module, "is_cross_attention", False))

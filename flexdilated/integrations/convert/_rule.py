@@ -10,7 +10,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from ...masks import Mixture, Pattern, causal
+from ..._torch_private import assert_async
+from ...masks import Mixture, Pattern, causal, documents
 from ...masks.core import shortened
 from ...nn import require_causal_mask, without_padding
 
@@ -110,8 +111,9 @@ def pattern_of_call(
     mask: as `scaled_dot_product_attention` takes it, boolean, True for pairs to keep, or float, -inf for pairs to hide
         and 0 for others; None for no mask.
 
-    A mask must be of one of two kinds. Padding has shape (B or 1, 1, 1, M), and its floats may also hide keys by the
-    least number of their dtype. torch's causal mask has shape (N, M), with optional leading dims of 1.
+    A mask must be of one of three kinds. Padding has shape (B or 1, 1, 1, M), or is expanded from it, and its floats
+    may also hide keys by the least number of their dtype. Padding that hides its rows too has shape (B, 1, N, N), and
+    is boolean; graphs take it for B > 1. torch's causal mask has shape (N, M), with optional leading dims of 1.
 
     Raises ValueError or TypeError for any other mask.
     """
@@ -119,12 +121,22 @@ def pattern_of_call(
     pattern = pattern & causal() if is_causal else pattern
     if mask is None:
         return pattern
+    if mask.dim() == 4 and mask.stride()[1:3] == (0, 0):
+        mask = mask[:, :1, :1]
     hidden = ~mask if mask.dtype == torch.bool else mask
     if hidden.dim() == 4 and hidden.shape[1:3] == (1, 1):
         padding = hidden[:, 0, 0].expand(batch, -1)
         if padding.is_floating_point():  # many libraries use the least finite number as -inf
             padding = padding.masked_fill(padding == torch.finfo(padding.dtype).min, -torch.inf)
         return without_padding(pattern, padding, (batch, num_keys))
+    if mask.dtype == torch.bool and mask.shape == (batch, 1, num_queries, num_queries):
+        real = mask[:, 0].diagonal(dim1=1, dim2=2)
+        is_of_tokens = (mask[:, 0] == real[:, :, None] & real[:, None, :]).all()
+        if batch > 1 and torch.compiler.is_compiling():
+            assert_async(is_of_tokens, f"attn_mask must keep the pairs of real tokens, or {_INSTEAD}")
+            return pattern & documents(real.long() - 1)
+        if not torch.compiler.is_compiling() and is_of_tokens:
+            return pattern & documents(real.long() - 1)
     if hidden.dim() > 2 and set(hidden.shape[:-2]) == {1}:
         hidden = hidden.flatten(0, -2)
     return with_causal_mask(pattern, hidden, (num_queries, num_keys))

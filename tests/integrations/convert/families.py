@@ -152,10 +152,11 @@ def step(model: nn.Module, name: str, **options: Any) -> Step:
 
 
 @contextmanager
-def dense_attention(times: Tensor) -> Iterator[list[int]]:
-    """Lets `scaled_dot_product_attention` weigh each pair as often as `times` says, by its formula; counts its calls.
+def dense_attention(times_of: Callable[[int, int], Tensor | None]) -> Iterator[list[int]]:
+    """Lets `scaled_dot_product_attention` weigh pairs as often as `times_of` says, by its formula; counts its calls.
 
-    Calls of other lengths than those of `times` stay as they are.
+    times_of: gets the numbers of queries and keys of a call, N and M, and returns dense counts (H, N, M), or None for a
+        call that stays as it is.
     """
     calls = [0]
     own = F.scaled_dot_product_attention
@@ -170,13 +171,16 @@ def dense_attention(times: Tensor) -> Iterator[list[int]]:
         **options: Any,
     ) -> Tensor:
         assert dropout_p == 0
-        if (query.shape[-2], key.shape[-2]) != times.shape[-2:]:
+        times = times_of(query.shape[-2], key.shape[-2])
+        if times is None:
             return own(query, key, value, attn_mask, dropout_p, is_causal, **options)
         calls[0] += 1
         scores = query @ key.mT * (options.get("scale") or query.shape[-1] ** -0.5)
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return (scores + (times.tril() if is_causal else times).log()).softmax(-1) @ value
+        scores = scores + (times.tril() if is_causal else times).log()
+        empty = (scores == -torch.inf).all(-1, keepdim=True)  # rows without keys give 0
+        return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ value
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", weighed)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.convert._rule import pattern_of_call
-from tests.integrations.passes import assert_dropout_trains
+from tests.integrations.passes import assert_dropout_trains, counts
 from tests.support.ranks import one_rank
 from tests.support.vision import vision
 
@@ -126,6 +126,22 @@ def test_padding_and_causal_order_compiled() -> None:
         torch.testing.assert_close(*outs, rtol=0, atol=1e-5)
         grads = (torch.autograd.grad(loss(out), list(model.parameters())) for out in outs)
         torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
+def test_padding_of_keys_and_of_rows() -> None:
+    """Expanded to all heads and rows too; rows of padding are zeros before the projection if the mask hides them."""
+    attention, x = vit().get_submodule("blocks.0.attn"), torch.randn(2, 17, WIDTH)
+    real = torch.ones(2, 17, dtype=torch.bool)
+    real[1, 12:] = False
+    of_keys = real[:, None, None]
+    want = attention(x, attn_mask=of_keys & counts(WINDOW, 17)[0].bool())
+    fd.convert(attention, WINDOW)
+    compiled: Any = torch.compile(attention, fullgraph=True, backend="eager")
+    of_rows = of_keys & real[:, None, :, None]
+    for call, mask in ((attention, of_keys), (attention, of_keys.expand(-1, HEADS, 17, -1)), (compiled, of_rows)):
+        torch.testing.assert_close(call(x, attn_mask=mask)[real], want[real], rtol=0, atol=1e-5)
+    torch.testing.assert_close(attention(x, attn_mask=of_rows), compiled(x, attn_mask=of_rows))
+    assert torch.equal(attention(x, attn_mask=of_rows)[~real], attention.proj.bias.expand(5, -1))
 
 
 def test_a_function_of_the_name_chooses() -> None:
@@ -252,7 +268,7 @@ def test_calls_that_no_pattern_serves() -> None:
     model = vit()
     fd.convert(model, WINDOW)
     with pytest.raises(ValueError, match=r"here of shape \(17, 17\); give convert another rule .* \(2, 1, 17, 17\)"):
-        model(torch.randn(2, 3, 16, 16), attn_mask=torch.ones(2, 1, 17, 17, dtype=torch.bool))
+        model(torch.randn(2, 3, 16, 16), attn_mask=torch.ones(2, 1, 17, 17).triu().bool())
     writer = language_model()
     fd.convert(writer, WINDOW)
     with pytest.raises(ValueError, match=r"Got a mask that hides other pairs|here of shape \(9, 9\)"):

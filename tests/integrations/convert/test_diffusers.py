@@ -1,67 +1,70 @@
 """Models of diffusers with a pattern: with all pairs, beside its dense mask, in one graph, and undone."""
 
+import json
 import re
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.convert._diffusers import _ORDERS
-from tests.integrations.passes import Step, assert_same_step, counts, gradients_of
+from tests.integrations.passes import assert_same_step
 
-from .diffusers_models import GRID, HEADS, MODELS, TOKENS, diffusers, model_of, output, with_text
-from .families import dense_attention, loss
+from .diffusers_inputs import HEADS, TOKENS
+from .diffusers_models import MODELS, diffusers, model_of, output
+from .diffusers_sweep import NEAR, PATTERNS, examine, refused, step
 
-NEAR = masks.neighborhood(GRID, (1, 1, 1))
-PATTERNS = {
-    "near": NEAR,
-    "per head": masks.per_head([NEAR, masks.strided(16) | masks.chunked(16)]),
-    "longnet": masks.longnet((8, 48), (1, 3)) + masks.local_window(left=0, right=0),
-}
+ROOT = Path(__file__).parents[3]
+# Each has something of its own: the place of the text, blocks that join it, masks, other modules, arguments.
+EXAMINED = (
+    "Bria FIBO",
+    "Flux",
+    "HunyuanVideo",
+    "HunyuanVideo 1.5",
+    "Kandinsky 5",
+    "LTX 2",
+    "Lumina Next",
+    "Mochi",
+    "PixArt",
+    "Qwen-Image",
+    "Stable Diffusion 3",
+    "Wan",
+)
 
 
-def step(model: nn.Module, name: str) -> Step:
-    model.zero_grad()
-    out = output(model, name)
-    loss(out).backward()
-    return out.detach(), gradients_of(model)
-
-
-@pytest.mark.parametrize(("name", "pattern"), [*zip(MODELS, cycle(PATTERNS), strict=False)])
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # which Mochi asks for with float32
+@pytest.mark.parametrize(("name", "pattern"), [*zip(EXAMINED, cycle(PATTERNS), strict=False)])
 def test_a_pattern_equals_its_dense_mask(name: str, pattern: str) -> None:
-    """In training and in eval; all pairs change nothing, and undone is bit-equal."""
-    model, own = model_of(name), MODELS[name]
-    trained = step(model, name)
-    report = fd.convert(model, masks.every())
-    assert len(report.replaced) == own.replaced
-    assert {each.num_heads for each in report.replaced} == {HEADS}
-    assert_same_step(step(model, name), trained)
-    fd.convert(model, None)
-    times = with_text(counts(PATTERNS[pattern], TOKENS, num_heads=HEADS), own.text)
-    alone = counts(PATTERNS[pattern], TOKENS, num_heads=HEADS)
-    with dense_attention(times) as calls, dense_attention(alone) as calls_alone:
-        want = step(model, name)
-    assert calls[0] + calls_alone[0] == own.replaced
-    fd.convert(model, PATTERNS[pattern])
-    got = step(model, name)
-    assert_same_step(got, want)
-    assert not torch.allclose(got[0], trained[0], atol=1e-3)
-    with torch.no_grad():
-        torch.testing.assert_close(output(model.eval(), name), got[0], rtol=1e-5, atol=1e-5)
-    fd.convert(model.train(), None)
-    assert torch.equal(output(model, name), trained[0])
+    """In training and in eval; all pairs change nothing, and undone is bit-equal.
+
+    `python -m bench diffusers` has the other models.
+    """
+    assert max(examine(name, (pattern,))["far"].values()) <= 1e-4
+
+
+def test_the_results_are_of_this_version_and_of_all_models() -> None:
+    rows = json.loads((ROOT / "bench/results/diffusers.json").read_text())["rows"]
+    assert {row["measure"] for row in rows[:-1]} == set(MODELS)
+    assert {processor for row in rows[:-1] for processor in row["detail"]["processors"]} == set(_ORDERS)
+    assert all(row["met"] for row in rows)
+    assert rows[-1]["detail"]["diffusers"] == diffusers().__version__
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideoFramepackTransformer3DModel", "SanaTransformer2DModel"])
+def test_other_models_are_refused(name: str) -> None:
+    reasons = refused(getattr(diffusers(), name))
+    assert any("past frames" in each or "linear attention" in each for each in reasons), reasons
 
 
 @pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "Flux"])
 def test_one_graph(name: str) -> None:
-    model = model_of(name)
+    model = model_of(name, num_layers=1)
     fd.convert(model, NEAR)
     want = step(model, name)
-    model.compile(backend="aot_eager", fullgraph=True)
+    model.compile(backend="aot_eager" if name == "Wan" else "eager", fullgraph=True)
     assert_same_step(step(model, name), want)
 
 
@@ -78,7 +81,7 @@ def test_cross_attention_takes_a_pattern_of_a_function_only() -> None:
     attention = model.blocks[0].attn1
     x = torch.randn(1, TOKENS, HEADS * 12)
     with pytest.raises(ValueError, match=r"blocks\.0\.attn1 was called with a text"):
-        attention(x, encoder_hidden_states=x)
+        attention(x, encoder_hidden_states=x.clone())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -89,7 +92,7 @@ def test_unknown_processors_and_other_backends_are_refused() -> None:
         def __call__(self, attn, hidden_states, *args, **options):
             return hidden_states
 
-    model = model_of("SD3")
+    model = model_of("Stable Diffusion 3")
     model.transformer_blocks[1].attn.set_processor(Mine())
     report = fd.convert(model, NEAR)
     (left,) = report.left
@@ -97,18 +100,13 @@ def test_unknown_processors_and_other_backends_are_refused() -> None:
     assert left.reason.startswith("its processor is Mine, which convert does not know")
     model.transformer_blocks[0].attn.set_processor(Mine())
     with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn has the processor Mine, which convert does not"):
-        output(model, "SD3")
+        output(model, "Stable Diffusion 3")
     model = model_of("Wan")
     fd.convert(model, NEAR)
     said = re.escape('write model.set_attention_backend("native"), or give convert')
     with torch.no_grad(), diffusers().attention_backend("flex"), pytest.raises(ValueError, match=said):
         output(model, "Wan")
     assert output(model, "Wan").isfinite().all()
-
-
-def test_the_page_lists_the_processors() -> None:
-    page = (Path(__file__).parents[3] / "docs/integrations/diffusers.md").read_text()
-    assert set(re.findall(r"`(\w+AttnProcessor\w*|AttnProcessor2_0)`", page)) == set(_ORDERS)
 
 
 def test_a_grid_of_fewer_tokens_is_refused() -> None:
