@@ -304,7 +304,7 @@ def test_a_size_in_a_graph_of_any_size():
 
         return fd.attend(x, x, x, masks.causal(), score_mod=score_mod)
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
     for number in (7, 5):
         y = torch.zeros(number)
         assert_close(compiled(x, y), call(x, y), **TIGHT)
