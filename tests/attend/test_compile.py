@@ -138,7 +138,7 @@ class Packed(torch.nn.Module):
 
     def forward(self, q, k, v, ids):
         found = fd.attend(q, k, v, masks.longnet([64, 128], [1, 2]) & masks.causal())
-        return found + fd.attend(q, k, v, masks.causal() & masks.documents("ids"), bindings={"ids": ids})
+        return found, fd.attend(q, k, v, masks.causal() & masks.documents("ids"), bindings={"ids": ids})
 
 
 def packed(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:

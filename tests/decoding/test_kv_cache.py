@@ -41,7 +41,7 @@ BOUNDED = {"window": WINDOW, "streaming": STREAMING, "longnet": LONGNET, "frames
 
 
 @pytest.mark.parametrize("cases", [strategies.whole_cases(strategies.causal_twins), chunked_cases()], ids=str)
-@settings(max_examples=40)
+@settings(max_examples=28)
 @given(data=st.data())
 def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Case], data: st.DataObject) -> None:
     """Batches that grow by joins and shrink by selections, whose entries get lengths and crops of their own.

@@ -100,6 +100,7 @@ def backward(how: str) -> None:
     for step in range(2):
         loss = unshard(part, line(), Sharding(7, 3)).sum()
         if step:
+            set_group_timeout(2)
             fail(how)
         loss.backward()
 
@@ -132,8 +133,8 @@ seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait 
     [
         (exchange, "dies", "the exchange of keys failed after ", "2 s"),
         (exchange, "hangs", "the exchange of keys failed after ", "2 s"),
-        (backward, "dies", "sending and receiving shards failed after ", "4 s"),
-        (backward, "hangs", "sending and receiving shards failed after ", "4 s"),
+        (backward, "dies", "sending and receiving shards failed after ", "2 s"),
+        (backward, "hangs", "sending and receiving shards failed after ", "2 s"),
         (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer", "2 s"),
         (heads, "dies", "the exchange of heads failed after ", "2 s"),
         (seed, "dies", "the broadcast of the seed of dropout failed after ", "2 s"),

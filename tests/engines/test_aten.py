@@ -100,11 +100,11 @@ def test_calls_of_other_lengths_share_the_mask(case, data, more, longer_first):
     masks.cache().clear()
 
 
-def test_windows_of_900_lengths_hold_one_mask():
+def test_windows_of_many_lengths_hold_one_mask():
     """The longest, which serves all shorter ones; the rest are plans of each length."""
     pattern = masks.local_window(left=15, right=0)
     masks.cache().clear()
-    for tokens in range(17, 917, 10):
+    for tokens in range(17, 917, 30):
         q, k, v = torch.randn(3, 1, 1, tokens, 8)
         found, exact = (fd.attend(q, k, v, pattern, engine=engine) for engine in ("aten", "reference"))
         torch.testing.assert_close(found, exact)

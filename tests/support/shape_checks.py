@@ -8,7 +8,7 @@ are checked: all of them would be a quarter of the suite's time.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial, wraps
 from itertools import count
@@ -38,25 +38,27 @@ def _checked(fn: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
             fn.__init__ = _checked(fn.__init__, typechecker=typechecker)
         return fn
     if inspect.isgeneratorfunction(fn):
-        return _outside_of_graphs(fn, jaxtyped(fn, typechecker=typechecker))
+        return _outside_of_graphs(fn, jaxtyped(fn, typechecker=typechecker), first=0, every=1)
     checked, has_axes = typechecker(fn), any(map(_has_shape, fn.__annotations__.values()))
-    calls = count()
 
-    def call(*args: Any, **kw: Any) -> Any:
-        number = next(calls)
-        if number >= _FIRST and number % _EVERY:
-            return fn(*args, **kw)
-        with jaxtyped("context") if has_axes else nullcontext():
+    def within_axes(*args: Any, **kw: Any) -> Any:
+        with jaxtyped("context"):
             return checked(*args, **kw)
 
-    return _outside_of_graphs(fn, call)
+    return _outside_of_graphs(fn, within_axes if has_axes else checked, first=_FIRST, every=_EVERY)
 
 
-def _outside_of_graphs(fn: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_of_graphs(fn: Callable[..., Any], checked: Callable[..., Any], *, first: int, every: int) -> Any:
+    """The function, of which some calls are checked. What Dynamo traces is the function itself."""
+    calls = count()
+
     @wraps(fn)
     def call(*args: Any, **kw: Any) -> Any:
-        return fn(*args, **kw) if torch.compiler.is_compiling() else checked(*args, **kw)
+        number = next(calls)
+        is_checked = (number < first or number % every == 0) and not torch.compiler.is_compiling()
+        return checked(*args, **kw) if is_checked else fn(*args, **kw)
 
+    call._torchdynamo_inline = fn
     return call
 
 

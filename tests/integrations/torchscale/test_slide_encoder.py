@@ -110,13 +110,16 @@ def test_places() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_it_compiles(masked: bool) -> None:
-    """In one graph; a mask with padding=None, as with padding="zeros" the read of the lengths would break the graph."""
+    """In one graph; a mask with padding=None, as with padding="zeros" the read of the lengths would break the graph.
+
+    The op goes through AOT in tests of attend.
+    """
     torch.manual_seed(0)
     config = replace(LAYERS, depth=1, segment_lengths=(21, 50), dilation_rates=(3, 4), merge_grad="detached")
     if masked:
         config = replace(config, padding=None, merge_grad="exact")
     model = SlideEncoder(replace(SMALL, encoder=config, pooling="mean")).double()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     tiles, corners, mask = batch_of(60, 31) if masked else (*slide(SMALL, 60), None)
     assert_close(compiled(tiles, corners, key_padding_mask=mask), model(tiles, corners, key_padding_mask=mask), **TIGHT)
 

@@ -216,7 +216,7 @@ def family_of(name: str) -> Any:
 
 
 def written(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
-    return model.generate(tokens(), past_key_values=cache, max_new_tokens=10, do_sample=False, **options)
+    return model.generate(tokens(), past_key_values=cache, max_new_tokens=7, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -55,14 +55,14 @@ def patterned(name: str, pattern: str) -> Any:
 
 
 def generated(model: Any, way: str, *, padded: bool, **options: Any) -> torch.Tensor:
-    """7 tokens after each row of a batch whose second row may be padded on the left, or after one row."""
+    """5 tokens after each row of a batch whose second row may be padded on the left, or after one row."""
     batch = batch_of("llama", "left") if padded else {"input_ids": tokens()}
     if way in ONE_ROW:
         batch = {name: x[:1] for name, x in batch.items()}
     chosen = {**WAYS[way], **options}
     if "assistant_model" in chosen:
         chosen["assistant_model"] = model_of("llama", num_hidden_layers=1)
-    return model.generate(**batch, max_new_tokens=7, do_sample=False, eos_token_id=None, **chosen)
+    return model.generate(**batch, max_new_tokens=5, do_sample=False, eos_token_id=None, **chosen)
 
 
 @cache

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import pickle
-import subprocess
 import sys
 import types
 import weakref
@@ -21,6 +20,7 @@ from flexdilated.masks.planning.lowering._layouts import shared_terms
 from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support import custom_rules
 from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
+from tests.support.ranks import on_ranks
 
 
 def test_classify_prunes():
@@ -228,13 +228,14 @@ def test_functions_that_torch_composes():
     assert torch.equal(fast.to_dense(), slow.to_dense())
 
 
+def loaded_and_digest(path):
+    return repr(torch.load(path)), masks.custom(composed(same_kind(TABLE))).text
+
+
 def test_another_process_makes_the_same_digest_and_loads_what_torch_saved(tmp_path):
-    torch.save([masks.causal(), masks.documents([0, 0, 1])], tmp_path / "patterns.pt")
-    code = f"import torch, flexdilated; print(torch.load({str(tmp_path / 'patterns.pt')!r}));"
-    code += f"from {__name__} import *; print(masks.custom(composed(same_kind(TABLE))).text, end='')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = masks.custom(composed(same_kind(TABLE))).text
-    assert done.stdout == f"[causal(), documents('documents')]\n{expected}"
+    torch.save([masks.causal(), masks.documents([0, 0, 1])], path := tmp_path / "patterns.pt")
+    (found,) = on_ranks(1, loaded_and_digest, path)
+    assert found == ("[causal(), documents('documents')]", masks.custom(composed(same_kind(TABLE))).text)
 
 
 def test_later_changes_have_no_effect(monkeypatch):
