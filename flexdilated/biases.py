@@ -217,7 +217,9 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
 
 def _require_table(name: str, table: object, dims: int) -> None:
     if not isinstance(table, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {type(table).__name__}")
+        heads = name == "slopes" and type(table) is int
+        how = f": write fd.biases.slopes({table}), or a tensor with one for each head" if heads else ""
+        raise TypeError(f"{name} must be a tensor; got {type(table).__name__}{how}")
     if table.dim() != dims or not table.is_floating_point() or 0 in table.shape:
         came = f"got {table.dtype} of shape {tuple(table.shape)}"
         raise ValueError(f"{name} must have a floating-point dtype and {dims} dims of at least 1; {came}")

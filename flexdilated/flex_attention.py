@@ -111,16 +111,16 @@ def flex_attention(
             return _torch.flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
             )
-        compute: Any = torch.compiler.disable(_computed)
+        compute: Any = torch.compiler.disable(_out_and_aux, reason=_ONE_GRAPH)
     else:
-        compute = _computed
+        compute = _out_and_aux
     out, aux = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants)
     if return_aux is not None:
         return out, aux
     return (out, aux.lse) if return_lse else out
 
 
-def _computed(
+def _out_and_aux(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -168,6 +168,11 @@ def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"])
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
+_ONE_GRAPH = (
+    "flex_attention breaks the graph where torch's own cannot train; for one graph write fd.attend and a pattern"
+)
+
+
 class _Read(NamedTuple):
     """What a BlockMask held when it was read last.
 
@@ -191,9 +196,11 @@ def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     (entries, heads, num_queries), num_keys = query.shape[:3], key.shape[2]
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (num_queries, num_keys):
+        is_larger = lengths[0] >= num_queries and lengths[1] >= num_keys
+        crop = f", or crop it by block_mask._adjust({num_queries}, {num_keys})" if is_larger else ""
         raise ValueError(
             f"block_mask must be for {num_queries} queries and {num_keys} keys; got one for {lengths[0]} and "
-            f"{lengths[1]}: create another one, or crop it by block_mask._adjust({num_queries}, {num_keys})"
+            f"{lengths[1]}: create another one{crop}"
         )
     listed = (1, 1, *block_mask.kv_num_blocks.shape[:-1])[-2:]
     if listed[0] not in (1, entries) or listed[1] not in (1, heads):
@@ -206,8 +213,13 @@ def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
 def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
     """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
 
-    Raises ValueError if it is for other sizes than those of query and key.
+    Raises TypeError unless it is one, and ValueError if it is for other sizes than those of query and key.
     """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            "block_mask must be a BlockMask or None; for a pattern write fd.attend(query, key, value, pattern), or "
+            f"create_block_mask(pattern, B, H, Q_LEN, KV_LEN); got {block_mask!r:.80}"
+        )
     _check_sizes(block_mask, query, key)
     entries, lists = len(query), block_lists(block_mask)
     sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), _read.get(block_mask)
