@@ -70,7 +70,7 @@ def choose_engine(
         reason = _aten_cannot(q.device, q.dtype, features.score_mod, features.drops)
     elif chosen != "reference":
         if is_transformed():
-            check_transforms([q, k, v, *_feature_tensors(features, q)])
+            check_transforms([q, k, v, *feature_tensors(features, q)])
         if chosen == "flex":
             reason = _flex_cannot(q, k, v, pattern, features)
         elif chosen == "flash":
@@ -80,7 +80,7 @@ def choose_engine(
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
     if reason is not None and engine is None:
         if is_transformed():
-            check_transforms([q, k, v, *_feature_tensors(features, q)])
+            check_transforms([q, k, v, *feature_tensors(features, q)])
         chosen, why, reason = "portable", f"as {reason}", _portable_cannot(features)
     if reason is not None:
         raise ValueError(reason)
@@ -135,7 +135,7 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
     return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
-def _feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
+def feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
     """Return the tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
     found = [] if features.sinks is None else [features.sinks]
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]

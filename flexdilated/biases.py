@@ -96,9 +96,10 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
     find, num_entries = table.finder(num_heads=1, device=values.device), table.entries
     numbers = numbers.to(values.device)
     by_head = by_head and len(values) > 1
-    flat = values.flatten(1) if by_head else values.flatten()
 
     def score_mod(score, b, h, q_idx, k_idx):
+        # Here, not above: of values that are not contiguous this is a copy, which later values would not reach.
+        flat = values.flatten(1) if by_head else values.flatten()
         # Where all entries share the pairs, places depend on positions alone: they are computed once for all heads.
         place, found = find(b if num_entries > 1 else 0, 0, q_idx, k_idx)
         value = flat[h, numbers[place]] if by_head else flat[numbers[place]]

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._attend import autocast
-from .._engine_choice import choose_engine
+from .._engine_choice import choose_engine, feature_tensors
 from .._validate import (
     Place,
     Scale,
@@ -129,7 +129,9 @@ def attend_heads(
     q, factor = scaled(q, scale, q.shape[-1])
     features = Features(factor, score_mod, sinks, dropout_p, return_lse=needs_lse)
     chosen, width = choose_engine(engine, q, k, v, pattern, features), v.shape[-1]
-    q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "aten")
+    shards = list(one_width(q, k, v))
+    wants = [needs_lse, _wants_gradients(shards), _wants_gradients(feature_tensors(features, q))]
+    q, k, v = tokens_to_heads(shards, H, *place, pattern.text, dropout_p, wants, chosen == "aten")
     dropout = shared_dropout(dropout_p, ranks, q)
     read = [head * G // H - mine.start * G // H for head in mine]
     if len({read.count(head) for head in read}) > 1:  # unequal groups: repeat key/value heads for query heads
@@ -151,13 +153,24 @@ def attend_heads(
     return (out, row_lse) if return_lse else out
 
 
+def _wants_gradients(inputs: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
 HeadsByRank = tuple[range, ...]  # by rank: the heads of one tensor that it receives
 PiecesByRank = list[list[Tensor]]  # by rank: views into this rank's tensors
 
 
 @own_op("flexdilated::tokens_to_heads")
 def tokens_to_heads(
-    shards: list[Tensor], num_heads: int, sharding: list[int], group: str, pattern: str, dropout_p: float, widen: bool
+    shards: list[Tensor],
+    num_heads: int,
+    sharding: list[int],
+    group: str,
+    pattern: str,
+    dropout_p: float,
+    wants: list[bool],
+    widen: bool,
 ) -> list[Tensor]:
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
@@ -166,13 +179,16 @@ def tokens_to_heads(
 
     sharding: `Sharding.numbers()`.
     group: a process group's name.
-    pattern: in JSON; ranks first check that pattern, dropout_p and sizes are equal on all ranks. "" skips the check.
+    pattern: in JSON; ranks first check that pattern, dropout_p, wants and sizes are equal on all ranks. "" skips the
+        check.
+    wants: whether the call sends back a lse, whether it has gradients of the shards, and whether it has gradients of
+        other inputs: each is a message.
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
         gradients are sent and summed in that dtype.
     """
     rank, split, heads_of_tensors = _rank_sharding_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
-        check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
+        check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p, wants))
     wholes = [_empty_whole(x, heads, split, rank, widen) for x, heads in zip(shards, heads_of_tensors, strict=True)]
     sources = _pieces_of_shards(shards, heads_of_tensors, split, rank)
     targets = _pieces_of_wholes(wholes, split)
@@ -181,7 +197,7 @@ def tokens_to_heads(
 
 
 @tokens_to_heads.register_fake
-def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
+def _(shards, num_heads, sharding, group, pattern, dropout_p, wants, widen):
     rank, split, heads_of_tensors = _rank_sharding_and_heads(num_heads, [x.shape[1] for x in shards], sharding, group)
     return [_empty_whole(x, heads, split, rank, widen) for x, heads in zip(shards, heads_of_tensors, strict=True)]
 
@@ -215,7 +231,7 @@ def _(wholes, heads, num_heads, sharding, group):
 
 
 def _remember_tokens_to_heads(ctx, inputs, output) -> None:
-    shards, *ctx.options, _, _, _ = inputs
+    shards, *ctx.options, _, _, _, _ = inputs
     ctx.heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
 
 
@@ -225,7 +241,7 @@ def _tokens_to_heads_backward(ctx, grads):
         some = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
         back = heads_to_tokens([grads[place] for place in some], [ctx.heads[place] for place in some], *ctx.options)
         returned |= {place: grad.to(ctx.dtype) for place, grad in zip(some, back, strict=True)}
-    return [returned[place] for place in range(len(grads))], None, None, None, None, None, None
+    return [returned[place] for place in range(len(grads))], *[None] * 7
 
 
 def _remember_heads_to_tokens(ctx, inputs, output) -> None:
@@ -233,7 +249,7 @@ def _remember_heads_to_tokens(ctx, inputs, output) -> None:
 
 
 def _heads_to_tokens_backward(ctx, grads):
-    return tokens_to_heads(list(grads), *ctx.options, "", 0.0, False), None, None, None, None
+    return tokens_to_heads(list(grads), *ctx.options, "", 0.0, [], False), None, None, None, None
 
 
 tokens_to_heads.register_autograd(_tokens_to_heads_backward, setup_context=_remember_tokens_to_heads)
@@ -252,7 +268,9 @@ def _rank_sharding_and_heads(
     return group_of(group).rank(), split, tuple(heads_of_ranks(num_heads, each, split.num_ranks) for each in heads)
 
 
-def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: float) -> dict[str, object]:
+def _facts(
+    shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: float, wants: Sequence[bool]
+) -> dict[str, object]:
     """Return {name: value} of a call's arguments that must be equal on all ranks for their messages to match."""
     batch, heads, _, head_dim = shards[0].shape
     return {
@@ -265,6 +283,7 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: f
         "head dim": head_dim,
         "dtype": shards[0].dtype,
         "dropout_p": dropout_p,
+        **dict(zip(("lse wanted", "gradients wanted", "gradients wanted by sinks or score_mod"), wants, strict=True)),
     }
 
 

@@ -265,18 +265,20 @@ def at_offsets(
 def function_key(x: object, depth: int = 4) -> Hashable:
     """Return a key of a function x: its code, and the values that it captures or has as default arguments.
 
-    Numbers, strings and, up to `depth` levels deep, functions, lists, tuples, dicts and sets count by value, as they
-    are constants of a traced graph. Deeper ones, tensors and other objects count by type alone.
+    All values count by type and value, as they are constants of a traced graph; up to `depth` levels deep, functions,
+    lists, tuples, dicts and sets by what they hold. Deeper ones, tensors and what has no hash count by type alone.
     """
-    if x is None or isinstance(x, int | float | str):
-        return x
+    if isinstance(x, float | complex):
+        return type(x), repr(x)  # 0.0 equals -0.0, and NaN not itself
     if depth and isinstance(x, FunctionType):
         held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]  # an empty one has none
-        return x.__code__, *(function_key(each, depth - 1) for each in (*held, *(x.__defaults__ or ())))
+        held += [*(x.__defaults__ or ()), x.__kwdefaults__]
+        return x.__code__, *(function_key(each, depth - 1) for each in held)
     if depth and isinstance(x, list | tuple):
         return tuple(function_key(each, depth - 1) for each in x)
     if depth and isinstance(x, dict):
         return tuple((function_key(key, depth - 1), function_key(each, depth - 1)) for key, each in x.items())
     if depth and isinstance(x, set | frozenset):
         return frozenset(function_key(each, depth - 1) for each in x)
-    return type(x)
+    by_value = isinstance(x, Hashable) and not isinstance(x, Tensor | FunctionType | tuple | frozenset)
+    return (type(x), x) if by_value else type(x)

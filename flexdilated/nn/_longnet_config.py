@@ -156,7 +156,7 @@ class LongNetConfig:
     dropout: probability of zeroing an element of the embeddings and of each half's output, in training.
     attention_dropout: probability of zeroing an attention weight, in training; it must be 0 with a selection.
     drop_path: probability of skipping the last block's halves for a sequence, in training; it rises linearly from 0 in
-        the first block (arXiv 1603.09382).
+        the first block (arXiv 1603.09382), so it has no effect with depth 1.
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the

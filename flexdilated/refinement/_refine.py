@@ -134,8 +134,8 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 def _most_massive_mask(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
     """True for each query block's listed block with most mass; the first among ties, none if no block is listed."""
-    best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
-    return torch.zeros_like(listed).scatter_(-1, best, True) & listed
+    rows = listed.flatten(0, 1)
+    return _lowest_mask(rows, -mass.flatten(0, 1), rows.any(-1).long()).view_as(listed)
 
 
 def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
@@ -159,13 +159,13 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
     return found
 
 
-def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
+def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H ..."]:
     """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
     Returns True for the selected blocks. number[h] must not exceed the number of True blocks in head h, and `key` must
-    be below inf in them. Ties are resolved by lower query block, then lower key block.
+    hold no NaN; it may be infinite. Ties are resolved by lower query block, then lower key block.
     """
-    order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
+    order = key.masked_fill(~among, torch.nan).flatten(1).sort(dim=1, stable=True).indices  # NaN sorts behind inf
     chosen = torch.arange(order.shape[1]) < number[:, None]
     return torch.zeros_like(chosen).scatter_(1, order, chosen).view_as(among)
 

@@ -148,28 +148,24 @@ def choose(
         entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
-    and NaN counts as -inf.
+    and NaN counts as -inf. Candidates with score inf have equal shares, and others then have none.
     """
+    scores = comparable(scores)
     keys = _distinct_scores(scores, ids).masked_fill(~candidates, _NONE)
     best, places = keys.topk(min(most, keys.shape[-1]))
     keep, cut = best > _NONE / 2, torch.zeros((), dtype=torch.int64, device=scores.device)
     if kind != "top_k":
-        total = masked_lse(scores, candidates)
-        outside, log_whole = torch.zeros_like(total), total
-        if kind == "top_p_of_row":
-            log_whole = outside  # zeros: scores are logs of shares already, and the whole attention is 1
-            outside = (1 - total.exp()).clamp(min=0.0)
-        # A query block without candidates has log_whole -inf, and keeps nothing.
-        log_whole = log_whole.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
-        shares = (scores.gather(-1, places) - log_whole).exp().nan_to_num(0.0)
-        shares = shares.masked_fill(~keep, 0.0)
+        of_row = kind == "top_p_of_row"  # scores are logs of shares already
+        logs = scores if of_row else log_shares(scores, candidates)
+        outside = (1 - masked_lse(scores, candidates).exp()).clamp(min=0.0).unsqueeze(-1) if of_row else 0.0
+        shares = logs.gather(-1, places).exp().masked_fill(~keep, 0.0)
         number = candidates.sum(-1)
         if kind == "threshold":
             keep = keep & (shares >= amount)
-            reaching = ((scores - total.unsqueeze(-1)).exp() >= amount) & candidates
+            reaching = (logs.exp() >= amount) & candidates
             cut = (reaching.sum(-1) > most).sum()
         elif amount < 1:
-            reached = outside.unsqueeze(-1) + shares.cumsum(-1)
+            reached = outside + shares.cumsum(-1)
             keep = keep & (reached - shares < amount)
             cut = ((reached[..., -1] < amount) & (number > most)).sum()
         else:
@@ -183,11 +179,32 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
     A row without such scores has -inf, with gradient 0.
     """
-    shown = scores.masked_fill(~where, -torch.inf)
-    top = shown.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    total = (shown - top).exp().sum(-1)
+    top, total = _top_and_sum(scores, where)
     empty = total == 0
-    return (total.masked_fill(empty, 1.0).log() + top.squeeze(-1)).masked_fill(empty, -torch.inf)
+    return (total.masked_fill(empty, 1.0).log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def log_shares(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows L"]:
+    """Logarithms of softmax shares over the last dim, of the scores at which `where` (broadcast) is True.
+
+    At other entries, and in rows without such scores, values mean nothing.
+    """
+    top, total = _top_and_sum(scores, where)
+    # Not `scores - masked_lse`: beside a large score, the sum of a lse rounds the logarithm of the number of ties away.
+    return scores - top - total.masked_fill(total == 0, 1.0).log()
+
+
+def comparable(scores: Float[Tensor, "*rows L"]) -> Float[Tensor, "*rows L"]:
+    """The scores with NaN as -inf, and inf as the largest finite number, of which a softmax has shares."""
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max, neginf=-torch.inf)
+
+
+def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"], Float[Tensor, "*rows 1"]]:
+    """(highest score where `where` is True, without gradient, or 0 if none is above -inf; sum of exp(score - it))."""
+    shown = scores.masked_fill(~where, -torch.inf)
+    top = shown.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    return top, (shown - top).exp().sum(-1, keepdim=True)
 
 
 def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refusing_backward, sum_dtype
 from ..masks.core import device_kind
 from ._boxes import SelectionCall
-from ._choose import choose, masked_lse
+from ._choose import choose, log_shares
 from ._select_op import HeadPart, head_parts_of
 
 # B batch, h index heads, H query heads, G key/value heads, N queries, n of them in a chunk, M keys, L keys that a query
@@ -207,7 +207,7 @@ def _divergence(
     blind = ~seen.any(-1)  # queries without keys, whose NaN would reach gradients
     q, w = q.masked_fill(blind[:, None, :, None], 0.0), w.masked_fill(blind[..., None], 0.0)
     scores = index_scores(q, keys, w)
-    logs = scores - masked_lse(scores, seen).masked_fill(blind, 0.0).unsqueeze(-1)
+    logs = log_shares(scores, seen)
     # 0 * log 0 counts as 0.
     return torch.where((shares > 0) & seen, shares * (shares.clamp(min=_LEAST).log() - logs), 0.0).sum()
 

@@ -15,7 +15,7 @@ from ..masks import Pattern
 from ..masks.core import Extent, outside_torch_modes
 from ..masks.patterns import rules_of_entries
 from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, SelectionCall, SelectionRule, boxes_of
-from ._choose import choose, masked_lse
+from ._choose import choose, comparable, log_shares, masked_lse
 from ._scores import LOG_SCORERS, for_heads, pools_for, scores_at_lists, scores_of
 
 # B batch, H query heads, G key/value heads
@@ -176,10 +176,8 @@ def _combine_heads(call: SelectionCall, scored: Scored, tables: int, own: int) -
         counted = candidates.unflatten(1, (own, -1)).any(2)
         once = scores.unflatten(1, (own, -1))[:, :, 0].masked_fill(~counted, 0.0)
         return (once.unflatten(1, (tables, -1)).sum(2), able.any(2))
-    logs = scores
-    if call.kind in ("top_p", "threshold"):
-        total = masked_lse(scores, candidates)
-        logs = scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
+    normalized = call.kind in ("top_p", "threshold")
+    logs = log_shares(comparable(scores), candidates) if normalized else scores
     heads = logs.unflatten(1, (tables, -1)).movedim(2, -1)
     return (masked_lse(heads, able.movedim(2, -1)) - log(heads.shape[-1]), able.any(2))
 

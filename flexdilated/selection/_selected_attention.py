@@ -18,7 +18,7 @@ from .._validate import check_sinks, check_tensors, resolve_scale
 from ..engines import merge, sum_dtype, with_sinks
 from ..masks import Pattern
 from ..masks.core import advises, require_choice, require_int
-from ._choose import masked_lse
+from ._choose import log_shares, masked_lse
 from ._select_op import select_blocks
 from ._selected_cache import SelectedCache, TableAttention
 from ._selector import BlockSelector, Selection
@@ -306,7 +306,7 @@ def distill_loss(
         target = (logs - total.masked_fill(~taught, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
         shares = target.exp()
     scores = _scores_by_block(student, num_blocks)
-    own = scores - masked_lse(scores, candidates).masked_fill(~candidates.any(-1), 0.0).unsqueeze(-1)
+    own = log_shares(scores, candidates)
     # 0 * log 0 counts as 0.
     lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
     return lacks.sum(), taught.sum()

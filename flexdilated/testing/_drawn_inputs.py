@@ -110,7 +110,7 @@ def attention_sizes(
     if self_attention or draw(st.integers(0, 2)) == 0:
         return sizes
     queries, anywhere = draw(lengths(around, max_tokens=max_tokens, blocks=blocks)), st.integers(0, max_tokens)
-    offsets = draw(anywhere), draw(any_of(st.sampled_from([0, 5]), anywhere))
+    offsets = draw(anywhere), draw(any_of(st.sampled_from([0, min(5, max_tokens)]), anywhere))
     moved = replace(sizes, num_queries=queries, q_offset=offsets[0], k_offset=offsets[1])
     if not isinstance(around, Pattern | Mixture):
         return moved

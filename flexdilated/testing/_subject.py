@@ -94,15 +94,17 @@ def identity_projections(module: nn.Module) -> nn.Module:
     """
     named = dict(module.named_parameters())
     packed, separate = named.get("in_proj_weight"), [named.get(f"{name}_proj_weight") for name in "qkv"]
-    weights = [weight for weight in (packed, *separate) if weight is not None]
-    if not weights or "out_proj.weight" not in named:
+    weights = [weight for weight in (separate if packed is None else packed.chunk(3)) if weight is not None]
+    if len(weights) < 3 or "out_proj.weight" not in named:
         raise TypeError(
             "identity_projections needs the parameters of nn.MultiheadAttention, in_proj_weight, or q_proj_weight and "
             f"so on, and out_proj.weight; got {type(module).__name__} with {sorted(named)}"
         )
-    for weight in (*(weights[0].chunk(3) if packed is not None else weights), named["out_proj.weight"]):
+    weights.append(named["out_proj.weight"])
+    for weight in weights:
         if weight.shape[0] != weight.shape[1]:
             raise ValueError(f"projections must be square to be the identity; got {tuple(weight.shape)}")
+    for weight in weights:
         nn.init.eye_(weight.data)
     for name in ("in_proj_bias", "out_proj.bias"):
         if name in named:

@@ -113,9 +113,10 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def device_text(device: torch.device) -> str:
-    """Text with the name of a GPU, or a CPU's architecture, instruction set and threads, and with torch's version."""
-    if device_kind(device).is_cuda:
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    """Text with the name of an accelerator, or a CPU's architecture, instruction set, threads, and torch's version."""
+    if not device_kind(device).on_host:
+        named = getattr(getattr(torch, device.type, None), "get_device_name", None)  # torch.mps has none
+        return f"{device.type if named is None else named(device)}, torch {torch.__version__}"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{platform.machine()} ({capability}), torch {torch.__version__}, {torch.get_num_threads()} threads"
 

@@ -19,8 +19,9 @@ EXACT_RUNS = 8
 class Progression:
     """n arithmetic progressions of positions with one common step.
 
-    Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on. first, count: int64
-    tensors of shape (n,). `last` is the last term of each progression; `select(index)` indexes the n progressions.
+    Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on; count[i] may be 0.
+    first, count: int64 tensors of shape (n,). `last` is the last term of each progression; `select(index)` indexes the
+    n progressions.
 
     >>> masks.extend.Progression(torch.tensor([0, 5]), 4, torch.tensor([3, 2])).last  # of 0, 4, 8 and of 5, 9
     tensor([8, 9])
@@ -212,7 +213,7 @@ def count_below(box: Box, shift: int) -> Bounds:
     """
     area = box.area
     if box.q.step != box.k.step:
-        none = box.k.first - box.q.last > shift
+        none = (box.k.first - box.q.last > shift) | (area == 0)
         every = box.k.last - box.q.first <= shift
         low = torch.where(every, area, torch.where(none, 0, 1))
         return Bounds(low, torch.where(none, 0, torch.where(every, area, area - 1)))

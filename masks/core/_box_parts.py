@@ -188,6 +188,8 @@ def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
 
     Fastest for parts of equal size, as all are padded to the largest. rule: the rule of one head.
     """
+    # Parts without pairs may begin where the rule is not defined.
+    owned = owned.select((owned.box.area > 0).nonzero().squeeze(1))
     if not len(owned):
         return
     mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))

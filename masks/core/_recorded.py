@@ -15,6 +15,7 @@ from inspect import signature
 from itertools import count
 from math import inf, isfinite, nan
 from operator import attrgetter
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
     build: takes the tensors, or others in their place, and returns a plain function of the recorded function's
-        arguments. Functions with equal operations and equal hashable Python values share one `build` while a cache
+        arguments. Functions with equal operations and equal Python values share one `build` while a cache
         keeps it, so that `build` can be a key for them.
     shape, dtype: of the result.
     reads: indices of the arguments on whose values the result may depend.
@@ -181,11 +182,7 @@ class _Recorder(TorchFunctionMode):
         lines += [f"    def recorded({', '.join(self._arguments)}):"]
         lines += [f"        {line}" for line in body] + ["    return recorded"]
         text = "\n".join(lines)
-        make = (
-            _compiled_build
-            if all(isinstance(x, Hashable) for x in self._objects.values())
-            else _compiled_build.__wrapped__
-        )
+        make = _compiled_build if all(map(_equals_only_itself, self._objects.values())) else _compiled_build.__wrapped__
         build = make(text, tuple(self._objects.items()))
         tensors = (_as_normal_tensor(x) if self._has_gradients else x for _, x in captured)
         reads = self._reads.get(id(found), frozenset())
@@ -314,10 +311,14 @@ class _Recorder(TorchFunctionMode):
             kind = type(x)
         if isinstance(x, float):
             return repr(float(x)) if isfinite(x) else "nan" if x != x else f"{'-' if x < 0 else ''}inf"
+        if isinstance(x, complex):
+            return f"complex({self._text(x.real)}, {self._text(x.imag)})"
+        if isinstance(x, str):
+            return str.__repr__(x)
         if (
             x is None
             or x is ...
-            or isinstance(x, str | torch.dtype | torch.layout | torch.memory_format)
+            or isinstance(x, torch.dtype | torch.layout | torch.memory_format)
             or kind in (bool, int)
         ):
             return repr(x)
@@ -332,7 +333,7 @@ class _Recorder(TorchFunctionMode):
         return self._object_name(x)
 
     def _object_name(self, x: Any) -> str:
-        name = _unique_name(x) if isinstance(x, Hashable) else f"unhashable_{next(_numbers)}"
+        name = _unique_name(x) if _equals_only_itself(x) else f"value_{next(_numbers)}"
         self._objects[name] = x
         return name
 
@@ -375,6 +376,14 @@ def _name_in_torch(func: Any) -> str | None:
 
 
 _numbers = count()
+
+
+def _equals_only_itself(x: Any) -> bool:
+    """Return True for functions, classes and objects compared by identity: equal ones are interchangeable.
+
+    Equal values of other types need not be: (0.0,) == (-0.0,) == (False,).
+    """
+    return isinstance(x, MethodType | BuiltinFunctionType) or type(x).__eq__ is object.__eq__
 
 
 @lru_cache(maxsize=1024)

@@ -43,6 +43,10 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"budget_{unit} must be an integer of at least 0; got {value!r}")
 
+    def admit(self, nbytes: int, entries: int) -> bool:
+        """True if this many bytes and entries fit; always False for a disabled cache, of values without bytes too."""
+        return 0 not in (self.bytes, self.entries) and nbytes <= self.bytes and entries <= self.entries
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -289,7 +293,7 @@ class Cache:
         seconds, gone = time.perf_counter() - begin, []
         with self._lock:
             limits = self._limits
-            kept = self._end_build(key, mine) and entry.nbytes <= limits.bytes and limits.entries > 0
+            kept = self._end_build(key, mine) and limits.admit(entry.nbytes, 1)
             if kept:
                 gone = self._evict(entry.nbytes, 1)
                 self._entries[key] = entry
@@ -319,9 +323,7 @@ class Cache:
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
         """Evict entries until these additional bytes and entries fit, copies first; return the evicted entries."""
         gone, limits = [], self._limits
-        while self._entries and (
-            self._bytes + coming_bytes > limits.bytes or len(self._entries) + coming_entries > limits.entries
-        ):
+        while self._entries and not limits.admit(self._bytes + coming_bytes, len(self._entries) + coming_entries):
             gone.append(next(iter(self._copies or self._masters)))
             self._remove(gone[-1])
         self._evictions += len(gone)

@@ -1,5 +1,6 @@
 """Compilations: how many there are, and what happens past torch's limit of them: never dense attention."""
 
+import math
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
@@ -234,14 +235,23 @@ def test_a_score_mod_that_could_learn_serves_without_gradients(traced_only) -> N
         assert_close(found, fd.attend(q, q, q, WINDOWS[0], engine="reference", **how))
 
 
-def capturing(value: object) -> Callable[[Tensor], object]:
-    return lambda score: value
+HOLDERS: dict[str, Callable[[object], Callable[[Tensor], object]]] = {
+    "closure": lambda value: lambda score: value,
+    "default": lambda value: lambda score, x=value: x,
+    "keyword-only default": lambda value: lambda score, *, x=value: x,
+}
 
 
+@pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(
-    "values", [[1, 2], [(1,), (2,)], [{"a": 1}, {"a": 2}, {"b": 1}], [{1}, {1, 2}], [{"a": [1]}, {"a": [2]}]]
+    "values",
+    [
+        *([1, 2], [(1,), (2,)], [{"a": 1}, {"a": 2}, {"b": 1}], [{1}, {1, 2}], [{"a": [1]}, {"a": [2]}]),
+        *([1, True, 1.0, 1 + 0j], [0.0, -0.0], [0j, -0j], [math.nan, math.inf], [(0.0,), (-0.0,)]),
+        *([torch.int32, torch.int64], [masks.strided(2), masks.strided(3)], [range(2), range(3)], [b"a", b"b"]),
+    ],
 )
-def test_what_functions_captured_tells_them_apart(values) -> None:
+def test_what_functions_captured_tells_them_apart(values, holder: str) -> None:
     """Those that are told apart are compiled each for itself; torch gives up after eight of the others."""
-    assert len({function_key(capturing(value)) for value in values}) == len(values)
-    assert len({function_key(capturing(deepcopy(value))) for value in (values[0], values[0])}) == 1
+    assert len({function_key(HOLDERS[holder](value)) for value in values}) == len(values)
+    assert len({function_key(HOLDERS[holder](deepcopy(value))) for value in (values[0], values[0])}) == 1

@@ -17,7 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.aten import _aten_op, _query_rows
 from flexdilated.masks.patterns import lists_keys
-from flexdilated.masks.planning.lowering import _key_lists, _table
+from flexdilated.masks.planning.lowering import TableProblems, _key_lists, _table
 from flexdilated.testing import assert_attention_close, check_attention_module, check_pattern
 from flexdilated.testing._drawn_patterns import _selected_blocks
 from flexdilated.testing.strategies import attention_sizes
@@ -112,6 +112,19 @@ def counted_work() -> Iterator[list[int]]:
 
     with mock.patch.object(_query_rows, "flash_forward", counting):
         yield found
+
+
+@pytest.mark.parametrize("first", ["causal", "whole", "none"])
+def test_the_largest_batches_are_of_one_kind(first: str) -> None:
+    """With a mask or without, as in the first portion that has problems; of every portion that has this kind."""
+    at, none = torch.arange(32), torch.full((32,), 1 << 30)
+    own, past = torch.where(at % 4 < 3, at // 4, none), torch.where(at < 4, none, 0)
+    tables = {"causal": (own, past), "whole": (past, own), "none": (none, past)}[first]
+    bound = masks.causal().bind(num_heads=2, num_queries=32, num_keys=32)
+    problems = TableProblems.of(bound, 2, torch.stack(tables)[..., None], (1, 4), 0)
+    largest = problems.of_largest_batch(8, 4)
+    kinds = [[each.seen is None for each in largest.batches(*portion, 8, 4)] for portion in problems.portions(8)]
+    assert kinds == {"causal": [[False], []], "whole": [[True], []], "none": [[], [True]]}[first]
 
 
 @pytest.mark.parametrize("beside", BESIDE)

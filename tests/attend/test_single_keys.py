@@ -329,12 +329,16 @@ def test_a_value_for_each_pair(by_head: bool, beside: str) -> None:
     cases.append((masks.selected_keys(table), (entry, *places), table.shape[1:], listed))
     for pattern, pairs, shape, used in cases:
         shape = (*((3,) if by_head else ()), *shape)
-        values = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        strided = torch.randn((*shape, 2), generator=generator, dtype=torch.float64)[..., 0]
+        values, later = strided.requires_grad_(), torch.randn(shape, generator=generator, dtype=torch.float64)
+        score_mod = fd.biases.entries(values, pattern)  # which reads the values that are there when it is called
+        with torch.no_grad():
+            values.copy_(later)
         of_heads = values if by_head else values.expand(3, *values.shape)
         numbers = of_heads if used is None else of_heads[:, used]
         bias = torch.stack([torch.zeros(2, 20, 20, dtype=torch.float64).index_put(pairs, each) for each in numbers], 1)
         whole = BESIDE[beside][0](pattern)
-        found = fd.attend(q, k, v, whole, score_mod=fd.biases.entries(values, pattern))
+        found = fd.attend(q, k, v, whole, score_mod=score_mod)
         dense = lambda score, b, h, i, j, bias=bias: score + bias[b, h, i, j]  # noqa: E731
         wanted = fd.attend(q, k, v, whole, score_mod=dense, engine="reference")
         assert_close(found, wanted)

@@ -160,6 +160,9 @@ def test_a_cache_reads_them_once_a_call(way):
         firsts = tuple(at + number for at in firsts)
 
 
+UNDER_CUT = complex(-1, -0.0)  # equal to -1 + 0j, at another angle
+
+
 class Straight(torch.autograd.Function):
     """Rounds, with the gradient of the identity: what it records is not what its forward computes."""
 
@@ -239,6 +242,8 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
         "properties": lambda s, b, h, q, k: s.real + near(h, q, k).to(s.dtype) * s.dim() + (1 if s.is_cpu else 0),
         "on its device": lambda s, b, h, q, k: s + torch.arange(4, device=s.device)[k % 4].to(s) + s.new_ones(()),
         "types of numbers": lambda s, b, h, q, k: s * np.float64(0.5) + np.int64(2) + True,
+        "a complex number": lambda s, b, h, q, k: s * torch.full_like(s, -1 + 0j, dtype=torch.complex128).angle(),
+        "its conjugate": lambda s, b, h, q, k: s * torch.full_like(s, UNDER_CUT, dtype=torch.complex128).angle(),
         "keywords": lambda s, b, h, q, k: torch.add(s, near(h, q, k), alpha=2).clamp(min=-3.0, max=3.0),
     }
 

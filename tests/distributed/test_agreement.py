@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, attend, shard, traffic, unshard
+from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed.group._call import check_agreement
 from flexdilated.distributed.group._messages import communicating
 from flexdilated.distributed.group._ranks import Ranks, check_device
@@ -256,6 +257,10 @@ def disagreeing() -> dict[str, str]:
         qkv = tensors() if qkv is None else qkv
         return lambda: attend(*qkv, pattern, mesh=where, **{"schedule": "exchange", **options})
 
+    def heads(qkv: list[Tensor] | None = None, **options: Any) -> Callable[[], Any]:
+        options |= {"ranks": Ranks.of(where), "sharding": Sharding(TOKENS, 2)}
+        return lambda: attend_heads(*(tensors() if qkv is None else qkv), PATTERN, **options)
+
     wanting, x = tensors(requires_grad=rank == 0), tensors(1, 2, 8, 4)[0]
     packed = masks.causal() & masks.documents("ids")
     visible = masks.visible_keys(torch.arange(TOKENS) % 3 != rank) & masks.causal()
@@ -279,6 +284,9 @@ def disagreeing() -> dict[str, str]:
                 for schedule in ("exchange", "ring", "heads")
             },
             "pattern of heads": lambda: module(masks.causal() if rank else PATTERN, schedule="heads"),
+            "gradients wanted of heads": heads(wanting),
+            "gradients wanted by sinks or score_mod": heads(sinks=wanting[0][0, :, 0, 0]),
+            "lse wanted": heads(return_lse=rank == 1),
             "sharding of shards": lambda: unshard(torch.ones(1, 1, 2 + rank, 2), where),
             "other dims": lambda: unshard(torch.ones(1, 1 + rank, 3, 2), where),
             "dtype of shards": lambda: unshard(

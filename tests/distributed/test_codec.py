@@ -133,7 +133,10 @@ def test_gradients_never_go_below_bf16() -> None:
 
 @given(data=st.data())
 def test_auto_keeps_the_bound(data: st.DataObject) -> None:
-    """And takes int8 wherever half a scale, and the rounding of half precision, is within it for every row."""
+    """And takes int8 wherever half a scale, and the rounding of half precision, is within it for every row.
+
+    Not for rows that its scale makes longer than those of two bytes a number.
+    """
     x = data.draw(rows())
     rounding = torch.finfo(x.dtype).eps / 2 if x.dtype.itemsize == 2 else 0
     half_scale = peak_to_rms(x) * 0.50001 / 127
@@ -145,7 +148,7 @@ def test_auto_keeps_the_bound(data: st.DataObject) -> None:
     if x.numel():
         assume(bool((x.double().abs().amax(-1) == 0).logical_or(x.double().abs().amax(-1) > 1e-3).all()))
         assert wire_report(x, x, codec).largest_error <= bound
-    assert (codec.name == "int8") == (half_scale + rounding <= bound)
+    assert (codec.name == "int8") == (half_scale + rounding <= bound and x.shape[-1] > 4)
     if codec.name != "int8":
         assert codec.name == ("bf16" if x.dtype.itemsize > 2 and bound >= 2**-8 else None)
 

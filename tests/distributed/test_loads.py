@@ -247,13 +247,17 @@ def check_bytes_of_schedules(many: Many):
 
 @given(packed_cases(whole=True), st.data())
 def test_run_time_patterns(packed: Packed, data):
-    """Documents, lengths and marks: what any batch entry needs."""
+    """Documents, lengths and marks: what any batch entry needs, and the pairs of all."""
     N = packed.num_keys
     pattern = packed.pattern.resolve(packed.pattern.given_tensors(), Extent(N, N))
     sharding = data.draw(shardings(N, max_ranks=7))
     needed = needed_by_rank(packed.counts.sum(0), sharding)
     counts = exchange_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)
     assert torch.equal(counts, minimum(needed, sharding))
+    size = AttentionSize(N, packed.num_heads, 8, torch.float32, batch=packed.batch)
+    rows = packed.counts.sum((0, 1, 3))
+    expected = tuple(int(rows[sharding.positions(rank)].sum()) for rank in range(sharding.num_ranks))
+    assert rank_loads(pattern, sharding, size).pairs == expected
 
 
 LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for power in range(10)])

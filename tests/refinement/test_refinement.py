@@ -191,7 +191,8 @@ def problems(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     listed = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.1, 0.5, 0.9]))
     importance, scores = (torch.randint(0, 5, shape, generator=generator) / 4 for _ in range(2))
-    scores[torch.rand(shape, generator=generator) < 0.1] = -torch.inf
+    for x, value in [(scores, torch.inf), (scores, -torch.inf), (importance, torch.inf), (importance, -torch.inf)]:
+        x[torch.rand(shape, generator=generator) < 0.1] = value
     return listed, importance, scores
 
 

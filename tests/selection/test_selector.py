@@ -98,6 +98,37 @@ def test_a_module_scores_whole_blocks(share: str, per_group: bool, query_block: 
     assert_close(grad, torch.autograd.grad(expected, gate.keys.weight)[0])
 
 
+class Given(nn.Module):
+    """Scores that do not depend on the call."""
+
+    def __init__(self, scores: list[list[float]]) -> None:
+        super().__init__()
+        self.scores = torch.tensor(scores, dtype=torch.float64)[None, :, None]
+
+    def forward(self, queries, pools: Pools):
+        return self.scores
+
+
+SCORES = st.sampled_from([inf, inf, -inf, float("nan"), 0.0, -1.0, 1e4, 1e30, -1e30])
+
+
+@given(st.data(), st.integers(1, 7), st.integers(1, 2), st.sampled_from(["head", "all"]), st.integers(1, 8))
+def test_a_module_may_return_any_scores(data, blocks: int, heads: int, share: str, most: int) -> None:
+    """NaN counts as -inf; large scores share as small ones do, and those of inf have all."""
+    scores = data.draw(st.lists(st.lists(SCORES, min_size=blocks, max_size=blocks), min_size=heads, max_size=heads))
+    choose = data.draw(st.sampled_from([fd.TopK(most), fd.TopP(0.4, most=most), fd.Threshold(0.15, most=most)]))
+    selector = fd.BlockSelector(block=2, choose=choose, scorer=Given(scores), share=share)
+    q, k = torch.ones(1, heads, 1, 4, dtype=torch.float64), torch.ones(1, heads, 2 * blocks, 4, dtype=torch.float64)
+    pairs, rule = torch.empty(0), (choose.kind, choose.amount)
+    asked = oracle.Asked(pairs, pairs, 2, 1, "module", rule, most, heads, False, 2 * blocks - 1, 1.0)
+    each = [{j: -inf if score != score else score for j, score in enumerate(head)} for head in scores]
+    tables = [oracle.joined(each, asked)] if share == "all" else each
+    found = selector(q, k, q_offset=2 * blocks - 1).blocks[0, :, 0]
+    for row, table in zip(found.tolist(), tables, strict=True):
+        chosen, _ = oracle.pick({j: -inf if score != score else score for j, score in table.items()}, asked)
+        assert [j for j in row if j >= 0] == [j for j, _ in chosen]
+
+
 def test_a_module_is_not_asked_for_blocks_that_are_seen_in_part() -> None:
     """Its pools would hold what the row does not see: without `always`, a query's own block is no candidate."""
     q, k = torch.randn(2, 1, 2, 22, 8, dtype=torch.float64)

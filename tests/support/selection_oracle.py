@@ -158,8 +158,8 @@ def softmax(scores: dict[int, float]) -> dict[int, float]:
     top = max(scores.values(), default=0.0)
     if top == -inf:
         return dict.fromkeys(scores, 0.0)
-    total = sum(exp(score - top) for score in scores.values())
-    return {j: exp(score - top) / total for j, score in scores.items()}
+    parts = {j: float(score == top) if top == inf else exp(score - top) for j, score in scores.items()}
+    return {j: part / sum(parts.values()) for j, part in parts.items()}
 
 
 def pick(scores: dict[int, float], asked: Asked) -> tuple[list[tuple[int, float]], bool]:

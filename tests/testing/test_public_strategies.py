@@ -88,6 +88,9 @@ def test_what_is_drawn_binds(data) -> None:
     sizes = data.draw(fst.attention_sizes(pattern, num_heads=heads, self_attention=data.draw(st.booleans())))
     bound = pattern.bind(num_heads=heads, num_queries=sizes.num_queries, num_keys=sizes.num_keys, **sizes.places)
     assert bound.num_queries == sizes.num_queries
+    most = data.draw(st.integers(1, 6))
+    few = data.draw(fst.attention_sizes(max_tokens=most, self_attention=False))
+    assert max(few.num_queries, few.num_keys, few.q_offset, few.k_offset) <= most
     whole = data.draw(fst.attention_sizes(num_heads=heads, max_tokens=20))
     varying = data.draw(fst.run_time_patterns(whole))
     assert varying.varies

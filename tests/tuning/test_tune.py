@@ -181,6 +181,12 @@ def test_modules_pass_it_on(monkeypatch):
     assert calls == [False, False]
 
 
+def test_an_accelerator_is_named_and_not_the_cpu_beside_it(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Arc {device.index}")
+    names = [_tune_machine.device_text(torch.device(each)) for each in ("xpu:1", "mps")]
+    assert names == [f"Arc 1, torch {torch.__version__}", f"mps, torch {torch.__version__}"]
+
+
 def test_tune_writes_constants_that_plans_use(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
     path = tmp_path / "machine.json"

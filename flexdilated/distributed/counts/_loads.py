@@ -228,7 +228,7 @@ def rank_loads(
     codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
-    does not fit the heads or tokens.
+    does not fit the heads, tokens or batch.
     """
     require_choice("schedule", schedule, SCHEDULES)
     if codec is not None:
@@ -236,7 +236,7 @@ def rank_loads(
     sent = codec_named(codec)
     sent.check(size.dtype)
     tokens, heads = sharding.num_tokens, {"num_heads": size.num_heads}
-    rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern
+    rule = pattern.bind(num_queries=tokens, num_keys=tokens, batch=size.batch, **heads).pattern
     counts = token_counts(rule, sharding, num_kv_heads=size.kv_heads, **heads)
     width = max(size.dims)
     held = 2 * size.batch * width * size.dtype.itemsize
@@ -254,5 +254,5 @@ def rank_loads(
         codec=codec,
         received_forward=tuple(keys.tolist()),
         received_backward=tuple((keys + gradients if name == "ring" else gradients).tolist()),
-        pairs=tuple((size.batch * work_of_ranks(rule, sharding, **heads)).tolist()),
+        pairs=tuple(work_of_ranks(rule, sharding, batch=size.batch, **heads).tolist()),
     )

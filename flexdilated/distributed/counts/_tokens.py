@@ -359,26 +359,30 @@ def work_of_ranks(
     num_heads: int,
     head_offset: int = 0,
     num_heads_global: int | None = None,
+    batch: int = 1,
 ) -> Int64[Tensor, " W"]:
-    """Return the number of (query, key) pairs that the pattern allows for each rank's queries, over all query heads.
+    """Return the number of (query, key) pairs of each rank's queries, over all query heads and batch entries.
 
-    A pair counts once for each branch of a mixture that allows it. The number is for one batch entry; if run-time
-    tensors have values by batch entry, it is the sum over their entries.
-    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+    A pair counts once for each branch of a mixture that allows it.
+
+    batch: number of batch entries; with 1, the largest batch size of the pattern's run-time tensors, as in `bind`.
+
+    Raises ValueError if the pattern does not fit these sizes, or lacks the values of its run-time tensors.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
-    bound = pattern.bind(num_queries=tokens, num_keys=tokens, **heads)
+    bound = pattern.bind(num_queries=tokens, num_keys=tokens, batch=batch, **heads)
+    entries = bound.pattern.num_entries()
     ranges = [(rank, run) for rank in range(sharding.num_ranks) for run in sharding.ranges(rank)]
     rank = torch.tensor([rank for rank, _ in ranges])
     start, stop = (torch.tensor(ends) for ends in zip(*((run.start, run.stop) for _, run in ranges), strict=True))
     rules = Counter(
         branch.for_head(head, bound.num_heads_global)
-        for entry in range(bound.batch)
+        for entry in range(entries)
         for branch in bound.entry(entry).pattern.branches()
         for head in range(head_offset, head_offset + num_heads)
     )
     work = torch.zeros(sharding.num_ranks, dtype=torch.int64)
     for rule, times in rules.items():
-        work.index_add_(0, rank, times * pairs_of_queries(rule, start, stop, tokens))
+        work.index_add_(0, rank, bound.batch // entries * times * pairs_of_queries(rule, start, stop, tokens))
     return work

@@ -147,8 +147,9 @@ def choose_codec(
 ) -> Codec:
     """Return the first of int8, bf16 and None with |decoded − x| / |x| within the bound for each vector x of all ranks.
 
-    bf16 is tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0
-    but has an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
+    int8 is tried for head dims of which it takes fewer bytes than the codec that would follow; bf16 is tried for
+    float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0 but has an int8
+    scale below the normal numbers of float32, the result is `Codec(None)`.
 
     All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
     collective of 8 bytes, skipped if the bound rules out both encodings for all vectors. ranks=None: this process only.
@@ -157,6 +158,9 @@ def choose_codec(
     rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again
     largest_peak, peak = (error_bound - rounding) / INT8_ERROR, 1.0
     takes_bf16 = wider and error_bound >= BF16_ERROR
+    after_int8, head_dim = Codec("bf16" if takes_bf16 else None), k.shape[-1]
+    if Codec("int8").vector_bytes(head_dim, k.dtype) >= after_int8.vector_bytes(head_dim, k.dtype):
+        largest_peak = 0.0  # every vector's peak is at least 1
     if largest_peak >= 1 or takes_bf16:
         peak = max(peak_to_rms(k), peak_to_rms(v))
         if ranks is not None and ranks.size > 1:
@@ -166,7 +170,7 @@ def choose_codec(
             peak = shared.item()
     if peak <= largest_peak:
         return Codec("int8")
-    return Codec("bf16" if takes_bf16 and peak < math.inf else None)
+    return after_int8 if peak < math.inf else Codec(None)
 
 
 def codec_for(

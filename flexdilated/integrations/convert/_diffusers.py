@@ -117,14 +117,14 @@ class DiffusersAttention(ScaledDotProduct):
         assert given is not None
         order = _order_of(self)
         if order is None:
-            raise ValueError(f"{given.name} has the processor {_unsupported(self)}")
+            raise ValueError(f"{given.label} has the processor {_unsupported(self)}")
         if encoder_hidden_states is None or encoder_hidden_states is hidden_states:
             return given.pattern
         if order != "separate":
             return _with_text(given.pattern, hidden_states.shape[1], encoder_hidden_states.shape[1], order)
         if not given.by_name:
             raise ValueError(
-                f"{given.name} was called with a text, and a pattern for a whole model is one of self-attention: give "
+                f"{given.label} was called with a text, and a pattern for a whole model is one of self-attention: give "
                 "convert a function that returns None for it"
             )
         return given.pattern

@@ -27,6 +27,11 @@ class GivenPattern:
     pattern: Pattern | Mixture
     by_name: bool
 
+    @property
+    def label(self) -> str:
+        """The name for errors; a model that is itself an attention module has the name ""."""
+        return self.name or "the model"
+
 
 class Converted(nn.Module):
     """Base class of converted modules.
@@ -161,7 +166,7 @@ def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
     """
     if num_queries != num_keys and not given.by_name:
         raise ValueError(
-            f"{given.name} was called with {num_queries} queries and {num_keys} keys, and a pattern for a whole model "
+            f"{given.label} was called with {num_queries} queries and {num_keys} keys, and a pattern for a whole model "
             "is one of self-attention. Choose by name, such as convert(model, lambda name, module: None if name == "
             f"{given.name!r} else pattern): None leaves it as it was, and a pattern counts queries and keys from 0"
         )

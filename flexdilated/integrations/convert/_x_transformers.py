@@ -82,7 +82,7 @@ class Attend(Converted):
         for name, value in (("attn_bias", attn_bias), ("prev_attn", prev_attn), ("attn_delta", attn_delta)):
             if value is not None:
                 raise ValueError(
-                    f"{given.name} was called with {name}, which needs scores or {_WEIGHTS}: leave {name} out"
+                    f"{given.label} was called with {name}, which needs scores or {_WEIGHTS}: leave {name} out"
                 )
         dropout_p = (self.dropout if self.flash else self.attn_dropout.p) if self.training else 0.0
         is_causal = self.causal if causal is None else causal

@@ -34,7 +34,7 @@ class LongNetEncoderConfig:
     attention_dropout: probability, in training, of dropping an attention weight.
     activation_dropout: probability, in training, of zeroing an element inside the feed-forward, after its activation.
     drop_path: probability, in training, that a batch entry skips the attention, or the feed-forward, of the last layer;
-        it grows linearly from 0 at the first layer.
+        it grows linearly from 0 at the first layer, so it has no effect with depth 1.
     engine: as in `attend`.
 
     num_heads divides embed_dim.

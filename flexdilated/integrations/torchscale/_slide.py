@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from ...masks import every
 from ...masks.core import require_choice, require_int
@@ -208,9 +208,8 @@ class SlideEncoder(nn.Module):
             configuration, padding must be at the end.
 
         Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
-        published model wraps some of them to the next row). A compiled graph does not check the tiles: an index beyond
-        the grid causes the device's own index error, and a negative one counts from the grid's other end. Masks raise
-        as in `LongNetEncoder`.
+        published model wraps some of them to the next row). A compiled graph does not check the tiles: an index outside
+        the grid causes the device's own index error. Masks raise as in `LongNetEncoder`.
         """
         self._check(tiles, coordinates)
         sharding, length = self._sharding(tiles), tiles.shape[1]
@@ -277,7 +276,8 @@ class SlideEncoder(nn.Module):
         rates = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
         angles = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * rates
         table = torch.cat((angles.sin(), angles.cos()), -1).float().to(coordinates.device)
-        return torch.cat((table[second], table[first]), -1)
+        # Not table[second]: an index below 0 would count from the table's end.
+        return torch.cat((embedding(second, table), embedding(first, table)), -1)
 
     def _pool(
         self, x: Float[Tensor, "B N E"], mine: Bool[Tensor, "B L"] | None, counts: Int64[Tensor, "B 1"]

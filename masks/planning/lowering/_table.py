@@ -90,7 +90,7 @@ class TableProblems:
         its pairs is allowed.
     full: True where, by bounds, all pairs of the entry are allowed.
     low, high: bounds on the number of allowed pairs of each entry, for one head.
-    only_kind: see `of_largest_batch`; None for all batches.
+    only_masked: see `of_largest_batch`; None for all batches.
     """
 
     bound: Bound
@@ -100,7 +100,7 @@ class TableProblems:
     full: Bool[Tensor, "T R W"]
     low: Int64[Tensor, "T R W"]
     high: Int64[Tensor, "T R W"]
-    only_kind: int | None = None
+    only_masked: bool | None = None
 
     @classmethod
     def of(
@@ -217,19 +217,19 @@ class TableProblems:
 
         width, element_bytes: channels of keys and values, and bytes of each.
         """
-        for index, kind in enumerate(self._kinds_of_problems(sets, queries)):
-            if self.only_kind not in (None, index):
+        for kind in self._kinds_of_problems(sets, queries):
+            if self.only_masked not in (None, kind.seen is not None):
                 continue
             step = self._problems_at_once(kind, width, element_bytes)
-            for begin in range(0, len(kind.query) if self.only_kind is None else step, step):
+            for begin in range(0, len(kind.query) if self.only_masked is None else step, step):
                 yield kind.part(slice(begin, begin + step))
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
         """Return a copy whose `batches` yields at most one batch of each portion.
 
-        `_kinds_of_problems` yields up to two kinds for a portion: problems without a mask, then problems with one. The
-        kind that takes most memory in the first portion is chosen, by its index among those yielded; of each portion
-        the first batch of the kind with this index is kept.
+        `_kinds_of_problems` yields up to two kinds for a portion: problems without a mask, and problems with one. The
+        kind that takes most memory in the first portion with problems is chosen; of each portion the first batch of
+        this kind is kept, if it has one.
         """
 
         def taken(kind: Batch) -> int:  # keys and values, a mask and its sum, and the lists of all problems, twice
@@ -238,8 +238,9 @@ class TableProblems:
             number = min(number, self._problems_at_once(kind, width, element_bytes))
             return number * keys * (2 * width * element_bytes + mask) + 2 * kind.block.nbytes
 
-        sizes = [taken(kind) for kind in self._kinds_of_problems(*next(self.portions(width)))]
-        return replace(self, only_kind=sizes.index(max(sizes)) if sizes else None)
+        portions = ([*self._kinds_of_problems(*each)] for each in self.portions(width))
+        kinds = next(filter(None, portions), [])
+        return replace(self, only_masked=max(kinds, key=taken).seen is not None if kinds else None)
 
     def _kinds_of_problems(self, sets: range, queries: range) -> Iterator[Batch]:
         return self._gathered_problems() if self.gathers else self._grouped_problems(sets, queries)

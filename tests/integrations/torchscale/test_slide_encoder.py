@@ -122,6 +122,9 @@ def test_it_compiles(masked: bool) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     tiles, corners, mask = batch_of(60, 31) if masked else (*slide(SMALL, 60), None)
     assert_close(compiled(tiles, corners, key_padding_mask=mask), model(tiles, corners, key_padding_mask=mask), **TIGHT)
+    for outside in (-1, 256 * SMALL.grid_size):
+        with pytest.raises(IndexError), torch.no_grad():
+            compiled(tiles, torch.full_like(corners, outside), key_padding_mask=mask)
 
 
 def batch_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

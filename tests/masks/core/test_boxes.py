@@ -34,7 +34,7 @@ def twelve(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
 @st.composite
 def progressions(draw: st.DrawFn, step: int | None = None) -> Progression:
     first, step = draw(twelve(st.integers(0, 30))), draw(st.integers(1, 6)) if step is None else step
-    return Progression(first, step, draw(twelve(st.integers(1, 9))))
+    return Progression(first, step, draw(twelve(st.integers(0, 9))))
 
 
 @st.composite
@@ -56,8 +56,9 @@ def terms(progression: Progression, index: int) -> Tensor:
 
 
 def allowed(rule: oracle.Rule, box: Box, num_heads: int) -> Tensor:
+    zero = torch.tensor(0)
     return torch.stack([
-        (rule(int(head), num_heads, terms(box.q, index), terms(box.k, index)) > 0).sum()
+        (rule(int(head), num_heads, terms(box.q, index), terms(box.k, index)) > 0).sum() if box.area[index] else zero
         for index, head in enumerate(box.head)
     ])  # fmt: skip
 

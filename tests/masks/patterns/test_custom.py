@@ -195,6 +195,10 @@ def choosing(choose):
     return lambda b, h, q, k: choose(q > k, q, k) > 3
 
 
+def turned(value):
+    return lambda b, h, q, k: torch.full_like(q, value, dtype=torch.complex64).angle() * k > q
+
+
 DIFFERENT = [
     *(window(width) for width in (5, 6, 5.0, True)),
     *(same_kind(table) for table in (TABLE, TABLE + 1, TABLE[:3], TABLE.int(), torch.ones(4), torch.ones(2, 2)[0])),
@@ -204,6 +208,7 @@ DIFFERENT = [
     *(lambda b, h, q, k: q - k < WIDTH + 9, lambda b, h, q, k: q - k < LIST[1]),
     *(lambda b, h, q, k: (q - k) % 4 == masks.FULL, lambda b, h, q, k: (q - k) % 4 == masks.PARTIAL),
     *(choosing(torch.where), choosing(torch.clamp)),
+    *(turned(value) for value in (-1 + 0j, complex(-1, -0.0))),
 ]
 
 
