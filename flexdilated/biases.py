@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import log
+from math import log, prod
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -61,15 +62,15 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
     """Return a score_mod that adds a value to the score of each pair that a pattern lists, such as one for each edge.
 
     values: on the device of q; they get a gradient. For `masks.sparse(matrix)`: (E,) or (H, E), in the order of the E
-        values of the matrix, entries of value 0 included; for `masks.selected_keys(table)`: of the table's shape
-        without its dim of tables, or (H, ...) in front of that. With H heads, those of all devices; without, or with
-        H = 1, one value serves all heads.
+        values of the matrix, entries of value 0 included. For `masks.selected_keys(table)` with one table of L keys for
+        each query, (N, L) or (H, N, L); with one for each query of each batch entry, (B, N, L) or (B, H, N, L). With H
+        heads, those of all devices; without, or with H = 1, one value serves all heads.
     pattern: the pattern of which these are the pairs; `attend` may combine it with others, whose pairs get no value.
 
-    `entries` itself reads the pairs: call it outside of functions that torch.compile compiles. The score_mod reads
+    `entries` itself reads the pairs: where torch.compile compiles it, the graph breaks at this call. The score_mod reads
     `values` in each call.
 
-    Raises TypeError for other patterns and in a graph, and ValueError for values of another shape, for a pattern with
+    Raises TypeError for other patterns, and ValueError for values of another shape, for a pattern with
     more than one matrix or table, and if it lists a pair twice.
 
     >>> edges = torch.eye(64).to_sparse()
@@ -78,32 +79,31 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
     >>> fd.attend(q, k, v, graph, score_mod=fd.biases.entries(weights, graph)).shape
     torch.Size([1, 4, 64, 16])
     """
-    if torch.compiler.is_compiling():
-        raise TypeError(
-            "fd.biases.entries reads the pairs of the pattern, which torch.compile cannot trace: make the score_mod "
-            "before, for example as an attribute of the module"
-        )
+    make: Any = torch.compiler.disable(_entries) if torch.compiler.is_compiling() else _entries
+    return make(values, pattern)
+
+
+def _entries(values: Tensor, pattern: Pattern) -> ScoreMod:
     table, numbers, shape = numbered_pairs(pattern)
-    by_head = isinstance(values, Tensor) and tuple(values.shape[1:]) == shape
-    if (
-        not isinstance(values, Tensor)
-        or not values.is_floating_point()
-        or not (by_head or tuple(values.shape) == shape)
-    ):
-        came = tuple(values.shape) if isinstance(values, Tensor) else repr(values)[:80]
-        sizes = ", ".join(map(str, shape))
-        raise ValueError(f"values must be floats of shape ({sizes}), or (heads, {sizes}); got {came}")
+    at = 1 if len(shape) == 3 else 0  # of a dim of heads; before it is that of batch entries
+    given = tuple(values.shape) if isinstance(values, Tensor) else ()
+    by_head = len(given) > len(shape)
+    beside_heads = given[:at] + given[at + 1 :] if by_head else given
+    if not isinstance(values, Tensor) or not values.is_floating_point() or beside_heads != shape:
+        came = given if isinstance(values, Tensor) else repr(values)[:80]
+        of_batch, of_pairs = (", ".join(map(str, each)) for each in (shape[:at], shape[at:]))
+        with_heads = f"{of_batch}, heads" if at else "heads"
+        raise ValueError(f"values must be floats of shape {shape}, or ({with_heads}, {of_pairs}); got {came}")
     find, num_entries = table.finder(num_heads=1, device=values.device), table.entries
-    numbers = numbers.to(values.device)
-    by_head = by_head and len(values) > 1
+    numbers = numbers.to(values.device) % prod(shape[at:])  # among the values of one batch entry, if each has its own
 
     def score_mod(score, b, h, q_idx, k_idx):
-        # Here, not above: of values that are not contiguous this is a copy, which later values would not reach.
-        flat = values.flatten(1) if by_head else values.flatten()
         # Where all entries share the pairs, places depend on positions alone: they are computed once for all heads.
         place, found = find(b if num_entries > 1 else 0, 0, q_idx, k_idx)
-        value = flat[h, numbers[place]] if by_head else flat[numbers[place]]
-        return torch.where(found, score + value, score)
+        lead = (b if num_entries > 1 else 0,) if at else ()
+        lead = (*lead, h if given[at] > 1 else 0) if by_head else lead
+        # Here, not above: of values that are not contiguous this is a copy, which later values would not reach.
+        return torch.where(found, score + values.flatten(len(lead))[(*lead, numbers[place])], score)
 
     return score_mod
 

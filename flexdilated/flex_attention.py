@@ -111,7 +111,7 @@ def flex_attention(
             return _torch.flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
             )
-        compute: Any = torch.compiler.disable(_out_and_aux, reason=_ONE_GRAPH)
+        compute: Any = torch.compiler.disable(_out_and_aux)
     else:
         compute = _out_and_aux
     out, aux = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants)
@@ -166,11 +166,6 @@ def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"])
     """Return out with its batch entries, heads and tokens in memory in the order of query's, each row contiguous."""
     order = [*sorted(range(3), key=query.stride, reverse=True), 3]
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
-
-
-_ONE_GRAPH = (
-    "flex_attention breaks the graph where torch's own cannot train; for one graph write fd.attend and a pattern"
-)
 
 
 class _Read(NamedTuple):

@@ -156,6 +156,9 @@ def sliding_tile(grid: Sequence[int], *, tile: int | Sequence[int], num_tiles: i
             raise ValueError(f"tile must divide the grid; got {size} tokens on axis {axis} of length {length}")
         if number % 2 == 0:
             raise ValueError(f"num_tiles must be odd, as the query's own tile is the middle one; got {number}")
+        if size * number > length:
+            tiles = length // size
+            raise ValueError(f"num_tiles must be at most {tiles}, the tiles on axis {axis}; got {number}")
     windows = [size * number for size, number in zip(sizes, numbers, strict=True)]
     return neighborhood(lengths, kernel_size=windows, stride=sizes)
 

@@ -478,4 +478,5 @@ def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
     shape = draw(st.sampled_from([1, sizes.batch])), tables, -(-stop // block[0]) - first, most
     entries = st.lists(st.integers(-1, columns - 1), min_size=shape[2] * most, max_size=shape[2] * most)
     rows = torch.tensor([draw(entries) for _ in range(shape[0] * tables)]).view(shape)
-    return words.selected_blocks(rows[0] if shape[0] == 1 and draw(st.booleans()) else rows, block=block, most=most)
+    is_clear = shape[0] == 1 and not 1 < sizes.batch == tables  # without the dim of the batch
+    return words.selected_blocks(rows[0] if is_clear and draw(st.booleans()) else rows, block=block, most=most)

@@ -11,6 +11,7 @@ from ._key_rows import KeyRows, require_tables
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._mask import MaskTable, mask
 from ._neighborhood import Neighborhood, neighborhood
+from ._on_grid import OnGrid
 from ._per_sample import per_sample, rules_of_entries, without_start
 from ._random_blocks import random_blocks
 from ._renumbered import After, Before, Blockwise, PerDocument, blockwise, keys_in_blocks

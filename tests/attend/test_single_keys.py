@@ -327,14 +327,19 @@ def test_a_value_for_each_pair(by_head: bool, beside: str) -> None:
     cases = [(masks.sparse(matrix), (entry, *matrix._indices()), (matrix._nnz(),), None)]
     cases.append((masks.sparse(batch), tuple(batch.indices()), (batch._nnz(),), None))
     cases.append((masks.selected_keys(table), (entry, *places), table.shape[1:], listed))
+    tables = torch.stack([table, table.flip(1)])
+    each = (tables >= 0)[:, 0]
+    own = each.nonzero()[:, 0], each.nonzero()[:, 1], tables[:, 0][each]
+    cases.append((masks.selected_keys(tables), own, tables[:, 0].shape, each))
     for pattern, pairs, shape, used in cases:
-        shape = (*((3,) if by_head else ()), *shape)
+        at = 1 if used is each else 0  # of the heads
+        shape = (*shape[:at], *((3,) if by_head else ()), *shape[at:])
         strided = torch.randn((*shape, 2), generator=generator, dtype=torch.float64)[..., 0]
         values, later = strided.requires_grad_(), torch.randn(shape, generator=generator, dtype=torch.float64)
         score_mod = fd.biases.entries(values, pattern)  # which reads the values that are there when it is called
         with torch.no_grad():
             values.copy_(later)
-        of_heads = values if by_head else values.expand(3, *values.shape)
+        of_heads = values.movedim(at, 0) if by_head else values.expand(3, *values.shape)
         numbers = of_heads if used is None else of_heads[:, used]
         bias = torch.stack([torch.zeros(2, 20, 20, dtype=torch.float64).index_put(pairs, each) for each in numbers], 1)
         whole = BESIDE[beside][0](pattern)

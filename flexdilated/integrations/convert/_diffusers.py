@@ -121,6 +121,7 @@ class DiffusersAttention(ScaledDotProduct):
         if encoder_hidden_states is None or encoder_hidden_states is hidden_states:
             return given.pattern
         if order != "separate":
+            given.check_grid(hidden_states.shape[1])
             return _with_text(given.pattern, hidden_states.shape[1], encoder_hidden_states.shape[1], order)
         if not given.by_name:
             raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..._torch_private import assert_async
 from ...masks import Mixture, Pattern, causal, documents
 from ...masks.core import shortened
+from ...masks.patterns import OnGrid
 from ...nn import require_causal_mask, without_padding
 
 
@@ -21,11 +23,27 @@ class GivenPattern:
     """Settings of a converted module: its name in the model, and its pattern.
 
     by_name: True if a function chose the pattern for this module; False if one pattern was given for the whole model.
+    grid: lengths of the axes of the pattern's largest token grid; () without a grid.
     """
 
     name: str
     pattern: Pattern | Mixture
     by_name: bool
+    grid: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        grids = [leaf.grid for leaf in self.pattern.leaves() if isinstance(leaf, OnGrid)]
+        object.__setattr__(self, "grid", max(grids, key=prod, default=()))
+
+    def check_grid(self, num_tokens: int) -> None:
+        """Raise ValueError if the pattern's grid has more tokens than a call, whose rows would then lie elsewhere."""
+        if self.grid and num_tokens < prod(self.grid):
+            sides = " x ".join(map(str, self.grid))
+            raise ValueError(
+                f"{self.label} was called with {num_tokens} tokens, and its pattern is for a grid of {sides}: give "
+                "convert the grid of these tokens, of an image or video after patching; for cross-attention to a text, "
+                "a function that returns None for it"
+            )
 
     @property
     def label(self) -> str:
@@ -162,6 +180,8 @@ def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int,
 def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
     """Raise ValueError if the numbers of queries and keys differ, unless a function chose this module's pattern.
 
+    Raises ValueError, too, if the pattern is for a grid of more tokens.
+
     given: settings of the converted module.
     """
     if num_queries != num_keys and not given.by_name:
@@ -170,6 +190,7 @@ def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
             "is one of self-attention. Choose by name, such as convert(model, lambda name, module: None if name == "
             f"{given.name!r} else pattern): None leaves it as it was, and a pattern counts queries and keys from 0"
         )
+    given.check_grid(min(num_queries, num_keys))
 
 
 @dataclass(frozen=True, eq=False)
