@@ -67,7 +67,7 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
         heads, those of all devices; without, or with H = 1, one value serves all heads.
     pattern: the pattern of which these are the pairs; `attend` may combine it with others, whose pairs get no value.
 
-    `entries` itself reads the pairs: where torch.compile compiles it, the graph breaks at this call. The score_mod reads
+    `entries` reads the pairs: in a function that torch.compile compiles, the graph breaks here. The score_mod reads
     `values` in each call.
 
     Raises TypeError for other patterns, and ValueError for values of another shape, for a pattern with

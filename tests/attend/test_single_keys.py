@@ -351,6 +351,18 @@ def test_a_value_for_each_pair(by_head: bool, beside: str) -> None:
         assert_close(of_found, of_wanted)
 
 
+def test_a_graph_breaks_where_entries_are_read() -> None:
+    q, table = torch.randn(2, 1, 8, 4), torch.randint(8, (2, 1, 8, 1))
+
+    def call(values: torch.Tensor) -> torch.Tensor:
+        pattern = masks.selected_keys(table)
+        return fd.attend(q, q, q, pattern, score_mod=fd.biases.entries(values, pattern))
+
+    for _ in range(2):
+        values = torch.randn(2, 8, 1)
+        assert torch.equal(torch.compile(call, backend="eager")(values), call(values))
+
+
 def test_block_lists_serve_a_matrix_on_an_accelerator() -> None:
     """Its kernels for tables take rows of equal lengths."""
     q, k, v = torch.randn(3, 1, 2, 50, 16)
