@@ -111,9 +111,8 @@ def flex_attention(
             return _torch.flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
             )
-        compute: Any = torch.compiler.disable(_out_and_aux)
-    else:
-        compute = _out_and_aux
+    # Disabled where nothing is compiled, too: torch.compile may run this function uncompiled, and trace what it calls.
+    compute: Any = torch.compiler.disable(_out_and_aux)
     out, aux = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants)
     if return_aux is not None:
         return out, aux
@@ -269,7 +268,7 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
     (1, 1, 256, 256)
     """
-    create: Any = torch.compiler.disable(_created) if torch.compiler.is_compiling() else _created
+    create: Any = torch.compiler.disable(_created)  # always, as in `flex_attention`
     return create(mask_mod, (B or 1, H or 1), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
 
 
