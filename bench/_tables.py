@@ -137,8 +137,8 @@ def flex_cases(document: Document) -> str:
     columns |= {"refused": lambda each: each[1]["forward"].get("refused", 0) or ""}
     errors: dict[str, list[str]] = {}
     for name, answers in about["other"].items():
-        if "forward" in answers and "backward" in answers:
-            errors.setdefault(answers["forward"], []).append(name)
+        for text in dict.fromkeys(answers[way] for way in ("forward", "backward", "compiled") if way in answers):
+            errors.setdefault(text, []).append(name)
     lines = [f"* {'; '.join(names)}: {text}" for text, names in errors.items()]
     return with_condition("\n".join((table(about["groups"].items(), columns), "", *lines)), document)
 

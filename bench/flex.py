@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from tests.attend.flex_cases import GROUPS, Case
 from tests.attend.flex_cases.verdicts import EQUAL, WAYS, verdicts
@@ -13,6 +12,8 @@ from ._jobs import say
 from ._measures import Row, at_least, at_most, measure
 
 _CALLS = ("forward", "backward", "compiled")
+
+Verdicts = dict[str, str]  # by way
 
 
 @measure(groups=("kernel options", "refused by torch too"), of_each=1)
@@ -24,45 +25,37 @@ def flex_cases(
     of_each: cases of each group that are run; None for all.
     graph_every: one of so many cases is compiled into one graph, too.
     """
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for group in groups:
-        say(group)
-        found[group] = {
-            case.name: _verdicts(group, case, in_graph=index % graph_every == 0)
-            for index, case in enumerate(GROUPS[group][:of_each])
-        }
-    refused = {case.name for cases in GROUPS.values() for case in cases if case.refused}
-    defined = [each for cases in found.values() for name, each in cases.items() if name not in refused]
-    counts = {group: {way: _counts(cases, way) for way in WAYS} for group, cases in found.items()}
-    other = {
-        f"{group}: {name}": {way: each[way] for way in each if each[way] != EQUAL}
-        for group, cases in found.items()
-        for name, each in cases.items()
-        if any(text != EQUAL for text in each.values())
-    }
-    detail = {"groups": counts, "other": other}
+    found = {group: list(_verdicts(group, GROUPS[group][:of_each], graph_every)) for group in groups}
+    counts = {group: {way: _counts((each for _, each in cases), way) for way in WAYS} for group, cases in found.items()}
+    defined = [
+        (f"{group}: {case.name}", each) for group, cases in found.items() for case, each in cases if not case.refused
+    ]
+    other = {name: {way: text for way, text in each.items() if text != EQUAL} for name, each in defined}
+    detail = {"groups": counts, "other": {name: texts for name, texts in other.items() if texts}}
     for way in _CALLS:
-        equal = sum(each[way] == EQUAL for each in defined)
+        equal = sum(each[way] == EQUAL for _, each in defined)
         more = detail if way == "forward" else {}
-        yield Row(f"{way}: cases that are equal", at_least(98, "%"), 100 * equal / len(defined), detail={**more})
-    errors = [each["forward"] for cases in found.values() for name, each in cases.items() if name in refused]
-    named = sum(text.startswith("refused") for text in errors)
-    yield Row("cases that torch refuses: refused by a named error", at_least(100, "%"), 100 * named / len(errors))
-    wrong = sum(_kind(each[way]) in ("wrong", "failed") for each in defined for way in _CALLS)
+        yield Row(f"{way}: cases that are equal", at_least(98, "%"), 100 * equal / len(defined), detail=more)
+    wrong = sum(_kind(each[way]) in ("wrong", "failed") for _, each in defined for way in _CALLS)
     yield Row("neither equal nor refused by name", at_most(0), wrong)
+    answers = [each["forward"] for cases in found.values() for case, each in cases if case.refused]
+    named = sum(_kind(answer) == "refused" for answer in answers)
+    yield Row("cases that torch refuses: refused by a named error", at_least(100, "%"), 100 * named / len(answers))
 
 
-def _verdicts(group: str, case: Case, *, in_graph: bool) -> dict[str, str]:
-    found = verdicts(case, [way for way in WAYS if in_graph or way != "one graph"])
-    if any(_kind(text) in ("wrong", "failed") for text in found.values()):
-        say(f"{group}, {case.name}: {found}")
-    return found
+def _verdicts(group: str, cases: Iterable[Case], graph_every: int) -> Iterator[tuple[Case, Verdicts]]:
+    say(group)
+    for index, case in enumerate(cases):
+        each = verdicts(case, [way for way in WAYS if way != "one graph" or index % graph_every == 0])
+        if any(_kind(text) in ("wrong", "failed") for text in each.values()):
+            say(f"{case.name}: {each}")
+        yield case, each
 
 
 def _kind(verdict: str) -> str:
     return verdict.partition(":")[0]
 
 
-def _counts(cases: dict[str, dict[str, Any]], way: str) -> dict[str, int]:
+def _counts(cases: Iterable[Verdicts], way: str) -> dict[str, int]:
     """Number of cases of each kind of verdict."""
-    return dict(Counter(_kind(each[way]) for each in cases.values() if way in each))
+    return dict(Counter(_kind(each[way]) for each in cases if way in each))

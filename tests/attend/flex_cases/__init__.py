@@ -5,8 +5,8 @@ The tables say what is built and nothing of how it is checked: `verdicts` runs a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,90 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_own
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, noop_mask
+from torch.nn.attention.flex_attention import AuxRequest, noop_mask
+from torch.utils.checkpoint import checkpoint
 
 from flexdilated import flex_attention as own
 
-from ._functions import BUFFERS, BUILT_IN, LEARNED, NARROW, SCORES, SIZE, Reads, Size, integer, per_entry, plain
-from ._masks import CAUSAL, EDITS, PAGED, RULES, paged
+from ._calls import LAYOUTS, STRIDED, Case
+from ._functions import BUFFERS, BUILT_IN, LEARNED, NARROW, SCORES, Reads, Size, integer, per_entry, plain
+from ._masks import CAUSAL, EDITS, PAGED, RULES, of_tokens, paged
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call of `flex_attention`, or several in turn.
-
-    rule: of the block mask; None for a call without one. lists: batch entries and heads with lists of their own.
-    maker: makes the block mask of the rule. edit: changes it, given the size; the lists count then.
-    layouts: how q, k, v and the gradient of the output lie in memory, by name; the others are contiguous.
-    how: further arguments of the call.
-    fixed: whichever of "q", "k", "v" and "score" needs no gradient.
-    then: score functions of further calls, each of which has the output as its queries.
-    steps: fields that replace those of the case in calls that follow each other.
-    in_place: each step writes its values into the tensors of the first.
-    refused: torch answers the call by an error.
-    """
-
-    name: str
-    score: Reads | None = None
-    rule: Reads | None = None
-    size: Size = SIZE
-    dtype: torch.dtype = torch.float64
-    lists: tuple[int | None, int | None] = (None, None)
-    block: int | tuple[int, int] = 32
-    maker: Callable[..., BlockMask] = own.create_block_mask
-    edit: Callable[[BlockMask, Size], BlockMask] | None = None
-    layouts: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    how: Mapping[str, Any] = field(default_factory=dict)
-    fixed: frozenset[str] = frozenset()
-    then: tuple[Reads, ...] = ()
-    steps: tuple[Mapping[str, Any], ...] = ({},)
-    in_place: bool = False
-    refused: bool = False
-
-    def in_turn(self) -> Iterator[Case]:
-        for step in self.steps:
-            yield replace(self, steps=({},), **step)
-
-
-# How tensors lie in memory: each takes a contiguous tensor and returns its values elsewhere.
-
-
-def lies(*order: int) -> Callable[[Tensor], Tensor]:
-    """Contiguous in this order of its axes."""
-    back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return lambda x: x.permute(order).contiguous().permute(back)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "at an offset": lambda x: torch.cat([x.new_zeros(97), x.flatten()])[97:].view_as(x),
-    "tokens before heads": lies(0, 2, 1, 3),
-    "heads before entries": lies(1, 0, 2, 3),
-    "tokens first": lies(2, 0, 1, 3),
-    "head dim before tokens": lies(0, 1, 3, 2),
-    "longer rows": lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
-    "every other token": lambda x: torch.stack([x, x], 3).flatten(2, 3)[:, :, ::2],
-    "one head for all": lambda x: x[:, :1].expand_as(x),
-    "one entry for all": lambda x: x[:1].expand_as(x),
-    "one token for all": lambda x: x[:, :, :1].expand_as(x),
-    "a third of a projection": lambda x: lies(0, 2, 1, 3)(torch.cat([x, x, x], 1)).chunk(3, 1)[1],
-}
-_STRIDED: tuple[tuple[str, str, str, str], ...] = (
-    ("at an offset", "at an offset", "at an offset", "at an offset"),
-    ("at an offset", "at an offset", "tokens first", "tokens first"),
-    ("at an offset", "tokens before heads", "longer rows", "tokens before heads"),
-    ("tokens first", "longer rows", "tokens first", "at an offset"),
-    ("tokens first", "tokens before heads", "longer rows", "tokens first"),
-    ("tokens first", "at an offset", "at an offset", "tokens before heads"),
-    ("a third of a projection", "a third of a projection", "a third of a projection", "tokens before heads"),
-    ("heads before entries", "one head for all", "one head for all", "one entry for all"),
-    ("longer rows", "one entry for all", "one entry for all", "one token for all"),
-    ("every other token", "every other token", "head dim before tokens", "head dim before tokens"),
-)
-
 HALVES = (torch.bfloat16, torch.float16)
 _NAMES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_PAGES = Size(keys=384, kv_batch=1)
 _TORCHS = torch_own.create_block_mask
 _GQA: Mapping[str, Any] = {"enable_gqa": True}
 _LSE: Mapping[str, Any] = {"return_aux": AuxRequest(lse=True)}
@@ -120,8 +51,16 @@ def _each(sizes: Mapping[str, Mapping[str, Any]], scores: Mapping[str, Reads] = 
     return [case for text, fields in sizes.items() for case in _named(text, _of(scores, **fields))]
 
 
-def _of_entry(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
+def _poisoned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, by: float) -> Tensor:
+    return torch.where(q >= k, s, by)
+
+
+def _recomputed(attention: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(checkpoint, attention, use_reentrant=False)
+
+
+def _between_layers(attention: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, *given, **how: attention(q.sin(), *given, **how).cos()
 
 
 def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,7 +122,11 @@ GROUPS: dict[str, list[Case]] = {
         Case("queries and keys plus a mask", BUFFERS["queries and keys"], CAUSAL),
         Case("in the middle of a block, learned", LEARNED["two"], CAUSAL, Size(queries=93, keys=93)),
         Case("in the middle of a block, a factor", LEARNED["factor"], None, Size(queries=99, keys=99)),
-        Case("batch broadcast of a rule", None, Reads(lambda: _of_entry), Size(batch=5), lists=(5, None)),
+        *(
+            Case(f"{text} where the mask hides", plain(partial(_poisoned, by=by)), CAUSAL)
+            for text, by in (("inf", torch.inf), ("-inf", -torch.inf), ("nan", torch.nan))
+        ),
+        Case("lists for each of five entries, alike", None, CAUSAL, Size(batch=5), lists=(5, None)),
     ],
     "edited lists": [Case(name, **{"rule": CAUSAL, **fields}) for name, fields in EDITS.items()],
     "heads and batch entries": _each(
@@ -266,32 +209,22 @@ GROUPS: dict[str, list[Case]] = {
         ),
     ],
     "pages": [
-        *_of({name: paged(score) for name, score in BUILT_IN.items()}, rule=CAUSAL, **PAGED),
+        *_of({name: paged(score) for name, score in BUILT_IN.items()}, rule=CAUSAL, size=_PAGES, **PAGED),
         *_named(
             "all pairs",
             _of(
                 {name: paged(BUFFERS[name]) for name in ("of heads", "of batch entries", "one integer", "documents")},
                 rule=plain(noop_mask),
+                size=_PAGES,
                 **PAGED,
             ),
         ),
-        *_named(
-            "one query",
-            [
-                Case(
-                    "identity",
-                    paged(BUILT_IN["identity"]),
-                    plain(noop_mask),
-                    **{**PAGED, "size": Size(queries=1, keys=384, kv_batch=1)},
-                ),
-                Case(
-                    "ALiBi, 4 of 2",
-                    paged(BUILT_IN["ALiBi"]),
-                    plain(noop_mask),
-                    how=_GQA,
-                    **{**PAGED, "size": Size(queries=1, keys=384, kv_batch=1, kv_heads=2)},
-                ),
-            ],
+        *(
+            Case(f"one query, {name}", paged(BUILT_IN[name]), plain(noop_mask), size, how=_GQA, **PAGED)
+            for name, size in (
+                ("identity", replace(_PAGES, queries=1)),
+                ("ALiBi", replace(_PAGES, queries=1, kv_heads=2)),
+            )
         ),
     ],
     "memory": [
@@ -301,7 +234,7 @@ GROUPS: dict[str, list[Case]] = {
                 BUILT_IN["ALiBi"],
                 layouts={"q": LAYOUTS[q], "k": LAYOUTS[k], "v": LAYOUTS[v], "out": LAYOUTS[out]},
             )
-            for q, k, v, out in _STRIDED
+            for q, k, v, out in STRIDED
         ),
         *(
             Case(f"all {name}{', a mask' * (rule is not None)}", None, rule, layouts=dict.fromkeys("qkv", layout))
@@ -351,8 +284,9 @@ GROUPS: dict[str, list[Case]] = {
                 BUILT_IN[name],
                 plain(noop_mask),
                 steps=tuple({"size": Size(batch=b, queries=n, keys=n)} for b, n in ((2, 96), (4, 48), (8, 24))),
+                dynamic=True if index % 2 else None,
             )
-            for name in BUILT_IN
+            for index, name in enumerate(BUILT_IN)
         ),
         *(
             Case(
@@ -386,6 +320,19 @@ GROUPS: dict[str, list[Case]] = {
         Case("two with a learned bias", LEARNED["heads"], then=(SCORES["soft cap"],)),
         Case("two with a mask", None, CAUSAL, then=(BUILT_IN["squared"],)),
     ],
+    "in larger functions": [
+        *(
+            Case(f"{text}, {name}", score, rule, around=around, dtype=torch.float32)
+            for (text, around), (name, score, rule) in product(
+                (("recomputed in the backward", _recomputed), ("between layers", _between_layers)),
+                (("identity", None, None), ("causal", None, CAUSAL), ("a bias", LEARNED["heads"], CAUSAL)),
+            )
+        ),
+        *(
+            _ruled(name, mask_inside=True)
+            for name in ("causal", "window", "documents", "padding", "documents of each entry", "by head")
+        ),
+    ],
     "kernel options": [
         Case(
             ", ".join(f"{name} {value}" for name, value in options.items()),
@@ -415,20 +362,20 @@ GROUPS: dict[str, list[Case]] = {
         Case(
             "a mask of fewer tokens",
             rule=CAUSAL,
-            maker=lambda f, B, H, N, M, **how: own.create_block_mask(f, B, H, 64, 64, **how),
+            maker=of_tokens(own.create_block_mask, 64, 64),
             refused=True,
         ),
         Case(
             "a mask of more tokens",
             rule=CAUSAL,
-            maker=lambda f, B, H, N, M, **how: own.create_block_mask(f, B, H, 128, 128, **how),
+            maker=of_tokens(own.create_block_mask, 128, 128),
             refused=True,
         ),
         Case(
             "a mask of one token more",
             rule=CAUSAL,
             size=Size(queries=95, keys=95),
-            maker=lambda f, B, H, N, M, **how: own.create_block_mask(f, B, H, 96, 96, **how),
+            maker=of_tokens(own.create_block_mask, 96, 96),
             refused=True,
         ),
         Case("a sliced mask", rule=CAUSAL, edit=lambda mask, size: mask[:1], lists=(2, 4), refused=True),

@@ -93,6 +93,17 @@ class Causal(torch.autograd.Function):
         return grads[0], None
 
 
+class Holder(torch.nn.Module):
+    """A module that holds a table, whose method is a score function."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+
+    def score(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + self.table[h]
+
+
 @dataclass(frozen=True)
 class Steeper:
     """A score function that is an object."""
@@ -198,6 +209,22 @@ def biased_by_sums(y: Tensor) -> Callable[..., Tensor]:
     return lambda s, b, h, q, k: s + bias[b, q, k]
 
 
+def biased_by_network(wide: Tensor, narrow: Tensor) -> Callable[..., Tensor]:
+    """A bias for each head and distance, by two layers over the distance's signed logarithm."""
+    distances = torch.arange(-128.0, 129.0).to(wide.dtype)[:, None]
+    bias = torch.relu(distances.sign() * distances.abs().log1p() * wide) @ narrow
+    return lambda s, b, h, q, k: s + bias[q - k + 128, h]
+
+
+def summed(*tables: Tensor) -> Callable[..., Tensor]:
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        for table in tables:
+            s = s + table[q] * table[k] / len(tables)
+        return s
+
+    return score
+
+
 BUFFERS: dict[str, Reads] = {
     "of heads": Reads(lambda t: lambda s, b, h, q, k: s * t[h], ("h",)),
     "of batch entries": Reads(lambda t: lambda s, b, h, q, k: s + t[b], ("b",)),
@@ -257,6 +284,20 @@ BUFFERS: dict[str, Reads] = {
     "product of two rows": Reads(lambda t, u: lambda s, b, h, q, k: s + (t[q] * u[k]).sum(-1), ("q4", "k4")),
     "gate of the queries": Reads(lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[b, h, q]), ("bhq",)),
     "gate in float32": Reads(lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[h].to(torch.float32)), ("h",)),
+    "of a module": Reads(lambda t: Holder(t).score, ("h",)),
+    "of a module, read outside": Reads(lambda t: (lambda m: lambda s, b, h, q, k: s + m.table[k])(Holder(t)), ("k",)),
+    "of a list": Reads(lambda *ts: lambda s, b, h, q, k: s + ts[0][q] + ts[1][k], ("q", "k")),
+    "of a dictionary": Reads(
+        lambda t, u: (lambda ts: lambda s, b, h, q, k: s + ts["t"][q] + ts["u"][k])({"t": t, "u": u}), ("q", "k")
+    ),
+    "in a loop": Reads(summed, ("d", "d", "d")),
+    "a default argument": Reads(lambda t: lambda s, b, h, q, k, t=t: s + t[h], ("h",)),
+    "keyword of a partial": Reads(lambda t: partial(lambda s, b, h, q, k, t: s + t[k], t=t), ("k",)),
+    "two closures": Reads(
+        lambda t, u: (lambda f: lambda s, b, h, q, k: f(s * u[h], q, k))(lambda s, q, k: s + t[q, k]), ("qk", "h")
+    ),
+    "its length": Reads(lambda t: lambda s, b, h, q, k: s + t[h] * t.shape[0], ("h",)),
+    "of a small network": Reads(biased_by_network, ("18", "8h")),
     "a new index": Reads(lambda t: lambda s, b, h, q, k: s + t[b, h.new_zeros(h.shape), q, k], ("b1qk",)),
 }
 NARROW = "float32", "bfloat16", "gate in float32"  # which round in float64

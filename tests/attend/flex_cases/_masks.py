@@ -96,6 +96,7 @@ RULES: dict[str, tuple[Reads, tuple[int | None, int | None]]] = {
         (None, None),
     ),
     "by batch entry, lists for one": (plain(lambda b, h, q, k: (q + k + b) % 3 != 0), (None, None)),
+    "lists for more entries than the batch has": (plain(lambda b, h, q, k: (q >= k) & ((q + b) % 3 != k % 3)), (3, 1)),
     "by head, lists for one": (plain(lambda b, h, q, k: (q + k + h) % 3 != 0), (None, None)),
 }
 CAUSAL = RULES["causal"][0]
@@ -149,8 +150,12 @@ def _first_block_only(mask: BlockMask, size: Size) -> BlockMask:
     return mask
 
 
-def _larger(mask: BlockMask, size: Size) -> BlockMask:
-    """From a mask of 160 x 160, made by the same function."""
+def of_tokens(maker: Callable[..., BlockMask], queries: int, keys: int) -> Callable[..., BlockMask]:
+    """A maker of masks that are for these numbers of queries and keys, whichever the call has."""
+    return lambda rule, B, H, N, M, **how: maker(rule, B, H, queries, keys, **how)
+
+
+def _cropped(mask: BlockMask, size: Size) -> BlockMask:
     return mask._adjust(size.queries, size.keys)
 
 
@@ -164,7 +169,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "a block twice": {"edit": _listed([[0, 0], [1], [2]])},
     "a block partial and full": {"edit": _listed([[0], [0, 1], [2]], [[], [0], [0, 1]])},
     "unsorted": {"edit": _listed([[0], [1, 0], [2, 0, 1]])},
-    "reversed": {"edit": _reversed},
+    "reversed": {"edit": _reversed, "rule": RULES["window"][0]},
     "filled by -1": {"edit": _filled_by_minus_one},
     "no full blocks any more": {"edit": _no_full_blocks},
     "first partial block of each row": {"edit": _first_block_only, "rule": RULES["window"][0]},
@@ -179,22 +184,22 @@ EDITS: dict[str, dict[str, Any]] = {
     "a row of blocks": {
         "edit": lambda mask, size: _with_rule(mask[:, :, :1], mask.mask_mod)._adjust(32, 96),
         "size": Size(queries=32),
-        "maker": lambda rule, B, H, N, M, **how: own.create_block_mask(rule, B, H, 96, M, **how),
+        "maker": of_tokens(own.create_block_mask, 96, 96),
     },
     "another rule": {"edit": lambda mask, size: _with_rule(mask, RULES["dilated"][0].make())},
     "cropped": {
-        "edit": _larger,
-        "maker": lambda rule, B, H, N, M, **how: torch_own.create_block_mask(rule, B, H, 160, 160, **how),
+        "edit": _cropped,
+        "maker": of_tokens(torch_own.create_block_mask, 160, 160),
     },
     "cropped, both sides": {
-        "edit": _larger,
+        "edit": _cropped,
         "size": Size(queries=64, keys=96),
-        "maker": lambda rule, B, H, N, M, **how: torch_own.create_block_mask(rule, B, H, 160, 160, **how),
+        "maker": of_tokens(torch_own.create_block_mask, 160, 160),
     },
     "cropped within a block": {
-        "edit": _larger,
+        "edit": _cropped,
         "size": Size(queries=70, keys=90),
-        "maker": lambda rule, B, H, N, M, **how: own.create_block_mask(rule, B, H, 160, 160, **how),
+        "maker": of_tokens(own.create_block_mask, 160, 160),
     },
 }
 
@@ -221,4 +226,4 @@ def _in_pages(rule: Any, B: int | None, H: int | None, N: int, M: int, **how: An
     return _pages().convert_logical_block_mask(logical)
 
 
-PAGED: Mapping[str, Any] = {"size": Size(keys=384, kv_batch=1), "maker": _in_pages, "edit": lambda mask, size: mask}
+PAGED: Mapping[str, Any] = {"maker": _in_pages, "edit": lambda mask, size: mask}

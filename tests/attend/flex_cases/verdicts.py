@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_own
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_mask
 
 from flexdilated.flex_attention import flex_attention
 from tests.support.dense_flex import one_by_one
@@ -118,21 +118,36 @@ def _listed(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
     return blocks[:, :, row][..., column]
 
 
-def dense(call: Made, pairs: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, lse and largest score of each row, in the dtype of q; without keys 0, -inf and -inf."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    pairs: Tensor,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
+    kernel_options: Any = None,
+) -> Any:
+    """What flex_attention returns over the allowed pairs (B, H, N, M), all in the dtype of q.
+
+    Without keys output 0, lse and largest score -inf.
+    """
     B, H, N, M = pairs.shape
-    heads = H // call.k.shape[1]
-    k, v = (x.to(call.q.dtype).repeat_interleave(heads, 1).expand(B, -1, -1, -1) for x in (call.k, call.v))
-    scores = call.q @ k.mT * (call.q.shape[-1] ** -0.5 if scale is None else scale)
-    if call.score is not None:
-        places = (torch.arange(n, dtype=torch.int32) for n in (B, H, N, M))
-        scores = one_by_one(call.score)(scores, *places)
+    k, v = (x.to(q.dtype).repeat_interleave(H // x.shape[1], 1).expand(B, -1, -1, -1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if score_mod is not None:
+        scores = one_by_one(score_mod)(scores, *(torch.arange(n, dtype=torch.int32) for n in (B, H, N, M)))
     scores = scores.masked_fill(~pairs, -torch.inf)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     finite = scores.masked_fill(empty, 0.0)
-    weights = finite.softmax(-1).masked_fill(empty, 0.0)
+    out = finite.softmax(-1).masked_fill(empty, 0.0).to(v.dtype) @ v
     lse = finite.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
-    return (weights.to(v.dtype) @ v), lse, scores.detach().amax(-1)
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    return out, AuxOutput(lse if return_aux.lse else None, scores.amax(-1) if return_aux.max_scores else None)
 
 
 @dataclass(frozen=True)
@@ -143,22 +158,18 @@ class Found:
     grads: dict[str, Tensor]
 
 
-def by_formula(case: Case, values: Leaves, *, wide: bool, gradients: bool = True) -> Found:
-    leaves = leaves_of(case, values, wide=wide, gradients=gradients)
-    call = made(case, leaves)
-    pairs, scale = allowed(case, call.rule), case.how.get("scale")
-    out, lse, maxima = dense(call, pairs, scale)
-    for score in call.then:
-        out, lse, maxima = dense(Made(out, call.k, call.v, score, call.rule, ()), pairs, scale)
-    return _found(case, leaves, {"out": out, "lse": lse, "maxima": maxima})
+def by_formula(case: Case, values: Leaves, *, wide: bool) -> Found:
+    attention = dense if case.around is None else case.around(dense)
+    return by_calls(attention, case, leaves_of(case, values, wide=wide, gradients=True), allowed)
 
 
-def by_calls(attention: Attention, case: Case, leaves: Leaves) -> Found:
+def by_calls(attention: Attention, case: Case, leaves: Leaves, masked: Callable[..., Any]) -> Found:
+    """masked: makes of the case and its rule what the attention takes as its mask."""
     call = made(case, leaves)
-    mask, how = mask_of(case, call.rule), dict(case.how)
-    given = attention(call.q, call.k, call.v, call.score, mask, **how)
+    mask = masked(case, call.rule)
+    given = attention(call.q, call.k, call.v, call.score, mask, **case.how)
     for score in call.then:
-        given = attention(given, call.k, call.v, score, mask, **how)
+        given = attention(given, call.k, call.v, score, mask, **case.how)
     return _found(case, leaves, _named(given))
 
 
@@ -168,21 +179,19 @@ def _named(given: Any) -> dict[str, Tensor]:
     out, more = given
     if isinstance(more, Tensor):
         return {"out": out, "lse": more}
-    found = {"out": out, "lse": more.lse, "maxima": more.max_scores}
+    found = {"out": out, "lse": more.lse, "maximum": more.max_scores}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _found(case: Case, leaves: Leaves, results: dict[str, Tensor]) -> Found:
     """Gradients are those of the output, by the drawn gradient of it, and of an lse that the call returns."""
-    aux = case.how.get("return_aux")
-    has_lse = case.how.get("return_lse") or (aux is not None and aux.lse)
     learned = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     grads: Sequence[Tensor] = ()
     if learned:
         out, lse = results["out"], results.get("lse")
         sent = case.layouts.get("out", lambda x: x)(leaves["out"]).to(out.dtype)
         total, weights = [out], [sent]
-        if has_lse and lse is not None:
+        if lse is not None:
             total, weights = [out, lse], [sent, sent.sum(-1).to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)]
         grads = torch.autograd.grad(total, list(learned.values()), weights, allow_unused=True, materialize_grads=True)
     return Found({name: value.detach() for name, value in results.items()}, dict(zip(learned, grads, strict=True)))
@@ -217,7 +226,7 @@ def alike(found: dict[str, Tensor], torchs: dict[str, Tensor]) -> str:
         if found[name].dtype != value.dtype:
             return f"wrong: {name} is in {found[name].dtype}, torch's in {value.dtype}"
         if _order(found[name]) != _order(value):
-            return f"wrong: {name} has strides {found[name].stride()}, torch's {value.stride()}"
+            return f"wrong: {name} does not lie in memory in the order of torch's"
     return EQUAL
 
 
@@ -259,9 +268,12 @@ def verdicts(case: Case, ways: Sequence[str] = WAYS) -> dict[str, str]:
     steps = list(case.in_turn())
     values = [drawn(step, seed) for seed, step in enumerate(steps)]
     true = [by_formula(step, each, wide=True) for step, each in zip(steps, values, strict=True)]
-    rough = [by_formula(step, each, wide=False) for step, each in zip(steps, values, strict=True)]
+    rough = [
+        found if step.dtype == torch.float64 else by_formula(step, each, wide=False)
+        for step, each, found in zip(steps, values, true, strict=True)
+    ]
 
-    def run(attention: Attention, *, gradients: bool) -> list[Found]:
+    def run(attention: Attention, *, gradients: bool, masked: Callable[..., Any] = mask_of) -> list[Found]:
         found, leaves = [], None
         for step, each in zip(steps, values, strict=True):
             if case.in_place and leaves is not None:
@@ -270,8 +282,16 @@ def verdicts(case: Case, ways: Sequence[str] = WAYS) -> dict[str, str]:
                         leaf.copy_(each[name])
             else:
                 leaves = leaves_of(step, each, wide=False, gradients=gradients)
-            found.append(by_calls(attention, step, leaves))
+            found.append(by_calls(attention, step, leaves, masked))
         return found
+
+    def around(attention: Attention) -> Attention:
+        return attention if case.around is None else case.around(attention)
+
+    def run_compiled(*, gradients: bool, **how: Any) -> list[Found]:
+        torch.compiler.reset()
+        attention = torch.compile(around(_called), dynamic=case.dynamic, **how)
+        return run(attention, gradients=gradients, masked=(lambda *given: given) if case.mask_inside else mask_of)
 
     def judge(found: list[Found], of: str) -> str:
         for step, mine in enumerate(found):
@@ -284,26 +304,24 @@ def verdicts(case: Case, ways: Sequence[str] = WAYS) -> dict[str, str]:
     eager: list[Found] = []
 
     def forward() -> str:
-        eager[:] = run(flex_attention, gradients=False)
+        eager[:] = run(around(flex_attention), gradients=False)
         return judge(eager, "results")
 
     def backward() -> str:
-        return judge(run(flex_attention, gradients=True), "grads")
+        return judge(run(around(flex_attention), gradients=True), "grads")
 
     def compiled() -> str:
-        torch.compiler.reset()
-        found = run(torch.compile(_called, backend="aot_eager"), gradients=True)
+        found = run_compiled(gradients=True, backend="aot_eager")
         verdict = judge(found, "results")
         return judge(found, "grads") if verdict == EQUAL else verdict
 
     def one_graph() -> str:
-        torch.compiler.reset()
         with torch.no_grad():
-            return judge(run(torch.compile(_called, backend="eager", fullgraph=True), gradients=False), "results")
+            return judge(run_compiled(gradients=False, backend="eager", fullgraph=True), "results")
 
     def torchs() -> str:
         with _uncompiled():
-            found = run(torch_own.flex_attention, gradients=False)
+            found = run(around(torch_own.flex_attention), gradients=False)
         if answers.get("forward") == EQUAL:
             for mine, other in zip(eager, found, strict=True):
                 if (verdict := alike(mine.results, other.results)) != EQUAL:
@@ -317,15 +335,16 @@ def verdicts(case: Case, ways: Sequence[str] = WAYS) -> dict[str, str]:
     return answers
 
 
-def _called(*given: Any, **how: Any) -> Any:
-    return flex_attention(*given, **how)
+def _called(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, **how: Any) -> Any:
+    """Our flex_attention, with a block mask or with what `mask_of` makes one of."""
+    return flex_attention(q, k, v, score, mask_of(*mask) if isinstance(mask, tuple) else mask, **how)
 
 
 def _refusals(case: Case, ways: Sequence[str]) -> dict[str, str]:
     """Of a call that torch refuses: "refused: " and the error is right, a result is wrong."""
 
     def call(attention: Attention) -> str:
-        by_calls(attention, case, leaves_of(case, drawn(case, 0), wide=False, gradients=False))
+        by_calls(attention, case, leaves_of(case, drawn(case, 0), wide=False, gradients=False), mask_of)
         return "wrong: no error"
 
     found = {"forward": _answer(lambda: call(flex_attention), (*ERRORS, RuntimeError, AttributeError))}
