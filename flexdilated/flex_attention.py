@@ -26,12 +26,20 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from ._attend import attend
-from .engines import ScoreMod
+from . import _torch_private
+from ._attend import attend, autocast
+from ._validate import expand_batch, scaled
+from .engines import ScoreMod, fixed_score_mod, largest_scores, sum_dtype
 from .masks import block_mask as block_mask_of
 from .masks import every
-from .masks.core import MaskMod, Mixture, Pattern, device_kind
-from .masks.patterns import custom, partial_and_full_blocks, rules_of_mask_mod, text_of_function
+from .masks.core import MaskMod, Mixture, Pattern, advises, device_kind, outside_torch_modes, suspended_torch_modes
+from .masks.patterns import (
+    block_lists,
+    partial_and_full_blocks,
+    pattern_of_block_mask,
+    rules_of_mask_mod,
+    text_of_function,
+)
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # R query blocks, C key blocks
@@ -49,6 +57,10 @@ __all__ = [
 ]
 
 
+@advises(
+    keywords={"engine": "write fd.attend(query, key, value, masks.custom(block_mask), engine=)"},
+    how="write flex_attention(query, key, value, block_mask=)",
+)
 def flex_attention(
     query: Float[Tensor, "B H N D"],
     key: Float[Tensor, "#B G M D"],
@@ -64,8 +76,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as `torch.nn.attention.flex_attention.flex_attention`, computed by `attend`, forward and backward.
 
-    Returns the output (B, H, N, E); with return_lse (output, natural lse (B, H, N)); with return_aux (output,
-    `AuxOutput`). A query without keys has output 0 and lse -inf.
+    Returns the output (B, H, N, E), in memory in query's order; with return_lse (output, natural lse (B, H, N)); with
+    return_aux (output, `AuxOutput`). A query without keys has output 0, and lse and largest score -inf.
 
     score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach all tensors that it reads.
     block_mask: from `create_block_mask`, or one of torch's; None for all pairs. Lists that do not follow from its
@@ -73,15 +85,15 @@ def flex_attention(
     scale: factor on the scores; None for 1 / sqrt(D).
     enable_gqa: True allows G to be a divisor of H.
     kernel_options: as in torch, where Triton serves the device; without effect elsewhere.
-    return_aux: max_scores is not computed.
+    return_aux: lse, and max_scores, each query's largest score after score_mod (B, H, N), without a gradient.
 
     Lists, rule and score_mod are read in each call, for which the host waits for an accelerator, and later changes have
-    no effect on its backward. In a function
-    that torch.compile compiles, torch's own flex_attention is called where it trains (CUDA, XPU) or no gradient and no
-    lse is wanted; elsewhere the graph breaks at this call, which runs eagerly.
+    no effect on its backward. In a function that torch.compile compiles, torch's own flex_attention is called where it
+    trains (CUDA, XPU), or for an inference without return_lse and return_aux; elsewhere the graph breaks at this call,
+    which runs eagerly.
 
-    Raises ValueError for tensors that do not fit each other or the lengths of the block_mask, and for
-    return_aux with max_scores; TypeError for functions that `masks.custom` cannot record.
+    Raises ValueError for tensors that do not fit each other or the block_mask; TypeError for functions that
+    `masks.custom` cannot record.
 
     >>> q, k, v = torch.randn(3, 1, 2, 256, 16, requires_grad=True)
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
@@ -91,12 +103,10 @@ def flex_attention(
     """
     if return_aux is not None and return_lse:
         raise ValueError("return_lse and return_aux ask for the same: leave return_lse out")
-    if return_aux is not None and return_aux.max_scores:
-        raise ValueError("max_scores is not computed: ask for return_aux=AuxRequest(lse=True), or call torch's own")
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants = return_aux or AuxRequest(lse=return_lse)
     if torch.compiler.is_compiling():
         trains = device_kind(query.device).flex_trains
-        if trains or not (wants_lse or torch.is_grad_enabled()):
+        if trains or not (wants.lse or wants.max_scores or torch.is_grad_enabled()):
             options: Any = kernel_options
             return _torch.flex_attention(
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux=return_aux
@@ -104,10 +114,10 @@ def flex_attention(
         compute: Any = torch.compiler.disable(_computed)
     else:
         compute = _computed
-    out, lse = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    out, aux = compute(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, wants)
     if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+        return out, aux
+    return (out, aux.lse) if return_lse else out
 
 
 def _computed(
@@ -119,11 +129,12 @@ def _computed(
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
-) -> tuple[Tensor, Tensor]:
-    """Return (out, natural lse) of a call of `flex_attention`."""
-    pattern = every() if block_mask is None else _pattern_of(block_mask, query.shape[2], key.shape[2])
+    wants: AuxRequest,
+) -> tuple[Tensor, AuxOutput]:
+    """Return (out, the results that `wants` names) of a call of `flex_attention`."""
+    pattern = every() if block_mask is None else _pattern_of(block_mask, query, key)
     on_triton = device_kind(query.device).engine == "flex"
-    return attend(
+    out, lse = attend(
         query,
         key,
         value,
@@ -135,44 +146,92 @@ def _computed(
         q_offset=0,
         return_lse=True,
     )
+    largest = _largest_scores(query, key, pattern, score_mod, scale) if wants.max_scores else None
+    return _in_order_of(query, out), AuxOutput(lse=lse if wants.lse else None, max_scores=largest)
+
+
+def _largest_scores(
+    query: Tensor, key: Tensor, pattern: Pattern, score_mod: ScoreMod | None, scale: float | None
+) -> Float[Tensor, "B H N"]:
+    """Return each query's largest score after score_mod, of a call that `attend` has checked."""
+    q, k, _ = expand_batch(*autocast(query, key, key))
+    if 0 in (*q.shape, *k.shape) or q.is_meta or isinstance(q, _torch_private.FakeTensor):
+        return q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
+    mask = block_mask_of(pattern, q.shape[2], k.shape[2], num_heads=q.shape[1], device=q.device)
+    q, factor = scaled(q, scale, q.shape[3])
+    return largest_scores(q, k, mask, factor, fixed_score_mod(score_mod, sum_dtype(q), q.device))
+
+
+def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H N E"]:
+    """Return out with its batch entries, heads and tokens in memory in the order of query's, each row contiguous."""
+    order = [*sorted(range(3), key=query.stride, reverse=True), 3]
+    return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 class _Read(NamedTuple):
-    """What a BlockMask held when it was read last: copies of its lists, its rule's operations, and their pattern."""
+    """What a BlockMask held when it was read last.
 
-    lists: tuple[Tensor, ...]
-    rule: str
+    lists: copies of them.
+    others: a text of its rule, for a number of batch entries, and of its sizes.
+    pattern: the pattern of all these.
+    """
+
+    lists: list[Tensor]
+    others: str
     pattern: Pattern
 
 
 _read: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
 
 
-def _pattern_of(block_mask: BlockMask, num_queries: int, num_keys: int) -> Pattern:
-    """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
-
-    Raises ValueError if it is for other numbers of queries and keys.
-    """
+def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    """Raise ValueError if a BlockMask is for other numbers of queries, keys, batch entries or heads."""
+    if query.dim() != 4 or key.dim() != 4:
+        return  # `attend` refuses them
+    (entries, heads, num_queries), num_keys = query.shape[:3], key.shape[2]
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (num_queries, num_keys):
         raise ValueError(
             f"block_mask must be for {num_queries} queries and {num_keys} keys; got one for {lengths[0]} and "
             f"{lengths[1]}: create another one, or crop it by block_mask._adjust({num_queries}, {num_keys})"
         )
-    tables = block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    lists = tuple(table.detach().cpu() for table in tables if table is not None)
-    rule, known = text_of_function(block_mask.mask_mod), _read.get(block_mask)
-    if known is not None and known.rule == rule and _all_equal(known.lists, lists):
+    listed = (1, 1, *block_mask.kv_num_blocks.shape[:-1])[-2:]
+    if listed[0] not in (1, entries) or listed[1] not in (1, heads):
+        raise ValueError(
+            f"block_mask must have lists for the {entries} batch entries and {heads} heads of query, or for 1 that all "
+            f"share; got {listed[0]} and {listed[1]}: create another one, with B={entries} or None, H={heads} or None"
+        )
+
+
+def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
+    """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
+
+    Raises ValueError if it is for other sizes than those of query and key.
+    """
+    _check_sizes(block_mask, query, key)
+    entries, lists = len(query), block_lists(block_mask)
+    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), _read.get(block_mask)
+    others = f"{text_of_function(block_mask.mask_mod, entries)}, {sizes}"
+    if known is not None and known.others == others and _all_equal(known.lists, lists):
         return known.pattern
-    pattern = custom(block_mask)
-    _read[block_mask] = _Read(tuple(table.clone() for table in lists), rule, pattern)
+    pattern = pattern_of_block_mask(block_mask, entries)
+    with suspended_torch_modes():
+        _read[block_mask] = _Read([table.clone() for table in lists], others, pattern)
     return pattern
 
 
+@outside_torch_modes
 def _all_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+_OF_FLASH = "it serves a backward of torch's FLASH kernels, which are not called here: leave it out"
+
+
+@advises(
+    keywords=dict.fromkeys(("compute_dq_write_order", "dq_kv_order"), _OF_FLASH),
+    how="write create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)",
+)
 def create_block_mask(
     mask_mod: MaskMod | Pattern,
     B: int | None,
@@ -187,12 +246,15 @@ def create_block_mask(
     """Return torch's BlockMask of a rule, with the lists that torch's `create_block_mask` has, in bounded memory.
 
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
-    B, H: batch entries and query heads with lists of their own; None for 1.
+    B, H: batch entries and query heads with lists of their own; None for 1. One entry, the first, may have the lists of
+        all.
     Q_LEN, KV_LEN: numbers of queries and keys.
     device: of the lists; None for the accelerator, if there is one, as in torch.
     BLOCK_SIZE: tokens of a block, or (queries, keys).
     _compile: without effect.
     separate_full_blocks: if False, full blocks are listed as partial ones.
+
+    In a function that torch.compile compiles, the graph breaks at this call.
 
     Raises TypeError or ValueError for a function that `masks.custom` cannot record, and ValueError for a pattern in
     which a pair may count more than once.
@@ -200,27 +262,58 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
     (1, 1, 256, 256)
     """
-    entries, heads = B or 1, H or 1
+    create: Any = torch.compiler.disable(_created) if torch.compiler.is_compiling() else _created
+    return create(mask_mod, (B or 1, H or 1), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
+
+
+def _created(
+    mask_mod: MaskMod | Pattern,
+    shape: tuple[int, int],
+    lengths: tuple[int, int],
+    device: torch.device | str | None,
+    block_size: int | tuple[int, int],
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """Return the result of `create_block_mask`. shape: batch entries and heads. lengths: queries and keys."""
     if isinstance(mask_mod, Mixture):
         raise ValueError("a BlockMask counts each pair once: give one pattern, or call attend with the mixture")
-    where = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-    rules = [mask_mod] if isinstance(mask_mod, Pattern) else rules_of_mask_mod(mask_mod, entries)
+    # In the caller's modes: to record a function is to follow what torch calls.
+    rules = [mask_mod] if isinstance(mask_mod, Pattern) else rules_of_mask_mod(mask_mod, shape[0])
     rules = rules[:1] if all(rule is rules[0] for rule in rules) else rules
-    tables = []
-    for rule in rules:
-        made = block_mask_of(rule, Q_LEN, KV_LEN, num_heads=heads, block_size=BLOCK_SIZE)
-        tables.append(torch.stack(partial_and_full_blocks(made)).expand(-1, -1, heads, -1, -1))
-    partial, full = torch.cat(tables, 1).expand(-1, entries, -1, -1, -1)
-    if not separate_full_blocks:
-        partial, full = partial | full, None
-    function = mask_mod.mask_mod(num_heads=heads, device=where) if isinstance(mask_mod, Pattern) else mask_mod
-    return BlockMask.from_kv_blocks(
-        *_lists(partial, where),
-        *((None, None) if full is None else _lists(full, where)),
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=function,
-        seq_lengths=(Q_LEN, KV_LEN),
-    )
+    where, (entries, heads) = torch.device(device or torch.accelerator.current_accelerator() or "cpu"), shape
+    with suspended_torch_modes():
+        function = _PatternRule(mask_mod, *shape, *lengths, where) if isinstance(mask_mod, Pattern) else mask_mod
+        tables = []
+        for rule in rules:
+            made = block_mask_of(rule, *lengths, num_heads=heads, block_size=block_size)
+            tables.append(torch.stack(partial_and_full_blocks(made)).expand(-1, -1, heads, -1, -1))
+        partial, full = torch.cat(tables, 1).expand(-1, entries, -1, -1, -1)
+        if not separate_full_blocks:
+            partial, full = partial | full, None
+        return BlockMask.from_kv_blocks(
+            *_lists(partial, where),
+            *((None, None) if full is None else _lists(full, where)),
+            BLOCK_SIZE=block_size,
+            mask_mod=function,
+            seq_lengths=lengths,
+        )
+
+
+class _PatternRule:
+    """A pattern for these sizes as a mask_mod, with its tensors on this device. It is pickled as the pattern."""
+
+    def __init__(
+        self, pattern: Pattern, batch: int, num_heads: int, num_queries: int, num_keys: int, device: torch.device
+    ) -> None:
+        self.given = pattern, batch, num_heads, num_queries, num_keys, device
+        bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys, batch=batch)
+        self.function = bound.mask_mod(device)
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.function(b, h, q, k)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _PatternRule, self.given
 
 
 def _lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:

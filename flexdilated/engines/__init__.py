@@ -55,3 +55,4 @@ from .flex import (
     options_text,
     run_flex,
 )
+from .kernels._portable import largest_scores

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NO_TRANSFORMS = (
     "has no forward mode and no transforms of torch.func (grad, vmap, jvp); "
-    "engine='reference' has them (in attend: dense, small inputs, eagerly, one rank)"
+    "attend(..., engine='reference') has them (dense, small inputs, eagerly, one rank)"
 )
 
 

@@ -2,9 +2,9 @@
 
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
 from ._block_list import BlockList, block_list
-from ._custom import custom, rules_of_mask_mod, text_of_function
+from ._custom import custom, pattern_of_block_mask, rules_of_mask_mod, text_of_function
 from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
-from ._from_block_mask import partial_and_full_blocks
+from ._from_block_mask import block_lists, partial_and_full_blocks
 from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._grid_window import GridWindow, grid_window
 from ._key_rows import KeyRows, require_tables

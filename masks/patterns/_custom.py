@@ -36,6 +36,7 @@ from ..core import (
     content_digest,
     device_kind,
     instead_of_pattern,
+    outside_torch_modes,
     pattern_kind,
     record,
     refused_arguments,
@@ -223,7 +224,7 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
                 "a BlockMask takes no classify and no period, as its lists classify its blocks: for its function alone "
                 "write masks.custom(block_mask.mask_mod, ...)"
             )
-        return _from_block_mask.of_block_mask(fn, custom, _reads_entry)
+        return _from_block_mask.of_block_mask(fn, custom, _reads_entry, None)
     takes = "(head, q_first, q_last, k_first, k_last)"
     given = (
         _require_function("a custom function", fn, "(b, h, q, k)"),
@@ -300,10 +301,10 @@ def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, 
     return found.reading([_cpu_copy(x) for x in found.tensors])
 
 
+@outside_torch_modes
 def _cpu_copy(x: Tensor) -> Tensor:
-    with torch.inference_mode(False):
-        x = x.detach().resolve_conj().resolve_neg()
-        return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    x = x.detach().resolve_conj().resolve_neg()
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _digest(recorded: Recorded) -> str:
@@ -344,22 +345,40 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
 def rules_of_mask_mod(function: MaskMod, entries: int) -> list[Pattern]:
     """Return the pattern of a mask_mod in each of `entries` batch entries; one and the same if it does not read them.
 
-    Raises TypeError or ValueError as `custom`, and ValueError for a function that reads the entry if there is only one.
+    Raises TypeError or ValueError as `custom`.
     """
     _refuse_graphs()
     return _from_block_mask.rules_of_mask_mod(function, entries, custom, _reads_entry)
 
 
-def text_of_function(function: MaskMod) -> str:
-    """Return a text of a mask_mod's operations, with all values that they read: equal for equal functions."""
-    return _digest(_record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4))
+def pattern_of_block_mask(block_mask: BlockMask, entries: int) -> Pattern:
+    """Return `custom(block_mask)` for calls of `entries` batch entries, which may share the lists of one.
+
+    The mask_mod may then read `b`. Lists for several entries must be for as many.
+    """
+    _refuse_graphs()
+    return _from_block_mask.of_block_mask(block_mask, custom, _reads_entry, entries)
+
+
+def text_of_function(function: MaskMod, entries: int) -> str:
+    """Return a text of a mask_mod's operations, with all values that they read.
+
+    It is equal for functions that are equal in calls of `entries` batch entries.
+    """
+    recorded = _recorded_mask_mod(function)
+    return _digest(recorded) + f" in {entries} entries" * (_BATCH in recorded.reads)
 
 
 def _reads_entry(function: MaskMod) -> bool:
     """Return True if the result of a mask_mod may depend on the batch entry b."""
-    return _BATCH in _record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4).reads
+    return _BATCH in _recorded_mask_mod(function).reads
 
 
+def _recorded_mask_mod(function: MaskMod) -> Recorded:
+    return _record_on_cpu(_require_function("a custom function", function, "(b, h, q, k)"), 4)
+
+
+@outside_torch_modes
 def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
     """Raise TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
 

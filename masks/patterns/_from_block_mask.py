@@ -13,6 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from ... import _torch_private
 from ..core import (
     And,
     Bounds,
@@ -86,19 +87,23 @@ class PositionsBelow(Pattern):
 
 
 def of_block_mask(
-    block_mask: BlockMask, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
+    block_mask: BlockMask, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool], entries: int | None
 ) -> Pattern:
     """Return the pattern of the pairs that compiled FlexAttention computes for a BlockMask.
 
     custom: makes a pattern of a mask_mod.
     reads_entry: returns True if a mask_mod reads the batch entry `b`.
+    entries: number of batch entries of the calls; None if only the lists say it, which must then be for two entries or
+        more if the mask_mod reads `b`.
 
     Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
-    `b` although all batch entries share the lists.
+    `b`, but the number of batch entries is unknown.
     """
     partial, full = partial_and_full_blocks(block_mask)
+    if entries is None and len(partial) > 1:
+        entries = len(partial)
     # In the caller's modes: to record a function is to follow what torch calls.
-    rules = rules_of_mask_mod(block_mask.mask_mod, len(partial), custom, reads_entry)
+    rules = rules_of_mask_mod(block_mask.mask_mod, entries, custom, reads_entry)
     return _pattern_of_rules(rules, partial, full, block_mask)
 
 
@@ -106,7 +111,11 @@ def of_block_mask(
 def _pattern_of_rules(
     rules: Sequence[Pattern], partial: Bool[Tensor, "B H R C"], full: Bool[Tensor, "B H R C"], block_mask: BlockMask
 ) -> Pattern:
-    """Return the pattern of a BlockMask whose mask_mod is rules[b] in batch entry b."""
+    """Return the pattern of a BlockMask whose mask_mod is rules[b] in batch entry b.
+
+    partial, full: lists for as many entries as there are rules, or for one, which all share.
+    """
+    partial, full = (each.expand(len(rules), -1, -1, -1) for each in (partial, full))
     made: list[Pattern] = []
     for entry, rule in enumerate(rules):
         if entry and rule is rules[entry - 1] and all(torch.equal(x[entry], x[entry - 1]) for x in (partial, full)):
@@ -119,19 +128,20 @@ def _pattern_of_rules(
 
 
 def rules_of_mask_mod(
-    function: Any, entries: int, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
+    function: Any, entries: int | None, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
     """Return the pattern of a mask_mod in each batch entry; one and the same if it does not read the entry.
 
+    entries: number of batch entries; None, if it is unknown, gives one pattern.
     custom, reads_entry: as in `of_block_mask`.
 
-    Raises ValueError if it reads the entry, and `entries` is 1.
+    Raises ValueError if it reads the entry, and `entries` is None.
     """
     if function is noop_mask:
-        return [every()] * entries
+        return [every()] * (entries or 1)
     if not reads_entry(function):
-        return [custom(function)] * entries
-    if entries == 1:
+        return [custom(function)] * (entries or 1)
+    if entries is None:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise ValueError(
             f"the mask_mod {name!r} must not depend on the batch entry b, as all entries share the lists of its "
@@ -213,13 +223,12 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
     An element is True where a row names the key block of that column.
 
     Raises ValueError for lists that name a block beyond the lengths or twice, whose shapes do not fit the lengths or
-    each other, or that are on the meta device.
+    each other, or that have no values.
     """
     rows, columns = (-(-size // side) for size, side in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
-    partial = _listed_blocks("", block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
-    full = torch.zeros_like(partial)
-    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        full = _listed_blocks("full_", block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
+    lists = block_lists(block_mask)
+    partial = _listed_blocks("", lists[0], lists[1], rows, columns)
+    full = _listed_blocks("full_", lists[2], lists[3], rows, columns) if lists[2:] else torch.zeros_like(partial)
     if partial.shape != full.shape:
         raise ValueError(
             "a BlockMask must have lists of partial and of full blocks for the same batch entries and heads; got "
@@ -229,25 +238,40 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
     return partial, full
 
 
+@outside_torch_modes
+def block_lists(block_mask: BlockMask) -> list[Tensor]:
+    """Return kv_num_blocks and kv_indices of a BlockMask and, if it has them, those of full blocks, on the CPU.
+
+    The results may share memory with the BlockMask's tensors. Raises ValueError for tensors without values, which are
+    on the meta device or of a FakeTensorMode.
+    """
+    names = [f"{kind}kv_{what}" for kind in ("", "full_") for what in ("num_blocks", "indices")]
+    found = {name: table for name in names if (table := getattr(block_mask, name)) is not None}
+    for name, table in found.items():
+        is_fake = isinstance(table, _torch_private.FakeTensor)
+        if table.is_meta or is_fake:
+            got = "tensors of a FakeTensorMode" if is_fake else "tensors on the meta device"
+            raise ValueError(f"a BlockMask must have values in {name}; got {got}")
+    return [table.detach().cpu() for table in found.values()]
+
+
 def _listed_blocks(kind: str, numbers: Tensor, indices: Tensor, rows: int, columns: int) -> Bool[Tensor, "B H R C"]:
     """Return lists of blocks as booleans, True where a row names the key block of that column.
 
     Errors are those of `partial_and_full_blocks`.
 
     kind: prefix of the lists' names in errors.
-    numbers, indices: num_blocks and indices of the BlockMask.
+    numbers, indices: num_blocks and indices of the BlockMask, on the CPU.
     rows, columns: numbers of query and key blocks, by the lengths.
     """
     names = f"{kind}kv_num_blocks and {kind}kv_indices"
-    if indices.is_meta or numbers.is_meta:
-        raise ValueError(f"a BlockMask must have values in {names}; got tensors on the meta device")
     if numbers.shape != indices.shape[:-1] or indices.dim() > 4 or 0 in numbers.shape:
         shapes = f"{tuple(numbers.shape)} and {tuple(indices.shape)}"
         raise ValueError(f"{names} must have shapes (B, H, rows) and (B, H, rows, blocks); got {shapes}")
     if indices.shape[-2] < rows:
         raise ValueError(f"{names} must have a row for each block of queries, {rows} rows; got {indices.shape[-2]}")
     missing = (None,) * (4 - indices.dim())
-    numbers, indices = (each.detach().to("cpu", torch.int64)[missing] for each in (numbers, indices))
+    numbers, indices = (each.long()[missing] for each in (numbers, indices))
     numbers, indices = numbers[..., :rows], indices[..., :rows, :]
     used = torch.arange(indices.shape[-1]) < numbers[..., None]
     for what, found, stop in (("num_blocks", numbers, indices.shape[-1] + 1), ("indices", indices[used], columns)):

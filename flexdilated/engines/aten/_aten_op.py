@@ -238,7 +238,7 @@ set_gradient(
     aten,
     aten_backward,
     refusal="the aten engine has no second derivative; "
-    "for double backward use engine='portable', or engine='reference' (dense, small inputs)",
+    "attend(..., engine='portable') has one, and so has engine='reference' (dense, small inputs)",
 )
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ... import _torch_private
 from .._merge import WholeRows, sinks_gradient
 from .._ops import refusing_backward
 from ._portable_run import Portable
@@ -21,7 +22,15 @@ _NO_THIRD = "the portable engine has no third derivative; engine='reference' has
 def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Compute a `Portable` with a score_mod, eagerly; returns (out in q's dtype, natural lse in float32 or wider)."""
+    """Compute a `Portable` with a score_mod, eagerly; returns (out in q's dtype, natural lse in float32 or wider).
+
+    Raises ValueError for a q of a FakeTensorMode.
+    """
+    if isinstance(q, _torch_private.FakeTensor):
+        raise ValueError(
+            "an eager call with a score_mod computes values, which q of a FakeTensorMode lacks: give tensors on the "
+            "meta device, or call in a function that torch.compile compiles"
+        )
     out, lse = _ScoreModAttention.apply(run.reading(()).with_sinks(None), q, k, v, run.features.sinks, *run.tensors)
     return out, lse
 

@@ -324,13 +324,7 @@ def _chunk_attention(
 
     queries, keys, values: of all chunks; chunk.problem and chunk.block are indices of them.
     """
-    wide = sum_dtype(queries)
-    scores = (queries[chunk.problem].to(wide) @ _gather_blocks(keys, chunk).mT).mul_(weighting.scale)
-    if weighting.score_mod is not None:  # its result is not written to: autograd may keep it
-        scores = chunk.with_score_mod(weighting.score_mod, scores)
-        scores = scores.clone() if chunk.hidden is None else scores.masked_fill(chunk.hidden, -torch.inf)
-    elif chunk.hidden is not None:
-        scores = scores.masked_fill_(chunk.hidden, -torch.inf)
+    scores = _chunk_scores(chunk, weighting, queries, keys)
     top = scores.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
     weights = _exp_(scores.sub_(top))
     total = weights.sum(-1, keepdim=True)
@@ -340,6 +334,44 @@ def _chunk_attention(
     some = total.masked_fill(empty, 1.0)
     rows = (weights @ _gather_blocks(values, chunk)) * (weighting.factor / some)
     return rows, (some.log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
+
+
+def _chunk_scores(
+    chunk: _BlockChunk | ListChunk,
+    weighting: Weighting,
+    queries: Float[Tensor, "*places D"],
+    keys: Float[Tensor, "BGC K D"],
+) -> Float[Tensor, "x t Q LK"]:
+    """Return the scores of a chunk's problems after score_mod, -inf for pairs that are not allowed.
+
+    The arguments are those of `_chunk_attention`. The result may be written to.
+    """
+    scores = (queries[chunk.problem].to(sum_dtype(queries)) @ _gather_blocks(keys, chunk).mT).mul_(weighting.scale)
+    if weighting.score_mod is not None:  # its result is not written to: autograd may keep it
+        scores = chunk.with_score_mod(weighting.score_mod, scores)
+        return scores.clone() if chunk.hidden is None else scores.masked_fill(chunk.hidden, -torch.inf)
+    return scores if chunk.hidden is None else scores.masked_fill_(chunk.hidden, -torch.inf)
+
+
+@torch.no_grad()
+def largest_scores(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], mask: BlockMask, scale: float, score_mod: ScoreMod | None
+) -> Float[Tensor, "B H N"]:
+    """Return each query's largest score after score_mod, in float32 or wider; -inf for a query without keys.
+
+    mask: with its full blocks in lists of their own.
+    scale, score_mod: as in `Weighting`.
+
+    Not differentiable. Memory is linear in tokens.
+    """
+    weighting = Weighting(scale, score_mod)
+    problems = BlockProblems.of(mask, spans_of(mask, ListLengths.of(mask), q.shape[0] * q.shape[1]), q, k)
+    queries, keys = problems.by_query_block(q), problems.by_key_block(k)
+    found = q.new_full(queries.shape[:-1], -torch.inf, dtype=sum_dtype(q))
+    with torch.autocast(q.device.type, enabled=False):
+        for chunk in problems.chunks():
+            found[chunk.problem] = _chunk_scores(chunk, weighting, queries, keys).amax(-1)
+    return problems.queries(found)
 
 
 def gradients(

@@ -218,16 +218,11 @@ def judged(found: dict[str, Tensor], true: dict[str, Tensor], rough: dict[str, T
     return EQUAL
 
 
-def alike(found: dict[str, Tensor], torchs: dict[str, Tensor]) -> str:
-    """Return "equal" if dtypes and the order in memory are torch's, or what differs first."""
-    for name, value in torchs.items():
-        if name not in found:
-            return f"wrong: torch returns {name}"
-        if found[name].dtype != value.dtype:
-            return f"wrong: {name} is in {found[name].dtype}, torch's in {value.dtype}"
-        if _order(found[name]) != _order(value):
-            return f"wrong: {name} does not lie in memory in the order of torch's"
-    return EQUAL
+def alike(out: Tensor, torchs: Tensor) -> str:
+    """Return "equal" if the dtype and the order in memory are torch's, or what differs first."""
+    if out.dtype != torchs.dtype:
+        return f"wrong: out is in {out.dtype}, torch's in {torchs.dtype}"
+    return EQUAL if _order(out) == _order(torchs) else "wrong: out does not lie in memory in the order of torch's"
 
 
 def _order(x: Tensor) -> list[int]:
@@ -261,7 +256,7 @@ def verdicts(case: Case, ways: Sequence[str] = WAYS) -> dict[str, str]:
 
     ways: "forward" and "backward", eagerly; "compiled", both in a function that torch.compile compiles; "one graph",
         forward, with fullgraph=True and without gradients; "torch", torch's own call against the formula. If it is
-        among the ways, what "forward" returns must have the dtypes and the order in memory of torch's, too.
+        among the ways, the output of "forward" must have the dtype and the order in memory of torch's, too.
     """
     if case.refused:
         return _refusals(case, ways)
@@ -324,7 +319,7 @@ def verdicts(case: Case, ways: Sequence[str] = WAYS) -> dict[str, str]:
             found = run(around(torch_own.flex_attention), gradients=False)
         if answers.get("forward") == EQUAL:
             for mine, other in zip(eager, found, strict=True):
-                if (verdict := alike(mine.results, other.results)) != EQUAL:
+                if (verdict := alike(mine.results["out"], other.results["out"])) != EQUAL:
                     answers["forward"] = verdict
         return judge(found, "results")
 
