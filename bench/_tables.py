@@ -127,7 +127,7 @@ def flex_cases(document: Document) -> str:
             if not each[1]["backward"]:  # of calls that torch refuses
                 return "—"
             found, of = counts.get("equal", 0), sum(counts.values())
-            return f"{found}" if found == of else f"{found} of {of}"
+            return f"{found}" if found == sum(each[1]["forward"].values()) else f"{found} of {of}"
 
         return cell
 
