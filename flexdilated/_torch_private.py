@@ -187,9 +187,8 @@ NAMES = {
     ),
     "FakeTensor": Name(
         "torch._subclasses.fake_tensor:FakeTensor",
-        "tells that a tensor has no values, so that nothing is measured",
-        "a call asks for autotune",
-        "call without autotune",
+        "tells that a tensor has no values to read or to measure with",
+        "a call has a BlockMask, an eager score_mod or autotune",
     ),
     # Ranks
     "resolve_process_group": Name(
