@@ -104,6 +104,7 @@ GROUPS: dict[str, list[Case]] = {
     ],
     "block masks": [
         *(_ruled(name) for name in RULES),
+        Case("lists for more entries than the batch has", None, RULES["by batch entry"][0], lists=(3, None)),
         *_named("made by torch, float32", [_ruled(name, maker=_TORCHS, dtype=torch.float32) for name in RULES]),
     ],
     "blocks and lengths": [

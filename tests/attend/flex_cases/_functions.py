@@ -301,7 +301,7 @@ BUFFERS: dict[str, Reads] = {
     "a new index": Reads(lambda t: lambda s, b, h, q, k: s + t[b, h.new_zeros(h.shape), q, k], ("b1qk",)),
 }
 NARROW = "float32", "bfloat16", "gate in float32"  # which round in float64
-# Functions of learned tensors; lengths differ, so none may name one.
+# Functions of learned tensors, for any lengths.
 LEARNED: dict[str, Reads] = {
     "distances": Reads(lambda t: lambda s, b, h, q, k: s + t[torch.abs(q - k)], ("d",)),
     "sums of places": Reads(lambda t: lambda s, b, h, q, k: s + t[q + k], ("d",)),
@@ -314,13 +314,13 @@ LEARNED: dict[str, Reads] = {
     "keys": Reads(lambda t: lambda s, b, h, q, k: s + t[k], ("k",)),
     "one of four": Reads(lambda t, at: lambda s, b, h, q, k: s + t[b, h, at, q], ("bh4q",), (integer(0),)),
     "at places that are read": Reads(lambda t, at: lambda s, b, h, q, k: s + t[at[q]], ("q",), (mixed,)),
-    "queries plus keys": Reads(lambda t: lambda s, b, h, q, k: s + t[q] + t[k], ("q",)),
+    "queries plus keys": Reads(lambda t: lambda s, b, h, q, k: s + t[q] + t[k], ("d",)),
     "keys and queries": Reads(lambda t: lambda s, b, h, q, k: s + t[k, q], ("kq",)),
     "heads, keys and queries": Reads(lambda t: lambda s, b, h, q, k: s + t[h, k, q], ("hkq",)),
     "gate of heads": Reads(lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[h]), ("h",)),
     "two": Reads(lambda t, u: lambda s, b, h, q, k: s + t[q] + u[k], ("q", "k")),
     "queries, then keys": Reads(lambda t: lambda s, b, h, q, k: s + t[q][k], ("qk",)),
     "one number": Reads(lambda t: lambda s, b, h, q, k: s * t, ("",)),
-    "made before": Reads(biased_by_sums, ("bq",)),
+    "made before": Reads(biased_by_sums, ("bd",)),
     "made of the queries": Reads(biased_by_queries, ("Q", "3e")),
 }

@@ -96,7 +96,6 @@ RULES: dict[str, tuple[Reads, tuple[int | None, int | None]]] = {
         (None, None),
     ),
     "by batch entry, lists for one": (plain(lambda b, h, q, k: (q + k + b) % 3 != 0), (None, None)),
-    "lists for more entries than the batch has": (plain(lambda b, h, q, k: (q >= k) & ((q + b) % 3 != k % 3)), (3, 1)),
     "by head, lists for one": (plain(lambda b, h, q, k: (q + k + h) % 3 != 0), (None, None)),
 }
 CAUSAL = RULES["causal"][0]

@@ -147,7 +147,7 @@ def dense(
     lse = finite.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
     if return_aux is None:
         return (out, lse) if return_lse else out
-    return out, AuxOutput(lse if return_aux.lse else None, scores.amax(-1) if return_aux.max_scores else None)
+    return out, AuxOutput(lse if return_aux.lse else None, scores.detach().amax(-1) if return_aux.max_scores else None)
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,7 @@ def _named(given: Any) -> dict[str, Tensor]:
 def _found(case: Case, leaves: Leaves, results: dict[str, Tensor]) -> Found:
     """Gradients are those of the output, by the drawn gradient of it, and of an lse that the call returns."""
     learned = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    assert "maximum" not in results or not results["maximum"].requires_grad, "largest scores have no gradient"
     grads: Sequence[Tensor] = ()
     if learned:
         out, lse = results["out"], results.get("lse")
