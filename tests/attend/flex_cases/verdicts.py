@@ -23,7 +23,11 @@ from ._functions import Reads
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 EQUAL = "equal"
-MARGIN = 3.0  # times what the dense formula is off by in the same dtype
+# Times what the dense formula is off by in the same dtype: its largest error, and the root of its mean square, of the
+# results that have many numbers.
+MARGIN, MARGIN_ON_AVERAGE = 3.0, 1.5
+MANY = ("out", "q", "k", "v")
+LEAST = 1e-6, 1e-10  # errors that are always allowed, over the largest number: of sums in float32, and in float64
 ERRORS = (ValueError, TypeError, NotImplementedError)  # that name what is refused; torch refuses by RuntimeError too
 
 Attention = Callable[..., Any]
@@ -209,14 +213,26 @@ def judged(found: dict[str, Tensor], true: dict[str, Tensor], rough: dict[str, T
             return f"wrong: {name} is not finite in other places"
         if not finite.any():
             continue
-        largest = float(expected[finite].abs().max())
-        own = torch.finfo(value.dtype)
-        limit = MARGIN * float((rough[name].double() - expected)[finite].abs().max()) + 8 * own.eps * max(largest, 1.0)
-        limit = max(limit, 1e-10 * max(largest, 1.0))
-        error = float((value.double() - expected)[finite].abs().max())
-        if not error <= limit:
-            return f"wrong: {name} is off by {error:.2g}, where {limit:.2g} is rounding"
+        error, rounding, size = (
+            x[finite] for x in (value.double() - expected, rough[name].double() - expected, expected)
+        )
+        own, many = torch.finfo(value.dtype), name in MANY
+        unit = own.eps if many else 2 * own.eps  # the gradient of a learned tensor is summed in its dtype
+        least = LEAST[own.bits == 64] * max(1.0, float(size.abs().max()))
+        norms = {"": _largest} | ({" on average": _root_mean_square} if many else {})
+        for kind, norm in norms.items():
+            limit = (MARGIN_ON_AVERAGE if kind else MARGIN) * norm(rounding) + unit * norm(size) + least
+            if not norm(error) <= limit:
+                return f"wrong: {name} is off by {norm(error):.2g}{kind}, where {limit:.2g} is rounding"
     return EQUAL
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max())
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
 
 
 def alike(out: Tensor, torchs: Tensor) -> str:
