@@ -150,6 +150,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("first_step", first_step=_tables.first_steps),
         **_from("changing_lengths", lengths=_tables.lengths),
     },
+    _HOWTO / "flex_attention.md": _from("flex_cases", cases=_tables.flex_cases),
     _HOWTO / "ranks.md": {
         **_from("exchange_bytes", keys_received=_tables.keys_received),
         **_from("work_balance", balance=_tables.balance),

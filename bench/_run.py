@@ -13,6 +13,7 @@ from . import (
     compiling,
     decoding,
     features,
+    flex,
     integrations,
     memory,
     planning,
@@ -30,6 +31,7 @@ from ._processes import DiedApart, run_apart
 _SUBJECTS = (
     attention,
     features,
+    flex,
     single_keys,
     selection,
     planning,

@@ -117,6 +117,32 @@ def first_steps(document: Document) -> str:
     return with_condition("\n".join((table(compared, columns), "", *others)), document)
 
 
+def flex_cases(document: Document) -> str:
+    """A line for each group of cases: how many are equal in each way; below them what is refused, by its error."""
+    about = document["rows"][0]["detail"]
+
+    def equal(way: str) -> Callable[[Any], str]:
+        def cell(each: Any) -> str:
+            counts = each[1][way]
+            if not each[1]["backward"]:  # of calls that torch refuses
+                return "—"
+            found, of = counts.get("equal", 0), sum(counts.values())
+            return f"{found}" if found == sum(each[1]["forward"].values()) else f"{found} of {of}"
+
+        return cell
+
+    ways = {"forward": "forward", "backward": "backward", "compiled": "compiled", "one graph, inference": "one graph"}
+    columns: Columns = {"": itemgetter(0), "cases": lambda each: sum(each[1]["forward"].values())}
+    columns |= {header: equal(way) for header, way in ways.items()}
+    columns |= {"refused": lambda each: each[1]["forward"].get("refused", 0) or ""}
+    errors: dict[str, list[str]] = {}
+    for name, answers in about["other"].items():
+        for text in dict.fromkeys(answers[way] for way in ("forward", "backward", "compiled") if way in answers):
+            errors.setdefault(text, []).append(name)
+    lines = [f"* {'; '.join(names)}: {text}" for text, names in errors.items()]
+    return with_condition("\n".join((table(about["groups"].items(), columns), "", *lines)), document)
+
+
 _SAME = "that_nowhere_compile"
 
 
