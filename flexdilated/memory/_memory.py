@@ -334,8 +334,19 @@ def allowed_by(engine: str, device: str) -> Allowed:
 
 def _call_of(pattern: Expression, size: AttentionSize) -> Call:
     pattern.check_heads(size.num_heads)
-    heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
-    return Call(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
+    return Call(
+        pattern.text,
+        num_heads=size.num_heads,
+        num_kv_heads=size.kv_heads,
+        num_queries=size.num_tokens,
+        num_keys=size.num_tokens,
+        q_offset=0,
+        k_offset=0,
+        head_offset=0,
+        num_heads_global=size.num_heads,
+        rate=1,
+        block_size=(),
+    )
 
 
 def _planned_memory(settings: _CallSettings, pattern: Expression, size: AttentionSize) -> AttentionMemory:

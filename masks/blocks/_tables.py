@@ -138,7 +138,8 @@ def _split_by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor
 def _tables_of_heads(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
     """Return the table of each head: of shape (heads, rows, width), or (1, rows, width) if all heads share one table.
 
-    `tables` itself is returned if all heads share one table, or if head i has table i.
+    `tables` itself is returned if all heads share one table, or if head i has table i. Behind the entries of a copy its
+    storage has zeros, as many as the blocks have rows and columns together: `_wide_view` reads beyond the last row.
     """
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables

@@ -137,8 +137,8 @@ def _counts_of_rules(rules: set[Pattern], q: CellAxis, k: CellAxis) -> dict[Patt
     Each rule gets an equal share of the budget of work that earlier rules have left.
     """
     found, left = {}, _BUDGET
-    for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
-        budget = Budget(left // (len(rules) - waiting))
+    for done, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
+        budget = Budget(left // (len(rules) - done))
         left -= budget.left
         found[rule] = _counts_of_rule(rule, q, k, budget)
         left += max(budget.left, 0)
@@ -206,12 +206,12 @@ def _estimate_by_samples(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     """Estimate the count of each cell from sampled pairs, with trivial bounds (0 and all pairs)."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
-    each, share = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
+    each, allowed_shares = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
     for some in torch.arange(len(area)).split(max(1, _PAIRS_AT_ONCE // each)):
         row, column = even_places((len(some), each), int(some[0]) * each)
         query, key = q.positions_at(some // k.cells, row), k.positions_at(some % k.cells, column)
-        share.append(mask_mod(none, none, query, key).double().mean(1))
-    return PairCounts(torch.zeros_like(area), area, torch.cat(share) * area)
+        allowed_shares.append(mask_mod(none, none, query, key).double().mean(1))
+    return PairCounts(torch.zeros_like(area), area, torch.cat(allowed_shares) * area)
 
 
 def window_slots(name: str, window: object, size: int) -> range:

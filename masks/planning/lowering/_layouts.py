@@ -201,8 +201,9 @@ def _split_causal_term(term: Term) -> tuple[Term, ...] | None:
     gaps = {
         q_start + term.q_offset - k_start - term.k_offset for q_start, k_start in zip(q.starts, k.starts, strict=True)
     }
-    (gap, *others), seen = gaps, min(gaps) // q.step
-    if others or gap % q.step or seen <= 0:
+    gap = min(gaps)  # from the first key to the first query, equal in all heads
+    seen = gap // q.step  # keys before the first query
+    if len(gaps) > 1 or gap % q.step or seen <= 0:
         return None
     before = replace(term, rule=Every(), shape="dense", q=q, k=replace(k, num_slots=min(seen, k.num_slots)))
     if seen >= k.num_slots:
