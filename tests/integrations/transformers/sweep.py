@@ -204,7 +204,7 @@ def packed(own: Any, model: Any, batch: dict[str, Tensor], calls: Any) -> dict[s
         if what in axes and not takes_axes(model):
             continue
         given = {**batch, "position_ids": axes.get(what, begins), **CALLS[what]}
-        try:
+        try:  # what a model takes plain it takes compiled, which needs no trace of its own
             (reach if what == "compiled" else measures.get(what, reach))(own, given)
         except Exception as error:
             found[what] = f"not with its own attention: {type(error).__name__} {str(error)[:80]}"
