@@ -49,16 +49,16 @@ def _checked(fn: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
 
 
 def _outside_of_graphs(fn: Callable[..., Any], checked: Callable[..., Any], *, first: int, every: int) -> Any:
-    """The function, of which some calls are checked. What Dynamo traces is the function itself."""
+    """The function, of which some calls are checked, and none where Dynamo traces it."""
     calls = count()
 
     @wraps(fn)
     def call(*args: Any, **kw: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return fn(*args, **kw)
         number = next(calls)
-        is_checked = (number < first or number % every == 0) and not torch.compiler.is_compiling()
-        return checked(*args, **kw) if is_checked else fn(*args, **kw)
+        return checked(*args, **kw) if number < first or number % every == 0 else fn(*args, **kw)
 
-    call._torchdynamo_inline = fn
     return call
 
 
