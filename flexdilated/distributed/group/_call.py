@@ -183,9 +183,20 @@ def resolved_pattern(pattern: str, bindings: Sequence[Tensor], num_tokens: int) 
     if not bindings:
         return read_text(pattern)
     # The rule depends only on the pattern and the number of tokens, so the other fields are placeholders.
-    heads = {"num_heads": 1, "num_kv_heads": 1, "head_offset": 0, "num_heads_global": 1}
-    tokens = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": 0, "k_offset": 0}
-    return Call(pattern, **heads, **tokens, rate=1, block_size=()).rules(bindings)
+    call = Call(
+        pattern,
+        num_heads=1,
+        num_kv_heads=1,
+        num_queries=num_tokens,
+        num_keys=num_tokens,
+        q_offset=0,
+        k_offset=0,
+        head_offset=0,
+        num_heads_global=1,
+        rate=1,
+        block_size=(),
+    )
+    return call.rules(bindings)
 
 
 @dataclass
