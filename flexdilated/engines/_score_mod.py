@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from ..masks.core import Recorded, RecordError, record
+from ..masks.core import Expression, Recorded, RecordError, record
 from ..masks.planning import PaddedTerm, Term
 
 # N query tokens, M key tokens, H heads of a term
@@ -265,8 +265,9 @@ def at_offsets(
 def function_key(x: object, depth: int = 4) -> Hashable:
     """Return a key of a function x: its code, and the values that it captures or has as default arguments.
 
-    All values count by type and value, as they are constants of a traced graph; up to `depth` levels deep, functions,
-    lists, tuples, dicts and sets by what they hold. Deeper ones, tensors and what has no hash count by type alone.
+    Numbers, strings, bytes, ranges, dtypes, devices and patterns count by type and value, as they are constants of a
+    traced graph; up to `depth` levels deep, functions, lists, tuples, dicts and sets by what they hold. Deeper ones,
+    tensors and other objects, which may hold tensors, count by type alone.
     """
     if isinstance(x, float | complex):
         return type(x), repr(x)  # 0.0 equals -0.0, and NaN not itself
@@ -280,5 +281,6 @@ def function_key(x: object, depth: int = 4) -> Hashable:
         return tuple((function_key(key, depth - 1), function_key(each, depth - 1)) for key, each in x.items())
     if depth and isinstance(x, set | frozenset):
         return frozenset(function_key(each, depth - 1) for each in x)
-    by_value = isinstance(x, Hashable) and not isinstance(x, Tensor | FunctionType | tuple | frozenset)
-    return (type(x), x) if by_value else type(x)
+    if isinstance(x, Expression):
+        return type(x), x.text
+    return (type(x), x) if isinstance(x, int | str | bytes | range | torch.dtype | torch.device) else type(x)
