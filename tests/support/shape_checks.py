@@ -52,12 +52,13 @@ def _outside_of_graphs(fn: Callable[..., Any], checked: Callable[..., Any], *, f
     """The function, of which some calls are checked, and none where Dynamo traces it."""
     calls = count()
 
-    @wraps(fn)
-    def call(*args: Any, **kw: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return fn(*args, **kw)
+    def eager(*args: Any, **kw: Any) -> Any:
         number = next(calls)
         return checked(*args, **kw) if number < first or number % every == 0 else fn(*args, **kw)
+
+    @wraps(fn)
+    def call(*args: Any, **kw: Any) -> Any:
+        return fn(*args, **kw) if torch.compiler.is_compiling() else eager(*args, **kw)
 
     return call
 
