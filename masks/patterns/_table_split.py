@@ -107,7 +107,9 @@ def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tup
         places = None if places is None else (table >= 0).flatten().nonzero().squeeze(1)[places]
         shape = (*table.shape[:-3], *table.shape[-2:])
     else:
-        raise TypeError(f"pattern must be masks.sparse(matrix) or masks.selected_keys(table); got {pattern!r:.80}")
+        by_name = isinstance(pattern, Sparse | SelectedBlocks) and pattern.given is None
+        how = " with the tensor itself, not its name" if by_name else ""
+        raise TypeError(f"pattern must be masks.sparse(matrix) or masks.selected_keys(table){how}; got {pattern!r:.80}")
     if rows.shape[1] > 1:
         raise ValueError(f"pattern must have one table of pairs for all heads; got {rows.shape[1]}")
     if places is None:
