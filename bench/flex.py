@@ -38,6 +38,7 @@ def flex_cases(
         more = detail if way == "forward" else {}
         yield Row(f"{way}: cases that are equal", at_least(98, "%"), 100 * tried.count(EQUAL) / len(tried), detail=more)
     wrong = sum(_kind(each.get(way, EQUAL)) in ("wrong", "failed") for _, each in defined for way in _CALLS)
+    wrong += sum(_kind(each.get("one graph", EQUAL)) == "wrong" for _, each in defined)
     yield Row("neither equal nor refused by name", at_most(0), wrong)
     answers = [each["forward"] for cases in found.values() for case, each in cases if case.refused]
     named = sum(_kind(answer) == "refused" for answer in answers)

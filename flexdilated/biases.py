@@ -94,16 +94,18 @@ def _entries(values: Tensor, pattern: Pattern) -> ScoreMod:
         of_batch, of_pairs = (", ".join(map(str, each)) for each in (shape[:at], shape[at:]))
         with_heads = f"{of_batch}, heads" if at else "heads"
         raise ValueError(f"values must be floats of shape {shape}, or ({with_heads}, {of_pairs}); got {came}")
+    if 0 in shape:
+        return lambda score, b, h, q_idx, k_idx: score
     find, num_entries = table.finder(num_heads=1, device=values.device), table.entries
-    numbers = numbers.to(values.device) % prod(shape[at:])  # among the values of one batch entry, if each has its own
+    # Of each pair, the index in the values of one batch entry. A view of values would not be compiled for CUDA.
+    indices = torch.unravel_index(numbers.to(values.device) % prod(shape[at:]), shape[at:])
 
     def score_mod(score, b, h, q_idx, k_idx):
         # Where all entries share the pairs, places depend on positions alone: they are computed once for all heads.
         place, found = find(b if num_entries > 1 else 0, 0, q_idx, k_idx)
         lead = (b if num_entries > 1 else 0,) if at else ()
         lead = (*lead, h if given[at] > 1 else 0) if by_head else lead
-        # Here, not above: of values that are not contiguous this is a copy, which later values would not reach.
-        return torch.where(found, score + values.flatten(len(lead))[(*lead, numbers[place])], score)
+        return torch.where(found, score + values[(*lead, *(each[place] for each in indices))], score)
 
     return score_mod
 

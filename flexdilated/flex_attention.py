@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
@@ -131,7 +130,8 @@ def _out_and_aux(
     wants: AuxRequest,
 ) -> tuple[Tensor, AuxOutput]:
     """Return (out, the results that `wants` names) of a call of `flex_attention`."""
-    pattern = every() if block_mask is None else _pattern_of(block_mask, query, key)
+    is_plain = block_mask is None or query.dim() != 4 or key.dim() != 4  # `attend` refuses other numbers of dims
+    pattern = every() if is_plain else _pattern_of(block_mask, query, key)
     on_triton = device_kind(query.device).engine == "flex"
     out, lse = attend(
         query,
@@ -167,6 +167,9 @@ def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"])
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
+_READ = "_flexdilated_read"  # attribute of a BlockMask
+
+
 class _Read(NamedTuple):
     """What a BlockMask held when it was read last.
 
@@ -179,14 +182,13 @@ class _Read(NamedTuple):
     others: str
     pattern: Pattern
 
-
-_read: WeakKeyDictionary[BlockMask, _Read] = WeakKeyDictionary()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as None: the copy is read anew."""
+        return type(None), ()
 
 
 def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     """Raise ValueError if a BlockMask is for other numbers of queries, keys, batch entries or heads."""
-    if query.dim() != 4 or key.dim() != 4:
-        return  # `attend` refuses them
     (entries, heads, num_queries), num_keys = query.shape[:3], key.shape[2]
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (num_queries, num_keys):
@@ -215,14 +217,15 @@ def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
             f"create_block_mask(pattern, B, H, Q_LEN, KV_LEN); got {block_mask!r:.80}"
         )
     _check_sizes(block_mask, query, key)
-    entries, lists = len(query), block_lists(block_mask)
-    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), _read.get(block_mask)
+    entries, lists = max(1, len(query)), block_lists(block_mask)
+    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), getattr(block_mask, _READ, None)
     others = f"{text_of_function(block_mask.mask_mod, entries)}, {sizes}"
     if known is not None and known.others == others and _all_equal(known.lists, lists):
         return known.pattern
     pattern = pattern_of_block_mask(block_mask, entries)
     with suspended_torch_modes():
-        _read[block_mask] = _Read([table.clone() for table in lists], others, pattern)
+        # With the mask, which its pattern may hold: a dict of masks would keep both.
+        setattr(block_mask, _READ, _Read([table.clone() for table in lists], others, pattern))
     return pattern
 
 
@@ -252,8 +255,8 @@ def create_block_mask(
     """Return torch's BlockMask of a rule, with the lists that torch's `create_block_mask` has, in bounded memory.
 
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
-    B, H: batch entries and query heads with lists of their own; None for 1. One entry, the first, may have the lists of
-        all.
+    B, H: batch entries and query heads with lists of their own; None for 1. With None or 1, all
+        entries share the lists of the rule at entry 0, as in torch.
     Q_LEN, KV_LEN: numbers of queries and keys.
     device: of the lists; None for the accelerator, if there is one, as in torch.
     BLOCK_SIZE: tokens of a block, or (queries, keys).
@@ -293,6 +296,8 @@ def _created(
         for rule in rules:
             made = block_mask_of(rule, *lengths, num_heads=heads, block_size=block_size)
             tables.append(torch.stack(partial_and_full_blocks(made)).expand(-1, -1, heads, -1, -1))
+        if len(rules) == 1 and tables[0].shape[1] not in (1, entries):
+            raise ValueError(f"B must be {tables[0].shape[1]}, as the pattern has as many batch entries; got {entries}")
         partial, full = torch.cat(tables, 1).expand(-1, entries, -1, -1, -1)
         if not separate_full_blocks:
             partial, full = partial | full, None

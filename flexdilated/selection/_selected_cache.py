@@ -97,7 +97,9 @@ class TableAttention(NamedTuple):
         """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
         call = self.selector.call(self.rule, self.options["q_offset"], 1.0)
         both = self.selector.with_always(self.rule)
-        return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call.arguments)
+        return selection_pairs(
+            q, k, run_time_tensors(both, self.bindings, batch=q.shape[0], has_values=not q.is_meta), *call.arguments
+        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None

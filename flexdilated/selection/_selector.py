@@ -218,7 +218,7 @@ class BlockSelector(nn.Module):
                 else _bindings_named(bindings, (set(bindings) - self._tensor_names) | self._own_tensor_names)
             )
         rule = self.rule(within)
-        tensors = run_time_tensors(self.with_always(rule), bindings, has_values=not q.is_meta)
+        tensors = run_time_tensors(self.with_always(rule), bindings, batch=q.shape[0], has_values=not q.is_meta)
         return coarse, tensors, self.call(rule, q_offset, scale)
 
     def selected(

@@ -240,13 +240,14 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
 
 @outside_torch_modes
 def block_lists(block_mask: BlockMask) -> list[Tensor]:
-    """Return kv_num_blocks and kv_indices of a BlockMask and, if it has them, those of full blocks, on the CPU.
+    """Return kv_num_blocks and kv_indices of a BlockMask and, if it has both, those of full blocks, on the CPU.
 
     The results may share memory with the BlockMask's tensors. Raises ValueError for tensors without values, which are
     on the meta device or of a FakeTensorMode.
     """
-    names = [f"{kind}kv_{what}" for kind in ("", "full_") for what in ("num_blocks", "indices")]
-    found = {name: table for name in names if (table := getattr(block_mask, name)) is not None}
+    has_full = None not in (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    names = [f"{kind}kv_{what}" for kind in ("", *["full_"] * has_full) for what in ("num_blocks", "indices")]
+    found = {name: getattr(block_mask, name) for name in names}
     for name, table in found.items():
         is_fake = isinstance(table, _torch_private.FakeTensor)
         if table.is_meta or is_fake:

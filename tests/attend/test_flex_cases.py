@@ -27,6 +27,7 @@ NOT_MASKED: dict[str, Any] = {"rule": None}
 def kinds(case: Case) -> dict[str, str]:
     """Verdicts on the output, also on its dtype and order in memory beside torch's, and on the gradients."""
     found = verdicts(case, ("forward", "backward", "torch"))
+    assert not found["torch"].startswith("failed"), found
     return {way: text for way, text in found.items() if way != "torch"}
 
 

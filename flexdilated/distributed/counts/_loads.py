@@ -237,6 +237,7 @@ def rank_loads(
     sent.check(size.dtype)
     tokens, heads = sharding.num_tokens, {"num_heads": size.num_heads}
     rule = pattern.bind(num_queries=tokens, num_keys=tokens, batch=size.batch, **heads).pattern
+    rule.require_entries(size.batch)
     counts = token_counts(rule, sharding, num_kv_heads=size.kv_heads, **heads)
     width = max(size.dims)
     held = 2 * size.batch * width * size.dtype.itemsize

@@ -12,7 +12,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from ..._torch_private import assert_async
-from ...masks import Mixture, Pattern, causal, documents
+from ...masks import Mixture, Pattern, causal, documents, visible_keys
+from ...masks import mask as mask_of
 from ...masks.core import shortened
 from ...masks.patterns import OnGrid
 from ...nn import require_causal_mask, without_padding
@@ -36,7 +37,7 @@ class GivenPattern:
         object.__setattr__(self, "grid", max(grids, key=prod, default=()))
 
     def check_grid(self, num_tokens: int) -> None:
-        """Raise ValueError if the pattern's grid has more tokens than a call, whose rows would then lie elsewhere."""
+        """Raise ValueError if the pattern's grid has more tokens than a call, which is then one of another grid."""
         if self.grid and num_tokens < prod(self.grid):
             sides = " x ".join(map(str, self.grid))
             raise ValueError(
@@ -136,7 +137,8 @@ def pattern_of_call(
 
     A mask must be of one of three kinds. Padding has shape (B or 1, 1, 1, M), or is expanded from it, and its floats
     may also hide keys by the least number of their dtype. Padding that hides its rows too has shape (B, 1, N, N), and
-    is boolean; graphs take it for B > 1. torch's causal mask has shape (N, M), with optional leading dims of 1.
+    is boolean; graphs take it for B > 1 and real tokens side by side. torch's causal mask has shape (N, M), with
+    optional leading dims of 1.
 
     Raises ValueError or TypeError for any other mask.
     """
@@ -155,11 +157,18 @@ def pattern_of_call(
     if mask.dtype == torch.bool and mask.shape == (batch, 1, num_queries, num_queries):
         real = mask[:, 0].diagonal(dim1=1, dim2=2)
         is_of_tokens = (mask[:, 0] == real[:, :, None] & real[:, None, :]).all()
+        is_in_one_piece = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] <= 1).all()
+        in_one_piece = pattern & documents(real.long() - 1, name="key_padding")
         if batch > 1 and torch.compiler.is_compiling():
-            assert_async(is_of_tokens, f"attn_mask must keep the pairs of real tokens, or {_INSTEAD}")
-            return pattern & documents(real.long() - 1)
+            what = "attn_mask must keep the pairs of real tokens, which lie side by side"
+            assert_async(is_of_tokens & is_in_one_piece, f"{what}, or {_INSTEAD}")
+            return in_one_piece
         if not torch.compiler.is_compiling() and is_of_tokens:
-            return pattern & documents(real.long() - 1)
+            if is_in_one_piece:
+                return in_one_piece
+            return (
+                pattern & visible_keys(real, name="key_padding") & mask_of(real[:, None, :, None], name="row_padding")
+            )
     if hidden.dim() > 2 and set(hidden.shape[:-2]) == {1}:
         hidden = hidden.flatten(0, -2)
     return with_causal_mask(pattern, hidden, (num_queries, num_keys))
@@ -180,8 +189,6 @@ def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int,
 def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
     """Raise ValueError if the numbers of queries and keys differ, unless a function chose this module's pattern.
 
-    Raises ValueError, too, if the pattern is for a grid of more tokens.
-
     given: settings of the converted module.
     """
     if num_queries != num_keys and not given.by_name:
@@ -190,7 +197,6 @@ def check_lengths(given: GivenPattern, num_queries: int, num_keys: int) -> None:
             "is one of self-attention. Choose by name, such as convert(model, lambda name, module: None if name == "
             f"{given.name!r} else pattern): None leaves it as it was, and a pattern counts queries and keys from 0"
         )
-    given.check_grid(min(num_queries, num_keys))
 
 
 @dataclass(frozen=True, eq=False)

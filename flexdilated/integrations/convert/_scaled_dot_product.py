@@ -31,7 +31,7 @@ class ScaledDotProduct(Converted):
             out = super().forward(*args, **options)
         if not served.calls:
             raise ValueError(
-                f"{self._flexdilated.name} did not call scaled_dot_product_attention, which convert replaces: "
+                f"{self._flexdilated.label} did not call scaled_dot_product_attention, which convert replaces: "
                 f"{class_name(self.original)} cannot be converted with these settings; {self.other_backends}give "
                 "convert a function that returns None for it"
             )
@@ -80,6 +80,8 @@ def _attend_by_pattern(
     enable_gqa: bool = False,
 ) -> Tensor:
     check_lengths(given, query.shape[2], key.shape[2])
+    if not is_causal:  # in causal order, the first tokens of a grid are a sequence that may grow
+        given.check_grid(min(query.shape[2], key.shape[2]))
     shape = (query.shape[0], query.shape[2], key.shape[2])
     rule = pattern_of_call(pattern, attn_mask, shape, is_causal=is_causal)
     return attend(query, key, value, rule, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)

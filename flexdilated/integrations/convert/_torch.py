@@ -41,6 +41,8 @@ class MultiheadAttention(MultiheadProjections, Converted):
         assert given is not None
         q, k, v = self.heads_of(query, key, value)
         check_lengths(given, q.shape[2], k.shape[2])
+        if attn_mask is None and not is_causal:
+            given.check_grid(min(q.shape[2], k.shape[2]))
         pattern = given.pattern
         if attn_mask is not None:
             pattern = with_causal_mask(pattern, attn_mask, (q.shape[2], k.shape[2]))

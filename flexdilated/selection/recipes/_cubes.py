@@ -49,7 +49,7 @@ class VideoSparseAttention(nn.Module):
     torch.Size([1, 4, 180, 64])
     """
 
-    order: Int64[Tensor, " C*L"]  # token at each place, cube by cube; at places without one, token 0
+    order: Int64[Tensor, " C*L"]  # token at each place, cube by cube; at places without one, the cube's first
     place: Int64[Tensor, " N"]  # of each token
     is_token: Bool[Tensor, "C L"]
 
@@ -57,11 +57,12 @@ class VideoSparseAttention(nn.Module):
         super().__init__()
         self.grid, self.cube = require_ints("grid", grid, minimum=1), require_ints("cube", cube, minimum=1)
         self.top = require_int("top", top, minimum=1)
-        if len(self.cube) != len(self.grid):
+        if not self.grid or len(self.cube) != len(self.grid):
             raise ValueError(f"cube must have a length for each axis of the grid; got cube={cube} for {grid=}")
         places = _places(self.grid, self.cube)
         self._has_smaller = bool((places < 0).any())
-        self.register_buffer("order", places.clamp(min=0).flatten(), persistent=False)
+        order = torch.where(places < 0, places[:, :1], places)
+        self.register_buffer("order", order.flatten(), persistent=False)
         self.register_buffer("place", places.flatten().argsort()[-prod(self.grid) :], persistent=False)
         self.register_buffer("is_token", places >= 0, persistent=False)
         fine = selected_blocks("chosen", block=prod(self.cube), most=min(top, len(places)))

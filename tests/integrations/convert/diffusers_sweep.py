@@ -41,7 +41,7 @@ def step(model: nn.Module, name: str) -> Step:
 
 def distance(got: Step, want: Step) -> float:
     """Largest difference of outputs and of gradients, in parts of the largest output and the largest gradient."""
-    if got[1].keys() != want[1].keys():
+    if got[1].keys() != want[1].keys() or not all(bool(x.isfinite().all()) for x in (got[0], *got[1].values())):
         return float("inf")
     largest = max(float(x.abs().max()) for x in want[1].values())
     grads = max(float((got[1][name] - x).abs().max()) for name, x in want[1].items()) / largest
@@ -83,7 +83,10 @@ def misplaced(model: nn.Module, name: str) -> list[str]:
         changed = inputs | {"encoder_hidden_states": text}
         for call, (query, was) in enumerate(zip(queries(model, changed), before, strict=True)):
             num_text = len(query) - TOKENS
-            if num_text and ((seen := _most_changed(query, was)) < num_text) != (own.text == "first"):
+            seen = _most_changed(query, was)
+            # Behind the first attention, a text may change the tokens of the grid more than its own.
+            first, last = seen < num_text, seen >= (num_text if call else TOKENS)
+            if num_text and not (first if own.text == "first" else last):
                 found.append(f"call {call}: token {word} of the text is query {seen} of {len(query)}")
     return found
 

@@ -142,6 +142,11 @@ def test_padding_of_keys_and_of_rows() -> None:
         torch.testing.assert_close(call(x, attn_mask=mask)[real], want[real], rtol=0, atol=1e-5)
     torch.testing.assert_close(attention(x, attn_mask=of_rows), compiled(x, attn_mask=of_rows))
     assert torch.equal(attention(x, attn_mask=of_rows)[~real], attention.proj.bias.expand(5, -1))
+    real[:, 3:6] = False  # as between a text and an image
+    of_rows = real[:, None, None] & real[:, None, :, None]
+    found = attention(x, attn_mask=of_rows)
+    torch.testing.assert_close(found[real], attention(x, attn_mask=real[:, None, None])[real], rtol=0, atol=1e-5)
+    assert torch.equal(found[~real], attention.proj.bias.expand(11, -1))
 
 
 def test_a_function_of_the_name_chooses() -> None:
