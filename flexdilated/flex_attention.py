@@ -130,8 +130,10 @@ def _out_and_aux(
     wants: AuxRequest,
 ) -> tuple[Tensor, AuxOutput]:
     """Return (out, the results that `wants` names) of a call of `flex_attention`."""
-    is_plain = block_mask is None or query.dim() != 4 or key.dim() != 4  # `attend` refuses other numbers of dims
-    pattern = every() if is_plain else _pattern_of(block_mask, query, key)
+    if block_mask is None or query.dim() != 4 or key.dim() != 4:  # `attend` refuses other numbers of dims
+        pattern = every()
+    else:
+        pattern = _pattern_of(block_mask, query, key)
     on_triton = device_kind(query.device).engine == "flex"
     out, lse = attend(
         query,
