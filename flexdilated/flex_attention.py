@@ -257,8 +257,8 @@ def create_block_mask(
     """Return torch's BlockMask of a rule, with the lists that torch's `create_block_mask` has, in bounded memory.
 
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
-    B, H: batch entries and query heads with lists of their own; None for 1. With None or 1, all
-        entries share the lists of the rule at entry 0, as in torch.
+    B, H: batch entries and query heads with lists of their own; None for 1. With B None or 1, all entries share the
+        lists of the rule at entry 0, as in torch.
     Q_LEN, KV_LEN: numbers of queries and keys.
     device: of the lists; None for the accelerator, if there is one, as in torch.
     BLOCK_SIZE: tokens of a block, or (queries, keys).
