@@ -42,6 +42,21 @@ settings.register_profile("suite", settings.get_profile("flexdilated-ci"), max_e
 settings.load_profile("suite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the tests marked as thorough, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked as thorough, unless everything is asked for or a test by its name."""
+    if config.getoption("--all") or config.getoption("--record") or any("::" in each for each in config.args):
+        return
+    others = [item for item in items if item.get_closest_marker("thorough")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        kept = set(items).difference(others)
+        items[:] = [item for item in items if item in kept]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """As many as cores: more keep them no busier and each collects and warms up anew; few, as each takes a gigabyte."""

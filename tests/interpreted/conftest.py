@@ -31,19 +31,6 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["cases"] if file.exists() else {}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="every case, and not a quick choice; records what is found")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--all", default=False):
-        return
-    others = [item for item in items if item.get_closest_marker("thorough")]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
-
-
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for name, value in report.user_properties if report.when == "call" and report.passed else ():
         file, _, key = name.partition(": ")
@@ -53,7 +40,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """What passing tests noted as properties "file: key" is recorded, beside what is there unless all ran well."""
     config = session.config
-    if hasattr(config, "workerinput") or not config.getoption("--all", default=False):
+    if hasattr(config, "workerinput") or not config.getoption("--all"):
         return
     some = exitstatus or config.getoption("keyword") or any("::" in each for each in config.args)
     for file, cases in _found.items():

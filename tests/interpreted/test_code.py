@@ -45,7 +45,7 @@ def test_kernels_compile_and_fit(device: SimpleNamespace, entry: Entry, head_dim
     describe(device)
     key = f"sm_{device.major}{device.minor}, {entry.name}, {head_dim}"
     before = recorded(NAME).get(key, {})
-    assert before or request.config.getoption("--all", default=False), "recorded by make test-kernels ARGS=--all"
+    assert before or request.config.getoption("--all"), "recorded by make test-kernels ARGS=--all"
     found = code_of(entry, head_dim)
     for way, code in found.items():
         assert code.shared <= device.shared_memory_per_block_optin
@@ -154,7 +154,7 @@ def test_kernels_of_single_keys_compile_and_fit(
     _gathered_keys._shared_bytes.cache_clear()
     key = f"sm_{device.major}{device.minor}, {group} heads over one in {str(dtype).removeprefix('torch.')}, {dim}"
     before = recorded(LISTED).get(key, {})
-    assert before or request.config.getoption("--all", default=False), "recorded by make test-kernels ARGS=--all"
+    assert before or request.config.getoption("--all"), "recorded by make test-kernels ARGS=--all"
     found: dict[str, Code] = {}
     for way in ("forward", "backward"):
         monkeypatch.setattr(_gathered_keys, f"_{way}", _Compiled(getattr(_gathered_keys, f"_{way}"), way, found))
