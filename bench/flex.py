@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tests.attend.flex_cases import GROUPS, Case
-from tests.attend.flex_cases.verdicts import EQUAL, WAYS, verdicts
-
 from ._jobs import say
 from ._measures import Row, at_least, at_most, measure
+from .cases.flex import GROUPS, Case
+from .cases.flex.verdicts import EQUAL, WAYS, verdicts
 
 _CALLS = ("forward", "backward", "compiled")
 

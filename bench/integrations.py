@@ -1,10 +1,12 @@
 """Models of other libraries with a pattern: what `convert` makes of each."""
 
 from collections.abc import Iterator
-from importlib import import_module, metadata
+from importlib import metadata
 
 from ._jobs import say
 from ._measures import Row, at_most, measure
+from .cases import diffusers as models
+from .cases.diffusers import sweep
 
 
 @measure(names=("Wan",), classes=("SanaTransformer2DModel",))
@@ -14,11 +16,10 @@ def diffusers(names: tuple[str, ...] | None = None, classes: tuple[str, ...] | N
     Small models with random weights, in training: output and gradients with all pairs, and with three patterns, in
     millionths of the largest. A change of a token of the input changes the query of that token most, in each layer.
 
-    names: of models in tests/integrations/convert; None for all.
+    names: of models in bench/cases/diffusers; None for all.
     classes: names of classes in diffusers that convert refuses; None for all transformer models but those of the
         former.
     """
-    models, sweep = (import_module(f"tests.integrations.convert.diffusers_{name}") for name in ("models", "sweep"))
     package = models.diffusers()
     for name in models.MODELS if names is None else names:
         found = sweep.examine(name)

@@ -1,4 +1,4 @@
-"""`flexdilated.flex_attention` on drawn cases of `flex_cases`, and on calls drawn of their parts, held to a formula.
+"""`flexdilated.flex_attention` on drawn cases of bench/cases/flex, and on calls drawn of their parts, by a formula.
 
 `python -m bench flex_cases` runs all cases, also compiled.
 """
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_own
 from torch.nn.attention.flex_attention import AuxRequest
 
+from bench.cases.flex import BUILT_IN, GROUPS, LAYOUTS, LEARNED, RULES, SCORES, Case, Size
+from bench.cases.flex.verdicts import EQUAL, verdicts
 from flexdilated.flex_attention import create_block_mask
-from tests.attend.flex_cases import BUILT_IN, GROUPS, LAYOUTS, LEARNED, RULES, SCORES, Case, Size
-from tests.attend.flex_cases.verdicts import EQUAL, verdicts
 
 CASES = {f"{group}: {case.name}": case for group, cases in GROUPS.items() for case in cases}
 # Parts of the names of cases that are answered by an error, which names what is not computed.

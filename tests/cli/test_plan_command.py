@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import flexdilated
+from bench._dense import counts
 from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from flexdilated.nn._model_memory import model_memory
-from tests.integrations.passes import counts
 from tests.support import commands
 
 LONGNET = "longnet((256, 1024), (1, 4)) & causal()"

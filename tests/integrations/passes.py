@@ -1,31 +1,11 @@
-"""What passes of models are held to: dense counts of pairs, gradients of a training step, dropout."""
+"""What passes of models are held to: gradients of a training step, dropout."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from flexdilated.masks import Mixture, Pattern
-
-# H heads, N queries, M keys
-
-Step = tuple[Tensor, dict[str, Tensor]]  # outputs, and gradients by the names of parameters
-
-
-def counts(
-    pattern: Pattern | Mixture, num_queries: int, num_keys: int | None = None, *, num_heads: int = 1, **offsets: int
-) -> Tensor:
-    """(H, N, M): how often each pair is allowed, by the pattern's own function."""
-    num_keys = num_keys or num_queries
-    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys, **offsets)
-    h, q, k = torch.meshgrid(*map(torch.arange, (num_heads, num_queries, num_keys)), indexing="ij")
-    mods = [replace(bound, pattern=branch).mask_mod() for branch in bound.pattern.branches()]
-    return torch.stack([mod(torch.tensor(0), h, q, k).expand(h.shape).long() for mod in mods]).sum(0)
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+from bench.cases._training import Step
 
 
 def assert_same_step(got: Step, want: Step) -> None:

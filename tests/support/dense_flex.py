@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from bench._dense import one_by_one
 from flexdilated import _attend, masks
 from flexdilated._engine_choice import choose_engine
 from flexdilated.engines.flex import _flex_op
@@ -58,13 +59,6 @@ def dense_flex(
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     out = (weights @ v).masked_fill(~rows_read, 0.0)
     return out if return_aux is None else (out, SimpleNamespace(lse=lse))
-
-
-def one_by_one(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of one score and its four indices, over (B, H, N, M) scores and the indices of each dim."""
-    for place in (4, 3, 2, 1):
-        score_mod = torch.vmap(score_mod, in_dims=(0, *(0 if dim == place else None for dim in (1, 2, 3, 4))))
-    return score_mod
 
 
 def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:

@@ -1,17 +1,14 @@
-"""Small models of each family, as users build them, with inputs; and the dense oracle, computed from a formula."""
+"""Small models of each family, as users build them, with inputs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import x_transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tests.integrations.passes import Step, gradients_of
+from bench.cases._training import Step, gradients_of, loss
 from tests.support.vision import vision
 
 HEADS = 4
@@ -138,50 +135,9 @@ def outputs(model: nn.Module, name: str, **options: Any) -> Tensor:
     return family.call(model, *family.inputs(), **options)
 
 
-def loss(out: Tensor) -> Tensor:
-    """A norm alone would be constant where the last layer is one of RMS."""
-    return (out - torch.linspace(-1, 1, out.numel()).view_as(out)).pow(2).sum()
-
-
 def step(model: nn.Module, name: str, **options: Any) -> Step:
     """One training step."""
     model.zero_grad()
     out = outputs(model, name, **options)
     loss(out).backward()
     return out.detach(), gradients_of(model)
-
-
-@contextmanager
-def dense_attention(times_of: Callable[[int, int], Tensor | None]) -> Iterator[list[int]]:
-    """Lets `scaled_dot_product_attention` weigh pairs as often as `times_of` says, by its formula; counts its calls.
-
-    times_of: gets the numbers of queries and keys of a call, N and M, and returns dense counts (H, N, M), or None for a
-        call that stays as it is.
-    """
-    calls = [0]
-    own = F.scaled_dot_product_attention
-
-    def weighed(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        assert dropout_p == 0
-        times = times_of(query.shape[-2], key.shape[-2])
-        if times is None:
-            return own(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        calls[0] += 1
-        scores = query @ key.mT * (options.get("scale") or query.shape[-1] ** -0.5)
-        if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        scores = scores + (times.tril() if is_causal else times).log()
-        empty = (scores == -torch.inf).all(-1, keepdim=True)  # rows without keys give 0
-        return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ value
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", weighed)
-        yield calls

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import flexdilated as fd
+from bench._dense import counts
+from bench.cases._training import loss
 from flexdilated import masks
 from flexdilated.integrations.convert._rule import pattern_of_call
-from tests.integrations.passes import assert_dropout_trains, counts
+from tests.integrations.passes import assert_dropout_trains
 from tests.support.ranks import one_rank
 from tests.support.vision import vision
 
@@ -25,7 +27,6 @@ from .families import (
     encoder,
     features,
     language_model,
-    loss,
     model_of,
     outputs,
     step,

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import flexdilated as fd
+from bench.cases.diffusers import HEADS, MODELS, TOKENS, diffusers, model_of, output
+from bench.cases.diffusers.sweep import NEAR, PATTERNS, examine, refused, step
 from flexdilated import masks
 from flexdilated.integrations.convert._diffusers import _ORDERS
 from tests.integrations.passes import assert_same_step
-
-from .diffusers_inputs import HEADS, TOKENS
-from .diffusers_models import MODELS, diffusers, model_of, output
-from .diffusers_sweep import NEAR, PATTERNS, examine, refused, step
+from tests.support.vision import vision
 
 ROOT = Path(__file__).parents[3]
 # Each has something of its own: the place of the text, blocks that join it, masks, other modules, arguments.
@@ -33,6 +32,11 @@ EXAMINED = (
     "Stable Diffusion 3",
     "Wan",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def needs_diffusers() -> None:
+    vision()
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # which Mochi asks for with float32

@@ -14,10 +14,11 @@ from x_transformers import Decoder, Encoder, TransformerWrapper
 from x_transformers.x_transformers import Attention, AttentionLayers
 
 import flexdilated as fd
+from bench._dense import counts, dense_attention
 from flexdilated import masks
-from tests.integrations.passes import assert_same_step, counts
+from tests.integrations.passes import assert_same_step
 
-from .families import FAMILIES, HEADS, WIDTH, dense_attention, features, language_model, model_of, outputs, step, words
+from .families import FAMILIES, HEADS, WIDTH, features, language_model, model_of, outputs, step, words
 
 WINDOW = masks.local_window(left=3, right=2)
 # Each holds a token itself: SDPA has no use for a row without keys.

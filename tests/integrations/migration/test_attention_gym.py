@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexdilated as fd
+from bench._dense import counts
 from flexdilated import masks
-from tests.integrations.passes import counts
 
 ANY = ((1, 1), (5, 5), (33, 33), (200, 200), (17, 64), (64, 17))
 TOKENS = ((200, 200),)

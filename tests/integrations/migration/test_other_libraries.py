@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flexdilated as fd
+from bench._dense import counts
+from bench._vision import FOLDER
 from flexdilated import masks
-from tests.integrations.passes import counts
 from tests.project.test_docs import run
-from tests.support.vision import FOLDER
 
 SEGMENTS, RATES = (16, 64), (1, 4)
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import flexdilated as fd
+from bench._dense import counts
 from flexdilated import masks
-from tests.integrations.passes import counts
 from tests.project.test_docs import examples
 from tests.support.longnet_oracle import TINY
 from tests.support.ranks import on_ranks

@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import masking_utils as rules
 
 import flexdilated as fd
+from bench._dense import counts
+from bench.cases._training import Step, gradients_of
 from flexdilated import masks
 from flexdilated.integrations.transformers import _unsupported_models, attention_layers, set_pattern
 from flexdilated.integrations.transformers._attention import attention
 from flexdilated.integrations.transformers._mask_functions import pattern_from_mask_function
 from flexdilated.masks.patterns import names
-from tests.integrations.passes import Step, assert_same_step, counts, gradients_of
+from tests.integrations.passes import assert_same_step
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
 from .sweep import CALLS, PAGE, examine, page, results

@@ -6,17 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.vision import vision
+from bench._vision import vision
 
-from .diffusers_images import IMAGES
-from .diffusers_inputs import TOKENS
-from .diffusers_videos import VIDEOS
+from ._images import IMAGES
+from ._inputs import GRID, HEADS, TOKENS, Inputs
+from ._videos import VIDEOS
+
+__all__ = ["GRID", "HEADS", "MODELS", "TOKENS", "Inputs", "diffusers", "model_of", "output", "times_with_text"]
 
 MODELS = VIDEOS | IMAGES
 
 
 def diffusers() -> Any:
-    """The package; skips the test where it is not installed."""
+    """The package; ImportError says where it is looked for."""
     vision()
     return importlib.import_module("diffusers")
 

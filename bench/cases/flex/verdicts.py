@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_own
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_mask
 
+from bench._dense import one_by_one
 from flexdilated.flex_attention import flex_attention
-from tests.support.dense_flex import one_by_one
 
 from . import Case
 from ._functions import Reads

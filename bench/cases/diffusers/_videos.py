@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .diffusers_inputs import (
+from ._inputs import (
     CHANNELS,
     GRID,
     TEXT,

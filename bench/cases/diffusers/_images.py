@@ -2,7 +2,7 @@
 
 import torch
 
-from .diffusers_inputs import (
+from ._inputs import (
     CHANNELS,
     HEADS,
     IMAGE,
