@@ -1,5 +1,7 @@
 """Small image models of diffusers."""
 
+from typing import Any
+
 import torch
 
 from ._inputs import (
@@ -21,11 +23,11 @@ from ._inputs import (
     tokens,
 )
 
-_ROPE = {"axes_dims_rope": (4, 4, 8)}
+_ROPE: Inputs = {"axes_dims_rope": (4, 4, 8)}
 _FLUX = sizes(dim=16, in_channels=CHANNELS, num_layers=1, num_single_layers=1, joint_attention_dim=32, **_ROPE)
 
 
-def _flux(**more: object) -> Inputs:
+def _flux(**more: Any) -> Inputs:
     return tokens(text_width=32, **fraction() | ids() | more)
 
 

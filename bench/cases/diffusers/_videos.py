@@ -20,17 +20,17 @@ from ._inputs import (
     video,
 )
 
-_IN_AND_OUT = {"in_channels": CHANNELS, "out_channels": CHANNELS}
-_GRID_SIZES = dict(zip(("num_frames", "height", "width"), GRID, strict=True))
+_IN_AND_OUT: Inputs = {"in_channels": CHANNELS, "out_channels": CHANNELS}
+_GRID_SIZES: Inputs = dict(zip(("num_frames", "height", "width"), GRID, strict=True))
 
 
 def _wan(**more: Any) -> Inputs:
-    own = {**_IN_AND_OUT, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 32}
+    own: Inputs = {**_IN_AND_OUT, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 32}
     return sizes(dim=12, **own | more)
 
 
 def _hunyuan(**more: Any) -> Inputs:
-    own = {**_IN_AND_OUT, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2}
+    own: Inputs = {**_IN_AND_OUT, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2}
     own |= {"patch_size_t": 1, "text_embed_dim": WIDTH, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)}
     return sizes(dim=10, **own | more)
 
@@ -41,7 +41,7 @@ def _hunyuan_inputs() -> Inputs:
 
 
 def _cogvideo(**more: Any) -> Inputs:
-    own = {**_IN_AND_OUT, "time_embed_dim": 2, "text_embed_dim": WIDTH, "sample_width": 8, "sample_height": 8}
+    own: Inputs = {**_IN_AND_OUT, "time_embed_dim": 2, "text_embed_dim": WIDTH, "sample_width": 8, "sample_height": 8}
     own |= {"sample_frames": 9, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": TEXT}
     return sizes(**own | more)
 

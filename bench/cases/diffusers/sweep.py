@@ -114,7 +114,7 @@ def with_changed_token(hidden_states: Tensor, token: int, axes: list[str]) -> Te
         return changed
     order = "B F H W C" if "F" in axes else "B H W C"
     view = changed.permute([axes.index(each) for each in order.split()])
-    rows, columns = (view.shape[order.split().index(axis)] // 2 for axis in "HW")
+    rows, columns = (view.shape[order.split().index(axis)] // 2 for axis in ("H", "W"))
     frame, place = divmod(token, rows * columns)
     row, column = divmod(place, columns)
     part = view[:, frame] if "F" in axes else view

@@ -61,7 +61,7 @@ class Reads(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def plain(function: Callable[..., Tensor]) -> Reads:
+def plain(function: Callable[..., Any]) -> Reads:
     """A function that reads nothing."""
     return Reads(lambda: function)
 

@@ -140,7 +140,7 @@ def _filled_by_minus_one(mask: BlockMask, size: Size) -> BlockMask:
 
 
 def _no_full_blocks(mask: BlockMask, size: Size) -> BlockMask:
-    mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
+    mask.full_kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
     return mask
 
 

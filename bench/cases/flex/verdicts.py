@@ -56,7 +56,9 @@ def drawn(case: Case, seed: int) -> Leaves:
         name: torch.randn(shape, generator=draw, dtype=torch.float64).to(case.dtype) for name, shape in shapes.items()
     }
     for place, reads in enumerate((case.score, case.rule, *case.then)):
-        for index, axes in enumerate(reads.axes if reads else ()):
+        if reads is None:
+            continue
+        for index, axes in enumerate(reads.axes):
             if axes != "Q":
                 value = torch.randn(case.size.shape(axes), generator=draw, dtype=torch.float64)
                 values[f"{place}.{index}"] = value.to(reads.dtype or case.dtype)
@@ -104,7 +106,9 @@ def allowed(case: Case, rule: Callable[..., Tensor] | None) -> Tensor:
     if mask is None:
         return pairs
     partial, full = (
-        torch.zeros(sizes, dtype=torch.bool) if counts is None else _listed(mask, counts, indices).expand(sizes)
+        torch.zeros(sizes, dtype=torch.bool)
+        if counts is None or indices is None
+        else _listed(mask, counts, indices).expand(sizes)
         for counts, indices in (
             (mask.kv_num_blocks, mask.kv_indices),
             (mask.full_kv_num_blocks, mask.full_kv_indices),
