@@ -93,11 +93,10 @@ def of_block_mask(
 
     custom: makes a pattern of a mask_mod.
     reads_entry: returns True if a mask_mod reads the batch entry `b`.
-    entries: number of batch entries of the calls; None if only the lists say it, which must then be for two entries or
-        more if the mask_mod reads `b`.
+    entries: number of batch entries of the calls; None takes it from the lists, if these are for two entries or more.
 
-    Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
-    `b`, but the number of batch entries is unknown.
+    Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice. Raises ValueError if the
+    mask_mod reads `b` with entries=None and lists for one entry.
     """
     partial, full = partial_and_full_blocks(block_mask)
     if entries is None and len(partial) > 1:
@@ -130,12 +129,12 @@ def _pattern_of_rules(
 def rules_of_mask_mod(
     function: Any, entries: int | None, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
-    """Return the pattern of a mask_mod in each batch entry; one and the same if it does not read the entry.
+    """Return a list with the pattern of a mask_mod in each batch entry; it repeats one pattern if no entry is read.
 
-    entries: number of batch entries; None, if it is unknown, gives one pattern.
+    entries: number of batch entries; None, if the number is unknown, gives a list of one pattern.
     custom, reads_entry: as in `of_block_mask`.
 
-    Raises ValueError if it reads the entry, and `entries` is None.
+    Raises ValueError if the mask_mod reads the batch entry, and `entries` is None.
     """
     if function is noop_mask:
         return [every()] * (entries or 1)
@@ -191,9 +190,9 @@ def _lists_match_rule(
 ) -> bool:
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    Return False without a comparison if there are more than 2**28 pairs over all heads of the lists, or if the rule
-    differs by head but the lists are for a single head; also if the mask_mod indexes beyond the end of a tensor. A rule
-    that allows every pair is compared at any size.
+    False may mean that they were not compared: if there are more than 2**28 pairs over all heads of the lists, unless
+    `rule` is `every()`; if the rule differs by head but the lists are for a single head; or if the mask_mod indexes
+    beyond the end of a tensor.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():
@@ -240,7 +239,7 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
 
 @outside_torch_modes
 def block_lists(block_mask: BlockMask) -> list[Tensor]:
-    """Return kv_num_blocks and kv_indices of a BlockMask and, if it has both, those of full blocks, on the CPU.
+    """Return [kv_num_blocks, kv_indices] of a BlockMask on the CPU, then both of its full blocks if it has both.
 
     The results may share memory with the BlockMask's tensors. Raises ValueError for tensors without values, which are
     on the meta device or of a FakeTensorMode.

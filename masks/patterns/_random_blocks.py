@@ -35,9 +35,9 @@ _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 class RandomBlocks(TableRule):
     """Pattern that allows a pair iff the query's block drew the key's block, and both positions are below `num_tokens`.
 
-    Each query block of `block` tokens draws `drawn` key blocks. Each head over all devices has a separate draw; with
-    `head` all heads use the draw of that head. `positions`: number of tokens in use, None for all; key blocks are drawn
-    only for query blocks of these tokens.
+    Each query block of `block` tokens draws `drawn` key blocks, separately for each global head, or once for all heads
+    with the draw of global head `head`. `positions`: number of tokens in use, None for all; key blocks are drawn only
+    for query blocks of these tokens.
     """
 
     num_tokens: int = at_least(1)

@@ -275,8 +275,9 @@ class Table(Pattern):
     def part(self, made: Self, which: str) -> Self:
         """Return `made`, a table of some of this table's values, with this table's source.
 
-        which: text that identifies these values. A part of a placeholder is a placeholder, too, and two of its parts
-            are equal if their `which` is.
+        A part of a placeholder is a placeholder, too; two parts of one placeholder are equal iff their `which` are.
+
+        which: text that identifies the part in a placeholder, such as "table 3".
         """
         if self.known:
             return replace(made, source=self.source)
@@ -284,7 +285,7 @@ class Table(Pattern):
 
     @property
     def only_row(self) -> Shaped[Tensor, "..."]:
-        """The row that all batch entries share. Raises ValueError if rows differ."""
+        """Return the row that all batch entries share. Raises ValueError if rows differ."""
         if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
                 "bounds and block counts need a single batch entry: give the run-time tensor of one entry, such as "

@@ -107,7 +107,7 @@ class SpanPairs(Table):
 
     @cached_property
     def sides(self) -> tuple[Runs, Runs]:
-        """(runs of queries, runs of keys), in positions; run i of both is one document.
+        """Return (runs of query positions, runs of key positions); run i of both belongs to one document.
 
         Documents without queries or without keys are left out. All batch entries must share one row.
         """
@@ -165,8 +165,8 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
 
     For self-attention write `documents(ids)`. Raises TypeError for ids without `k_ids` and for a name with `k_ids`,
-    ValueError if the shapes of both do not fit together. When the ids are used, raises ValueError if they decrease or
-    if their number is not that of the positions.
+    ValueError for shapes other than these or unequal batches. When the ids are used, raises ValueError if they decrease
+    or if there is not one id for each position.
 
     >>> masks.describe(masks.same_document([0, 0, 1], [0, 1, 1]), 3).useful_pairs  # 2 x 1 and 1 x 2
     4

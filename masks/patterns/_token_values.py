@@ -120,7 +120,7 @@ class Spans(Table):
 
     @cached_property
     def runs(self) -> Runs:
-        """The spans; all batch entries must share one row."""
+        """Return the spans in ascending order, without padding; all batch entries must share one row."""
         starts, sizes = self.only_row.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
         real = starts != PADDING
@@ -201,8 +201,8 @@ class Documents(RunTime):
 class Lengths(RunTime):
     """Pattern that allows a pair iff query and key are both real tokens.
 
-    The run-time tensor `name` has the number of real tokens of each batch entry. They are its first positions, or with
-    padding="left" its last.
+    The run-time tensor `name` has the number of real tokens of each batch entry. Real tokens are at the entry's first
+    positions, or with padding="left" at its last positions.
     """
 
     num_dims = 0
@@ -366,9 +366,9 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if visible keys form over 32 runs in some batch entry, but under 25 % of blocks of 128 keys have none.
+        """True if visible keys form over 32 runs in some batch entry, but fewer than 25 % of key blocks are empty.
 
-        The share is that of the blocks of all batch entries together.
+        A block has 128 keys, and is empty if none of them is visible. Blocks of all batch entries count together.
         """
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
@@ -400,9 +400,9 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Pattern in which each query sees exactly the keys that are marked True.
 
     visible: booleans of shape (positions,) or (batch, positions), with positions = k_offset + num_keys: one for each
-        position from 0 to that of the last key. In torch's convention it is `~key_padding_mask`, in that of
-        transformers the attention_mask. Or floats, 0 for True and -inf for False. Or a string, the name under which
-        `attend(bindings=)` passes the tensor.
+        position from 0 to that of the last key, such as torch's `~key_padding_mask` or `attention_mask.bool()` of
+        transformers. Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)`
+        passes the tensor.
     name: name of the tensor in texts and errors, unless `visible` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs
