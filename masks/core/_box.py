@@ -108,9 +108,9 @@ def count_residue(progression: Progression, modulus: int, residue: Counts) -> Co
 
 
 def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
-    """Return floor(term / modulus) for the terms of each progression that are congruent to `residue` modulo `modulus`.
+    """Return progressions of floor(term / modulus), over the terms that are congruent to `residue` modulo `modulus`.
 
-    These are progressions again, with count 0 where no term is congruent.
+    A progression without such terms has count 0.
     """
     if modulus == 1:
         return progression

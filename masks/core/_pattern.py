@@ -86,10 +86,10 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
-        """Return integer tensors of shape (n,) that tell which of n boxes have equal masks.
+        """Return integer tensors with an entry for each of n boxes; equal entries in all of them mean equal masks.
 
-        Two boxes of one head have equal masks over (i-th query, j-th key) if they have equal counts and steps of
-        queries and keys, and equal entries in all these tensors. The converse need not hold.
+        This holds for boxes of one head with equal counts and steps of queries and of keys: pair (i-th query, j-th key)
+        is then allowed in both or in neither. Boxes with different entries may have equal masks, too.
         """
         bounds, period = self.count(box, num_heads=num_heads), self.period()
         q, k = box.q.first, box.k.first
@@ -115,9 +115,9 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key, equal for neighbouring branches that one call may print, such as `longnet(...)`.
+        """Return a key; adjacent branches with equal keys may print as one call, such as `longnet(...)`.
 
-        `joint_phrase` gives the text of that call. None: the pattern is always printed separately.
+        `joint_phrase` returns the text of that call. The key is None if the pattern always prints separately.
         """
         return None
 
