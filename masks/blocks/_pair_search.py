@@ -122,16 +122,15 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Count the allowed pairs of each box, within a budget of work, from which the work done is subtracted.
+    """Return the number of allowed pairs of each box: exact while `budget` lasts, else bounds and a sampled estimate.
 
-    Counts are exact while the budget lasts; the remaining boxes get bounds and an estimate from sampled pairs.
-    `rule` is the pattern of one head.
+    The work is subtracted from `budget`, in place. `rule` is the pattern of one head.
     """
     return _count_pairs(rule, box, budget, _UNLIMITED)
 
 
 def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
-    """Count the allowed pairs of each box.
+    """Return the number of allowed pairs of each box, as `bounded_pairs` does.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
     halves. Nearly square boxes are counted by their diagonals if the pattern is constant along each diagonal, small
@@ -163,7 +162,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Bound the allowed pairs of each box; add exact counts to `found`, and return the boxes whose bounds differ."""
+    """Return the boxes whose allowed pairs are not known from bounds; add the counts of all other boxes to `found`."""
     left = [owned.select(torch.arange(0))]
     for few in few_at_once(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
@@ -171,16 +170,17 @@ def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
 
 
 def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
-    """Add the counts of boxes with low == high to `found`; returns the indices of all other boxes."""
+    """Return the indices of boxes with low < high; add the counts of all other boxes to `found`, in place."""
     exact = bounds.low == bounds.high
     found.add(owned.owner[exact], bounds.low[exact])
     return (~exact).nonzero().squeeze(1)
 
 
 def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """Count boxes by bounds; as far as the budget goes, count the others by diagonals, and small ones pair by pair.
+    """Return the boxes that could not be counted; add the counts of all other boxes to `found`, in place.
 
-    Adds the counts to `found`, and returns the boxes left undecided. Boxes of similar size are processed together.
+    Boxes are counted by bounds. As far as the budget goes, boxes that bounds leave undecided are counted by diagonals,
+    and small ones pair by pair. Boxes of similar size are processed together.
     """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
@@ -240,10 +240,10 @@ def _index_at(count: Counts, share: Tensor) -> Tensor:
 
 
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
-    """Return `bounds`, made exact for the undecided boxes in the mask `where` that can be counted by their diagonals.
+    """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
-    In such a box, queries and keys have equal steps, and each part of the pattern allows all pairs, or none, or has
-    a period that divides the step. All pairs of a diagonal are then allowed, or none is.
+    A box can if queries and keys have equal steps, and each part of the pattern has a period that divides the step, or
+    allows all pairs of the box or none. All pairs of a diagonal are then allowed, or none is.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):
@@ -280,7 +280,7 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
-    """True if some part of the pattern has a period that divides `step`; else counting by diagonals does not help."""
+    """Return True if a part of the pattern has a period that divides `step`; else diagonals decide nothing."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 

@@ -149,9 +149,9 @@ def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles,
 
 
 def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
-    """Return, for each slot run i, the part of it in child number child[i] of the run's rectangle.
+    """Return the part of each slot run i in child number child[i] of the run's rectangle; the child is the part's `box`.
 
-    That child is the rectangle of the part. Children have `unit` places along `axis` and are numbered from 0.
+    Children have `unit` places along `axis` and are numbered from 0.
 
     size: number of slots of a child.
     """

@@ -58,7 +58,6 @@ class Mask(RunTime):
         return MaskTable.of(rows if rows.dim() == 4 else rows[None, None])
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a bool mask of this shape that allows all pairs."""
         return torch.ones(shape, dtype=torch.bool)
 
 

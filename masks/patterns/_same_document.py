@@ -57,7 +57,6 @@ class SameDocument(RunTime):
         return SpanPairs.of(numbers, extent.queries)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return document ids of this shape, of one document."""
         return torch.zeros(shape, dtype=torch.int64)
 
 

@@ -230,7 +230,6 @@ class Lengths(RunTime):
         return Spans.of(torch.where(real, start, PADDING))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return lengths of this shape that leave no padding."""
         return torch.full(shape, extent.tokens)
 
 
@@ -328,7 +327,6 @@ class VisibleKeys(RunTime):
         return KeySet.of(torch.atleast_2d(visible))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a bool mask of this shape with all keys visible."""
         return torch.ones(shape, dtype=torch.bool)
 
 

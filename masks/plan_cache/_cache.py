@@ -44,7 +44,7 @@ class Limits:
                 raise ValueError(f"budget_{unit} must be an integer of at least 0; got {value!r}")
 
     def admit(self, nbytes: int, entries: int) -> bool:
-        """True if this many bytes and entries fit; always False for a disabled cache, of values without bytes too."""
+        """Return True if this many bytes and entries fit; a disabled cache admits nothing, not even 0 bytes."""
         return 0 not in (self.bytes, self.entries) and nbytes <= self.bytes and entries <= self.entries
 
 
@@ -65,11 +65,11 @@ class CacheStats:
     """Counts since the last `clear`, and the current contents of a cache.
 
     hits: number of look-ups that found the value, or found another thread building it.
-    misses: number of look-ups that built it.
+    misses: number of look-ups that built the value.
     evictions: number of entries dropped to stay within the budgets.
     build_seconds: time spent building; builds within builds count once.
-    masters: plans, block lists and other values that are no copies.
-    copies: values made from these for a device, one item for each device.
+    masters: entries of plans, block lists and other values that are no copies.
+    copies: entries of values made from masters for a device, one item for each device.
     limits: budgets in bytes and entries.
     """
 
@@ -349,7 +349,6 @@ def _log_entries(what: str, entries: list[Entry], how: str) -> None:
 
 
 def debug_wanted() -> bool:
-    """True if the library's logger is enabled for DEBUG."""
     return log.isEnabledFor(logging.DEBUG)
 
 
