@@ -149,7 +149,7 @@ def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles,
 
 
 def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
-    """Return the part of each slot run i in child number child[i] of the run's rectangle; the child is the part's `box`.
+    """Return the part of each slot run i in child number child[i] of the run's rectangle; its `box` is the child.
 
     Children have `unit` places along `axis` and are numbered from 0.
 
