@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core import Box, Or, Pattern, Progression
 from ..orders import Pieces
 from ._pair_search import settle_by_diagonals
-from ._rule import Nodes, Rule, SlotRun, enumerated, span
+from ._rule import Nodes, Rule, SlotRun, owners_and_places, positions_of_runs
 
 _FRONTIER = 1 << 18  # most nodes whose bounds are computed at once: limits the memory
 _FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
@@ -74,9 +74,9 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     sides: (queries, keys) of a block.
 
     If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
-    subdivides only the squares instead of the whole matrix. In a union, the alternatives with squares and those without
-    are searched separately, and bounds of the whole rule are then computed on all blocks found. If these blocks are too
-    many, the whole matrix is searched.
+    subdivides only the squares instead of the whole matrix. In a union, alternatives that list squares are searched in
+    this way, and the union of all other alternatives in the whole matrix. Bounds of the whole rule are then computed on
+    the blocks found. If these blocks are too many, the whole matrix is searched.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
@@ -216,7 +216,7 @@ class _RunPairs(NamedTuple):
         return int(self.partners.sum())
 
     def nodes(self) -> Nodes:
-        q, nth = enumerated(self.partners)
+        q, nth = owners_and_places(self.partners)
         k = self.order[self.begin[q] + nth]
         return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
 
@@ -272,7 +272,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut_at_blocks, (rule.q, rule.k), shape, sides)
     nodes = q_number[key // columns % rows] * k_number[key % columns]
     for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
-        block, index = enumerated(nodes[some])
+        block, index = owners_and_places(nodes[some])
         number = key[some][block]
         row, column = number // columns % rows, number % columns
         width = k_number[column]
@@ -302,7 +302,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     first, stop = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
-        stretch, nth = enumerated(torch.searchsorted(pieces.starts, stop) - begin)
+        stretch, nth = owners_and_places(torch.searchsorted(pieces.starts, stop) - begin)
         piece = begin[stretch] + nth
     else:
         stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
@@ -322,15 +322,15 @@ def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: boo
     first = other.firsts[table]
     length = (first + other.step * (other.lengths - 1)).max() + 1 - first.min()
     hull = Progression(first.min().expand(len(number)), 1, length.expand(len(number)))
-    runs = span(mine, number, own)
+    runs = positions_of_runs(mine, number, own)
     box = Box(torch.tensor(rule.heads)[number], *((runs, hull) if of_queries else (hull, runs)))
     return own.select((rule.pattern.count(box, num_heads=rule.num_heads).high > 0).nonzero().squeeze(1))
 
 
 def _rule_of_fewer_runs(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule with the slot runs, its own or those of `rule.rows`, that give a block fewer pairs of runs.
+    """Return the rule, or `rule.rows` with the rule's pattern if a block then has fewer pairs of slot runs.
 
-    The returned rule has no `rows`. A rule without `rows` is returned unchanged.
+    The result has no `rows`. A rule without `rows` is returned unchanged.
     """
     if rule.rows is None:
         return rule
@@ -382,7 +382,7 @@ def _chunks(nodes: Nodes) -> list[Nodes]:
 def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
     """Return pairs of runs cut at all block boundaries, without empty parts."""
     width = nodes.k.num_blocks(sides[1])
-    node, index = enumerated(nodes.q.num_blocks(sides[0]) * width)
+    node, index = owners_and_places(nodes.q.num_blocks(sides[0]) * width)
     width = width[node]
     q = _nth_block(nodes.q.select(node), index // width, sides[0])
     single = Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, sides[1]))

@@ -22,10 +22,10 @@ from ..core import (
     Progression,
     by_size,
     cut_classes,
-    few_at_once,
+    evaluate_pairs,
     halves,
+    in_chunks,
     join,
-    look_at_pairs,
     num_classes,
     numbered,
     residue_factors,
@@ -142,14 +142,14 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
     held = Owned(torch.arange(len(box.head)), box).select((box.area > 0).nonzero().squeeze(1))
-    stack = [(0, part) for part in few_at_once(held, at_once)]
+    stack = [(0, part) for part in in_chunks(held, at_once)]
     while stack:
         level, part = stack.pop()
         part = settle(rule, part, found) if level < len(cuts) else part
         classes = num_classes(part, *cuts[level]) if level < len(cuts) else 0
         if 0 < classes <= _MOST_CLASSES and budget.afford(len(part) * classes):
             budget.left -= len(part) * _BOUNDS_COST
-            parts = [cut_classes(some, *cuts[level]) for some in few_at_once(part, max(1, _MOST_CLASSES // classes))]
+            parts = [cut_classes(some, *cuts[level]) for some in in_chunks(part, max(1, _MOST_CLASSES // classes))]
         else:
             level, rest = len(cuts), _settle_within_budget(rule, part, found, budget)
             large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
@@ -157,14 +157,14 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
                 large = torch.zeros_like(large)
             _add_estimates(rule, rest.select((~large).nonzero().squeeze(1)), found)
             parts = [halves(rest.select(large.nonzero().squeeze(1)), rule.period() or 1)]
-        stack.extend((level + 1, few) for some in parts for few in few_at_once(some, at_once))
+        stack.extend((level + 1, few) for some in parts for few in in_chunks(some, at_once))
     return found
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
     """Return the boxes whose allowed pairs are not known from bounds; add the counts of all other boxes to `found`."""
     left = [owned.select(torch.arange(0))]
-    for few in few_at_once(owned, _FRONTIER):
+    for few in in_chunks(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
     return join(left)
 
@@ -201,7 +201,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
         small = torch.maximum(q, k) <= _CELL_SIDE
         looked = budget.take(small, int(q.max()) * int(k.max()) if len(rest) else 0)
         pairs = torch.zeros_like(found.low)
-        look_at_pairs(rule, rest.select(looked.nonzero().squeeze(1)), pairs)
+        evaluate_pairs(rule, rest.select(looked.nonzero().squeeze(1)), pairs)
         found.add(torch.arange(len(pairs)), pairs)
         left.append(rest.select((~looked).nonzero().squeeze(1)))
     return join(left)
@@ -213,7 +213,7 @@ def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
         return
     samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
     begin = 0
-    for few in few_at_once(owned, max(1, _SAMPLED_AT_ONCE // samples)):
+    for few in in_chunks(owned, max(1, _SAMPLED_AT_ONCE // samples)):
         box, bounds = few.box, rule.count(few.box, num_heads=1)
         row, column = even_places((len(few), samples), begin)
         q = _index_at(box.q.count, row) * box.q.step + box.q.first[:, None]

@@ -107,7 +107,11 @@ class Rule:
 
     def boxes(self, nodes: Nodes) -> Box:
         heads = torch.tensor(self.heads)
-        return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
+        return Box(
+            heads[nodes.table],
+            positions_of_runs(self.q, nodes.table, nodes.q),
+            positions_of_runs(self.k, nodes.table, nodes.k),
+        )
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
         """Return a bool tensor, True where the pair is allowed.
@@ -138,7 +142,7 @@ def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k:
         raise ValueError(f"{pattern!r} must be defined for {given}: {error}") from error
 
 
-def span(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
+def positions_of_runs(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
     """Return the positions of each run's slots, as progressions; table[i]: index of the table of run i."""
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
@@ -193,7 +197,7 @@ def _runs_of_blocks(pieces: Pieces, start: Tensor, slots: int, side: int) -> Slo
     return SlotRun(torch.where(first == last, first, -1), start, count)
 
 
-def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
+def owners_and_places(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return (owner, place): `owner` repeats each index i counts[i] times, `place` numbers the repetitions from 0.
 
     For example counts (2, 3) give owners (0, 0, 1, 1, 1) and places (0, 1, 0, 1, 2).

@@ -57,8 +57,8 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    Queries have `factor` classes, but no more than the longest box has queries; keys likewise. The number of parts is
-    that of query classes if `together` is True, else query classes times key classes.
+    There are min(factor, most queries of a box) classes of queries, and min(factor, most keys of a box) of keys. The
+    number of parts is that of query classes if `together` is True, else query classes times key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
@@ -89,7 +89,7 @@ def _every_nth(progression: Progression, factor: int, begin: Tensor) -> Progress
     return Progression(progression.first + progression.step * begin, progression.step * factor, count)
 
 
-def few_at_once(owned: Owned, most: int) -> Iterator[Owned]:
+def in_chunks(owned: Owned, most: int) -> Iterator[Owned]:
     for part in torch.arange(len(owned)).split(most) if len(owned) else ():
         yield owned.select(part)
 
@@ -119,8 +119,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 def _half_size(progression: Progression, period: int) -> Tensor:
     """Return the number of terms of each progression before its cut.
 
-    The cut is at the first multiple of `period` at or after the middle term. If no terms remain on one side, it is at
-    the multiple before. If none remain on one side there either, it is after half of the terms.
+    The cut is at the first multiple of `period` at or after the middle term. If this leaves no terms on one side, it is
+    at the multiple before. If that leaves no terms on one side either, it is after half of the terms.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
@@ -181,10 +181,10 @@ def join_boxes(boxes: Sequence[Box]) -> Box:
     return Box(torch.cat([box.head for box in boxes]), q, k)
 
 
-def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
+def evaluate_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
     """Evaluate the rule for every pair of each part i, and add the number of allowed pairs to pairs[owner[i]] in place.
 
-    Fastest for parts of equal size, as all are padded to the largest. rule: the rule of one head.
+    It is fastest for parts of equal size, as all are padded to the largest. rule: the rule of one head.
     """
     # Parts without pairs may begin where the rule is not defined.
     owned = owned.select((owned.box.area > 0).nonzero().squeeze(1))
@@ -192,7 +192,7 @@ def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
         return
     mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))
     largest = int(owned.box.q.count.max()) * int(owned.box.k.count.max())
-    for few in few_at_once(owned, max(1, _PAIRS_AT_ONCE // largest)):
+    for few in in_chunks(owned, max(1, _PAIRS_AT_ONCE // largest)):
         q, k = few.box.q, few.box.k
         row, column = torch.arange(int(q.count.max()))[:, None], torch.arange(int(k.count.max()))
         inside = (row < q.count[:, None, None]) & (column < k.count[:, None, None])

@@ -194,16 +194,16 @@ class Pattern(Expression):
     def row(self, query: int, keys: range) -> Ranges | None:
         """Return the positions in `keys` that the query at position `query` sees; None without a closed form.
 
-        Only for the rule of one head, see `for_head`. keys: a range of step 1. The result has at most len(keys) ranges;
-        the work depends on the number of keys, not on their positions.
+        The pattern must be the rule of one head, see `for_head`. keys: a range of step 1. The result has at most
+        len(keys) ranges; the work depends on the number of keys, not on their positions.
         """
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
         """Return a mask of the N key positions, True for keys that at least one of `queries` sees.
 
-        None unless the rule is given as lists of keys or blocks, as `block_list` is. Only for the rule of one head, see
-        `for_head`. queries: mask of the query positions.
+        None unless the rule is given as lists of keys or blocks, as `block_list` is. queries: mask of the query
+        positions. The pattern must be the rule of one head, see `for_head`.
         """
         return None
 

@@ -182,7 +182,7 @@ def _difference(piece: range, other: range) -> Iterator[range]:
 
 
 def _join_ranges(parts: Sequence[range]) -> list[range]:
-    """Return the ranges, ascending by first positions, with those merged that continue or interleave with another."""
+    """Return the ranges, ascending by first positions, after merging ranges that continue each other or interleave."""
     runs, steps = _runs_and_steps(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):

@@ -102,7 +102,7 @@ class Recorded:
         return self.function(*args)
 
     def reading(self, tensors: Sequence[Tensor]) -> Recorded:
-        """Return the same operations with other tensors in place of those that the function read."""
+        """Return a copy with `tensors` in place of the tensors that the function read."""
         return replace(self, tensors=tuple(tensors))
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:

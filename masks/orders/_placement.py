@@ -34,10 +34,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
+    """Positions of the tokens on a device: the i-th token of q is at the i-th position of `queries`.
 
     queries: runs of step 1, in ascending order.
-    keys: one entry for all key-value heads, or one for each.
+    keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
         a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
@@ -143,7 +143,7 @@ class TokenIndices:
     index: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Return the index in the tensor of the token at each position; arbitrary where there is no such token."""
+        """Return the index in the tensor of the token at each position, and any index for a position without token."""
         if not len(self.position):
             return torch.zeros_like(positions)
         return self.index[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]

@@ -280,7 +280,7 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
-    """Record a function of `number` int64 tensors; the result reads CPU copies of the tensors that the function reads.
+    """Return a function of `number` int64 tensors as recorded, with CPU copies of the tensors that it reads.
 
     shape: shape of its arguments.
     what: text for the function in errors; "" for the text of a mask_mod, "the custom function" and its name.

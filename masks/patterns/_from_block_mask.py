@@ -239,7 +239,7 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
 
 @outside_torch_modes
 def block_lists(block_mask: BlockMask) -> list[Tensor]:
-    """Return [kv_num_blocks, kv_indices] of a BlockMask on the CPU, then both of its full blocks if it has both.
+    """Return [kv_num_blocks, kv_indices] on the CPU, then full_kv_num_blocks and full_kv_indices if both are given.
 
     The results may share memory with the BlockMask's tensors. Raises ValueError for tensors without values, which are
     on the meta device or of a FakeTensorMode.

@@ -199,9 +199,9 @@ class Axis:
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 
     def _wrap_shifts(self, held: int) -> tuple[int, ...]:
-        """Return the shifts, in places, that move each part of a window into a class of `held` places.
+        """Return the shifts, in places, that bring each part of a window into a class of `held` places.
 
-        A window that crosses an end of the class is moved by -held or held at the part beyond the end.
+        The shifts are (0,), or (-held, 0, held) if the axis wraps: parts beyond one end continue at the other.
         """
         return (-held, 0, held) if self.wraps else (0,)
 

@@ -19,8 +19,8 @@ from ..core import (
     Ranges,
     Reason,
     among,
+    evaluate_pairs,
     listing,
-    look_at_pairs,
     span,
     within,
 )
@@ -35,7 +35,7 @@ class AxisWindows(Protocol):
     """The windows of keys that queries see along one axis of a grid."""
 
     def seen(self, first: int, last: int) -> Ranges:
-        """Return the places that the queries at places first to last, both included, see, as ascending ranges."""
+        """Return the places that queries at places `first` to `last` (included) see, as ascending ranges."""
         ...
 
     def count(self, q: Progression, k: Progression) -> Bounds:
@@ -125,7 +125,7 @@ class OnGrid(Pattern):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
             pairs = torch.zeros_like(box.area)
-            look_at_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
+            evaluate_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
             return Bounds(pairs, pairs)
         counted = [self._count_at_once(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
         return Bounds(*(torch.cat([getattr(each, side) for each in counted]) for side in ("low", "high")))

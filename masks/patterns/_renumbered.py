@@ -360,7 +360,7 @@ class Blockwise(OnePart):
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
         """Return bounds on the allowed pairs of each box, without enumerating its blocks.
 
-        Each block between the ends of a side is assumed to hold as many positions of that side as a block can.
+        Each block between the ends of a side is assumed to hold the most positions of this side that a block can hold.
         """
         sides = [_blocks_spanned(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area

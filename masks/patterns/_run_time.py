@@ -406,10 +406,10 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """
     if isinstance(tensor, str):
         return kind(tensor, **options)
-    return kind(name, CarriedTensor(converted(name, tensor)), **options)
+    return kind(name, CarriedTensor(as_tensor(name, tensor)), **options)
 
 
-def converted(name: str, value: Any) -> Tensor:
+def as_tensor(name: str, value: Any) -> Tensor:
     """Return `value` as a tensor, unchanged if it is one. Raises TypeError if torch.as_tensor does not convert it."""
     if isinstance(value, Tensor):
         return value

@@ -28,7 +28,7 @@ from ..core import (
     parameters,
     pattern_kind,
 )
-from ._run_time import RunTime, Table, Windows, converted, integers, of_tensor
+from ._run_time import RunTime, Table, Windows, as_tensor, integers, of_tensor
 from ._token_values import PADDING, Runs, check_sorted, count_in_runs
 
 # B batch entries (or one for all of them), L positions of queries, then those of keys
@@ -179,7 +179,7 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
             "same_document takes the ids of queries and those of keys, or one name for both together; for "
             f"self-attention write masks.documents(ids); got k_ids={k_ids!r}"
         )
-    q, k = converted("q_ids", q_ids), converted("k_ids", k_ids)
+    q, k = as_tensor("q_ids", q_ids), as_tensor("k_ids", k_ids)
     sizes = {len(ids) for ids in (q, k) if ids.dim() == 2}
     if {q.dim(), k.dim()} - {1, 2} or len(sizes) > 1:
         raise ValueError(

@@ -33,7 +33,7 @@ from ..core import (
 )
 from ._block_list import NOTHING, BlockTable, binary_search, padded
 from ._key_rows import KeyRows, require_tables
-from ._run_time import RunTime, Table, converted, of_tensor
+from ._run_time import RunTime, Table, as_tensor, of_tensor
 
 # B batch entries, T tables, R query blocks (rows), W entries of a row
 
@@ -348,7 +348,7 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     5
     """
     if not isinstance(keys, str):
-        keys = converted(name, keys)
+        keys = as_tensor(name, keys)
         if most is None and keys.dim():
             most = int(keys.shape[-1])
     if most is None:

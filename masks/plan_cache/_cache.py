@@ -353,21 +353,22 @@ def debug_wanted() -> bool:
 
 
 def pattern_text(text: str) -> str:
-    """Return the first pattern of a text as a Python expression, shortened as by `in_line`; "any pattern" for "".
+    """Return the first pattern of a text as a Python expression, for a line of a log; "any pattern" for "".
 
-    text: JSON texts of patterns, one after another. If the first cannot be read, the result is `text`, shortened.
+    text: JSON texts of patterns, one after another. If the first cannot be read, `text` itself is returned. Both are
+        shortened by `shortened_line`.
     """
     text = text.strip()
     if not text:
         return "any pattern"
     try:
         _, end = json.JSONDecoder().raw_decode(text)
-        return in_line(read_text(text[:end]))
+        return shortened_line(read_text(text[:end]))
     except (ValueError, RecursionError):  # the custom function is gone, or the text nests too deep
-        return in_line(text)
+        return shortened_line(text)
 
 
-def in_line(value: object) -> str:
+def shortened_line(value: object) -> str:
     """Return str(value), shortened to at most 160 characters and an ellipsis."""
     return shortened(str(value), _LONGEST_TEXT)
 
