@@ -112,7 +112,7 @@ def _pattern_of_rules(
 ) -> Pattern:
     """Return the pattern of a BlockMask whose mask_mod is rules[b] in batch entry b.
 
-    partial, full: lists for as many entries as there are rules, or for one, which all share.
+    partial, full: lists for one batch entry, which all rules share, or for as many entries as there are rules.
     """
     partial, full = (each.expand(len(rules), -1, -1, -1) for each in (partial, full))
     made: list[Pattern] = []
@@ -190,9 +190,9 @@ def _lists_match_rule(
 ) -> bool:
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    False may mean that they were not compared: if there are more than 2**28 pairs over all heads of the lists, unless
-    `rule` is `every()`; if the rule differs by head but the lists are for a single head; or if the mask_mod indexes
-    beyond the end of a tensor.
+    Lists and rule are not compared, and the result is False, if there are more than 2**28 pairs over all heads of the
+    lists, unless `rule` is `every()`; if the rule differs by head but the lists are for a single head; or if the
+    mask_mod indexes beyond the end of a tensor.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():

@@ -95,7 +95,7 @@ class MaskTable(Table):
 
     @cached_property
     def _cell_sums(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
-        """Return (sums, sides): numbers of allowed pairs in cells, and (queries, keys) of a cell.
+        """Return (sums, sides): cumulative numbers of allowed pairs by cell, and (queries, keys) of a cell.
 
         sums[t, i, j] counts the allowed pairs of head t in the first i rows and the first j columns of cells. A dim of
         the mask that serves all positions is one cell of size 1. All batch entries must share one mask.

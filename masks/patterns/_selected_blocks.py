@@ -81,7 +81,9 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """Return (key blocks of each row, ascending and unique, padded with NOTHING (2**30); query block of row 0).
+        """Return (rows, first): key blocks of each row, and the number of the query block of row 0.
+
+        Key blocks of a row are ascending and unique, padded with NOTHING (2**30).
 
         Raises TypeError or ValueError as `first_row` does, and ValueError for key blocks beyond `extent.keys`.
         """

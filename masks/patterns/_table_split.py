@@ -18,7 +18,7 @@ _FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read 
 
 
 def lists_keys(leaf: Pattern) -> bool:
-    """Return True if kernels read a table as single keys of each query: a sparse matrix, or blocks of few tokens."""
+    """Return True if a table is read as a list of single keys for each query: a sparse matrix, or small blocks."""
     if isinstance(leaf, SelectedBlocks | SelectedTable):
         return leaf.block[0] <= _FEW_QUERIES and leaf.block[1] <= _FEW_KEYS
     return isinstance(leaf, Sparse | SparseTable)

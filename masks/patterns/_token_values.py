@@ -51,7 +51,7 @@ class Runs:
     stops: Int64[Tensor, " S"]
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last): index of the first and last run that a progression may meet; first > last if none."""
+        """Return (first, last), indices of runs: each progression meets no others; first > last if it meets none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
