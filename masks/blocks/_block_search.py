@@ -229,7 +229,7 @@ def _run_pairs(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[
 def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
 
-    All combinations of runs are returned if they are few, else only those with allowed pairs by the rule's spacing.
+    All combinations of runs are returned if they are few, else only those that the rule's spacing does not rule out.
     """
     _, q = _runs_in(rule.q, slots)
     k = SlotRun.of(rule.k)
@@ -297,7 +297,7 @@ def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Te
 def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
     """Return (intervals, runs): the non-empty intersections of slot runs with the intervals of `slots`.
 
-    Intersection i is runs i, inside the interval with index intervals[i].
+    Run i of `runs` is inside the interval with index intervals[i].
     """
     first, stop = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
@@ -403,7 +403,7 @@ def _nth_block(run: SlotRun, index: Tensor, block: int) -> SlotRun:
 
 
 def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
-    """Return the parts of pairs of runs; each run (of queries, of keys) over several blocks is halved at a boundary."""
+    """Return the parts of pairs of runs, each run over several blocks cut in half at a block boundary."""
     node_q, q = _halves(nodes.q, sides[0])
     nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
     node_k, k = _halves(nodes.k, sides[1])

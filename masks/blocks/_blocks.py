@@ -74,7 +74,7 @@ class Blocks:
     def portions(self) -> list[tuple[range, slice]]:
         """Return consecutive parts of the list as [(range of tables, slice of the list), ...], to limit memory.
 
-        A part ends with a table. It has at most 2**19 blocks, or more if it is a single table.
+        Parts begin and end at table boundaries. A part has at most 2**19 blocks, unless it is a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()

@@ -242,8 +242,8 @@ def _index_at(count: Counts, share: Tensor) -> Tensor:
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
     """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
-    A box can if queries and keys have equal steps, and each part of the pattern has a period that divides the step, or
-    allows all pairs of the box or none. All pairs of a diagonal are then allowed, or none is.
+    Queries and keys must have equal steps, and each part of the pattern must have a period that divides the step, or
+    allow all pairs of the box, or none. All pairs of a diagonal are then allowed, or none is.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):

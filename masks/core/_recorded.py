@@ -403,7 +403,7 @@ def _compiled_build(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[
 def _translated_build(
     build: Callable[..., Function], translate: Callable[..., Function], own: int
 ) -> Callable[..., Function]:
-    """Return the `build` of translate(function, *added): a function of the recorded function's tensors, then `added`.
+    """Return the `build` of translate(function, *added), whose arguments are the function's tensors, then `added`.
 
     build: `build` of the recorded function.
     own: number of the recorded function's tensors.

@@ -67,7 +67,7 @@ class _Order:
 
 
 class _SharedOrder(_Order):
-    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]; one fold unless overridden."""
+    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]. `folds` is 1 by default."""
 
     folds = 1
 

@@ -125,7 +125,7 @@ class _RunParts:
 
 
 def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles, _RunParts]:
-    """Split slot runs at the boundaries of children; return (rectangles of whole children, the remaining parts).
+    """Return (rectangles of whole children, the remaining parts) of slot runs, cut at the boundaries of children.
 
     Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
     `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is

@@ -355,9 +355,9 @@ def rules_of_mask_mod(function: MaskMod, entries: int) -> list[Pattern]:
 
 
 def pattern_of_block_mask(block_mask: BlockMask, entries: int) -> Pattern:
-    """Return `custom(block_mask)` for calls of `entries` batch entries, which may share the lists of one.
+    """Return the pattern of a BlockMask, whose mask_mod may read `b`, for calls of `entries` batch entries.
 
-    The mask_mod may then read `b`. Lists for several entries must be for as many.
+    The lists must be for one entry, which all entries then share, or for `entries` entries.
     """
     _refuse_graphs()
     return _from_block_mask.of_block_mask(block_mask, custom, _reads_entry, entries)

@@ -43,7 +43,8 @@ _COMPARED_PAIRS = 1 << 28
 class PositionsBelow(Pattern):
     """Pattern that allows every pair, but can only be bound to queries below `queries` and keys below `keys`.
 
-    Binding it to later positions raises ValueError, and so does another number of heads if `heads` is not None.
+    Binding it to later positions raises ValueError, and also binding it to a number of heads other than `heads`, unless
+    `heads` is None.
     """
 
     queries: int = at_least(1)
@@ -160,7 +161,7 @@ def _mask_mod_at_entry(function: Any, entry: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _entry_numbers(batch: int) -> Tensor:
-    """Return arange(batch), one tensor for all calls: patterns combine only if tensors of one name are identical."""
+    """Return arange(batch), the identical tensor in each call, as patterns combine only if tensors of a name are."""
     return torch.arange(batch)
 
 

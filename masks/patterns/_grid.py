@@ -50,7 +50,7 @@ def hull(progression: Progression) -> Progression:
 
 
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split n progressions of row-major positions into rectangles: products of one progression for each axis.
+    """Yield the rectangles (products of one progression for each axis) that n progressions of positions consist of.
 
     grid: lengths of the axes, the outermost first; `fits` must be True for the step of the progressions.
 

@@ -167,7 +167,7 @@ class _CellRanges(NamedTuple):
 
 
 def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
-    """Return the number of allowed pairs in some cells for each of n boxes; 0 for a box without cells.
+    """Return the number of allowed pairs in a rectangle of cells for each of n boxes; 0 for a box without cells.
 
     sums: as in `MaskTable._cell_sums`.
     table: first index into `sums` for each box.

@@ -388,7 +388,7 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
 
 def _positions_by_block(positions: Progression, block: int) -> list[tuple[Progression, Counts]]:
-    """Group the positions of n progressions by block; return [(blocks, number of positions in each block), ...].
+    """Return [(blocks, number), ...], which group the positions of n progressions by block.
 
     blocks: n progressions of block numbers.
     number: shape (n,); each block of progression i holds number[i] positions. If number[i] is 0, ignore the blocks.

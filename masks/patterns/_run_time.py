@@ -88,9 +88,9 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def transported(self, value: Any) -> Tensor:
-        """Return the dense tensor by which calls pass a caller's value: the value itself if it is a dense tensor.
+        """Return a caller's value as the dense tensor that calls pass; a dense tensor is returned unchanged.
 
-        Raises TypeError or ValueError for values of other kinds.
+        Raises TypeError or ValueError for values that the pattern does not take.
         """
         return require_values(self.name, value)
 
@@ -164,7 +164,7 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group windows in which a pattern of this period has equal masks; return the ascending indices of each group.
+        """Return groups of windows in which a pattern of this period has equal masks, each as ascending indices.
 
         Windows of a group have equal numbers of queries and of keys, equal distances from the first query to the first
         key, and equal distances from `counted_from(period)` to the first query. Groups are ordered by their first

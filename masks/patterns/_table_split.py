@@ -42,7 +42,7 @@ class TableSplit:
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
-    """Split a pattern whose only table of keys or blocks is combined by `|`, `&` and `+`; None for other patterns."""
+    """Return the split of a pattern with one table of keys or blocks, combined by `|`, `&` and `+`; else None."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _num_tables(branch)]
     if len(chosen) != 1:

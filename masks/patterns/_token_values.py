@@ -51,7 +51,7 @@ class Runs:
     stops: Int64[Tensor, " S"]
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last), indices of runs: each progression meets no others; first > last if it meets none."""
+        """Return (first, last): a progression meets at most the runs first to last; first > last if it meets none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
@@ -112,8 +112,8 @@ class Spans(Table):
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
         """Return the start of each position's span, on a device: columns 0 to L - 1 for queries, L to 2L - 1 for keys.
 
-        Padding has different values in the two halves, so that one comparison for each pair suffices; more comparisons
-        would exceed a kernel's registers.
+        Padding has different values in the two halves, so that a mask_mod needs one comparison for each pair, and few
+        registers.
         """
         rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
