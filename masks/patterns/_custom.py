@@ -363,7 +363,7 @@ def pattern_of_block_mask(block_mask: BlockMask, entries: int) -> Pattern:
     return _from_block_mask.of_block_mask(block_mask, custom, _reads_entry, entries)
 
 
-def text_of_function(function: MaskMod, entries: int) -> str:
+def digest_of_mask_mod(function: MaskMod, entries: int) -> str:
     """Return a digest of a mask_mod's operations and of the values that they read.
 
     Functions with equal operations and values have equal digests. The digest contains `entries`, the number of batch
