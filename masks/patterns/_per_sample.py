@@ -271,9 +271,9 @@ def rules_of_entries(pattern: Expression, batch: int) -> list[tuple[slice, Expre
 def without_start(rule: Expression) -> tuple[Any, int]:
     """Return (rule, q_offset), which together allow the pairs of `rule`, the rule of one batch entry.
 
-    Each factor of a branch has a start: a `queries_from` its `start`, any other factor 0, but masks of keys (`KeySet`)
-    have none. If all starts are equal and there is a `queries_from`, the rule is returned without `queries_from`, and
-    q_offset is this start. Otherwise the rule is returned unchanged, and q_offset is 0.
+    A `queries_from` has its `start`; every other factor of a branch has start 0, except masks of keys (`KeySet`), which
+    have no start. If all starts are equal and there is a `queries_from`, the rule is returned without `queries_from`,
+    and q_offset is this start. Otherwise the rule is returned unchanged, and q_offset is 0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}
