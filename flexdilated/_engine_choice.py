@@ -24,7 +24,7 @@ from .engines import (
 )
 from .masks import Mixture, Pattern
 from .masks.core import LARGEST, device_kind, outside_torch_modes
-from .masks.plan_cache import debug_wanted, in_line, log
+from .masks.plan_cache import debug_wanted, log, shortened_line
 
 ENGINES = ("flex", "flash", "aten", "portable", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # of FlexAttention's Triton kernels
@@ -132,7 +132,7 @@ def _log_once(line: str) -> None:
 
 def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
     sizes = f"{q.shape[1]} heads, {q.shape[2]} queries, {k.shape[2]} keys, head dim {q.shape[3]}"
-    return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
+    return f"{shortened_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
 def feature_tensors(features: Features, q: Tensor) -> list[Tensor]:

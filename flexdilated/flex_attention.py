@@ -34,10 +34,10 @@ from .masks import every
 from .masks.core import MaskMod, Mixture, Pattern, advises, device_kind, outside_torch_modes, suspended_torch_modes
 from .masks.patterns import (
     block_lists,
+    digest_of_mask_mod,
     partial_and_full_blocks,
     pattern_of_block_mask,
     rules_of_mask_mod,
-    text_of_function,
 )
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -221,7 +221,7 @@ def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
     _check_sizes(block_mask, query, key)
     entries, lists = max(1, len(query)), block_lists(block_mask)
     sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), getattr(block_mask, _READ, None)
-    others = f"{text_of_function(block_mask.mask_mod, entries)}, {sizes}"
+    others = f"{digest_of_mask_mod(block_mask.mask_mod, entries)}, {sizes}"
     if known is not None and known.others == others and _all_equal(known.lists, lists):
         return known.pattern
     pattern = pattern_of_block_mask(block_mask, entries)

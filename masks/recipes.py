@@ -168,13 +168,13 @@ def radial(grid: Sequence[int]) -> Pattern:
     """Pattern over a video's tokens whose windows within a frame become narrower with the distance of the frame.
 
     Queries see all tokens of their own frame, of the frames next to it and of the first frame. In frames at a distance
-    of 2^r to 2^(r+1) - 1, they see the places p' with abs(p' - p) + 1 <= s / 2^r, where p is their own place of s in
-    its frame.
+    of 2^r to 2^(r+1) - 1, a query at place p of its frame sees the places p' with abs(p' - p) + 1 <= s / 2^r, where s
+    is the number of places of a frame.
 
     grid: frames, rows and columns of tokens, in row-major order; at most as many frames as a frame has tokens.
 
     The pattern is that of the paper's formula, token by token; the published code rounds it to blocks of 128 tokens.
-    Raises ValueError unless `grid` has three entries, of at least 1, and for more frames.
+    Raises ValueError unless `grid` has three entries of at least 1, and for more frames than places of a frame.
     Source: Radial Attention, arXiv 2506.19852, section 4.
     """
     frames, places = _frames_and_places(grid)
@@ -237,12 +237,12 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
 @advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
-    """Pattern in which each query sees its own block and the blocks at some distances from it.
+    """Pattern in which each query sees its own block, and for each dilation rate one block before and one after it.
 
     It is `dilated_sparse` of dilated-attention-pytorch (the DarcStar fork).
 
-    dilation_rates: distances of these blocks, before and after, in blocks; as in the source, only the first three are
-        used.
+    dilation_rates: distances of these blocks from the query's own, in blocks; as in the source, only the first three
+        are used.
     block_size: tokens per block.
 
     Raises ValueError for an empty `dilation_rates`, and for a rate or block_size below 1.

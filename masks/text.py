@@ -85,9 +85,9 @@ def read_text(text: str) -> Pattern | Mixture:
 
 
 def kept_functions(text: str) -> object:
-    """Return an object that keeps the custom functions in a pattern's JSON text alive; None if it has none.
+    """Return an object that keeps the custom functions in a pattern's JSON text alive; None if the text has none.
 
-    Hold the object while the text is in use.
+    Hold the object while the text is in use. Raises ValueError if a function no longer exists.
     """
     return read_text(text) if _NAMES_A_FUNCTION in text else None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core import Box, Or, Pattern, Progression
 from ..orders import Pieces
 from ._pair_search import settle_by_diagonals
-from ._rule import Nodes, Rule, SlotRun, enumerated, span
+from ._rule import Nodes, Rule, SlotRun, owners_and_places, positions_of_runs
 
 _FRONTIER = 1 << 18  # most nodes whose bounds are computed at once: limits the memory
 _FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
@@ -74,9 +74,9 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     sides: (queries, keys) of a block.
 
     If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
-    subdivides only the squares instead of the whole matrix. In a union, the alternatives with squares and those without
-    are searched separately, and bounds of the whole rule are then computed on all blocks found. If these blocks are too
-    many, the whole matrix is searched.
+    subdivides only the squares instead of the whole matrix. In a union, alternatives that list squares are searched in
+    this way, and the union of all other alternatives in the whole matrix. Bounds of the whole rule are then computed on
+    the blocks found. If these blocks are too many, the whole matrix is searched.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
@@ -110,9 +110,9 @@ def _leaves_of_union(
 ) -> Iterator[Leaves]:
     """Yield the leaves (bounded parts of blocks) of a union.
 
-    found: leaves of each alternative. The whole rule is bounded on all their blocks; if there is only one alternative,
-        its leaves are the result.
-    whole: leaves of a search without alternatives, which are the result if the alternatives have too many blocks.
+    found: leaves of each alternative (a pattern whose union with the others is the rule's). They give the blocks, on
+        which bounds of the whole rule are computed. Leaves of a single alternative are yielded unchanged.
+    whole: leaves of a search without alternatives, yielded if the alternatives have too many blocks.
     """
     if len(found) == 1:
         yield from found[0]
@@ -137,15 +137,15 @@ def _split_union(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _in_position_order(rule: Rule) -> bool:
-    """True if the slots of queries, and those of keys, are one run of consecutive positions."""
+    """Return True if the slots of queries are one run of consecutive positions, and the slots of keys another."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
 def _square_nodes(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
     """Return one node (query run, key run) for each square of pairs that `pattern` lists for each table.
 
-    None if it does not list squares. The squares are disjoint and contain all allowed pairs. Their queries are cut to
-    `slots`, and empty nodes dropped. The slots of queries and of keys must be in the order of positions.
+    None if it does not list squares, see `Pattern.squares`. Query runs are cut to `slots`, and empty nodes dropped. The
+    slots of queries and of keys must be in the order of positions.
     """
     found = []
     for table in tables:
@@ -170,9 +170,9 @@ def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) 
 
 
 def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Return the unique flat (table, row, column) indices of the leaves' blocks; None for too many.
+    """Return the ascending flat (table, row, column) indices of the leaves' blocks; None if over 2**20 are counted.
 
-    Blocks are counted after every 2**20 leaves. More than 2**21 blocks are always too many, up to 2**20 never.
+    Blocks are counted only after each 2**20 leaves, so the result may have up to 2**21 blocks.
     """
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
@@ -216,7 +216,7 @@ class _RunPairs(NamedTuple):
         return int(self.partners.sum())
 
     def nodes(self) -> Nodes:
-        q, nth = enumerated(self.partners)
+        q, nth = owners_and_places(self.partners)
         k = self.order[self.begin[q] + nth]
         return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
 
@@ -229,7 +229,7 @@ def _run_pairs(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[
 def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
 
-    These are all combinations of runs if they are few, else those that the rule's spacing does not rule out.
+    All combinations of runs are returned if they are few, else only those that the rule's spacing does not rule out.
     """
     _, q = _runs_in(rule.q, slots)
     k = SlotRun.of(rule.k)
@@ -272,7 +272,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut_at_blocks, (rule.q, rule.k), shape, sides)
     nodes = q_number[key // columns % rows] * k_number[key % columns]
     for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
-        block, index = enumerated(nodes[some])
+        block, index = owners_and_places(nodes[some])
         number = key[some][block]
         row, column = number // columns % rows, number % columns
         width = k_number[column]
@@ -281,7 +281,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
 
 
 def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Tensor, Tensor]:
-    """Cut pieces (runs of slots) at the boundaries of blocks; return (parts, begin, number).
+    """Return (parts, begin, number): slot runs cut at the boundaries of blocks, and where each block's parts are.
 
     Block i contains the number[i] parts from index begin[i] on.
 
@@ -295,14 +295,14 @@ def _cut_at_blocks(pieces: Pieces, blocks: int, block: int) -> tuple[SlotRun, Te
 
 
 def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
-    """Intersect each piece (run of slots) with each interval of `slots`.
+    """Return (intervals, runs): the non-empty intersections of slot runs with the intervals of `slots`.
 
-    Returns (index of the interval of each intersection, the intersections as runs), without empty intersections.
+    Run i of `runs` is inside the interval with index intervals[i].
     """
     first, stop = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
-        stretch, nth = enumerated(torch.searchsorted(pieces.starts, stop) - begin)
+        stretch, nth = owners_and_places(torch.searchsorted(pieces.starts, stop) - begin)
         piece = begin[stretch] + nth
     else:
         stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
@@ -322,16 +322,15 @@ def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: boo
     first = other.firsts[table]
     length = (first + other.step * (other.lengths - 1)).max() + 1 - first.min()
     hull = Progression(first.min().expand(len(number)), 1, length.expand(len(number)))
-    runs = span(mine, number, own)
+    runs = positions_of_runs(mine, number, own)
     box = Box(torch.tensor(rule.heads)[number], *((runs, hull) if of_queries else (hull, runs)))
     return own.select((rule.pattern.count(box, num_heads=rule.num_heads).high > 0).nonzero().squeeze(1))
 
 
 def _rule_of_fewer_runs(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule or its alternative `rule.rows`, whichever has fewer pairs of runs in a block, without `rows`.
+    """Return the rule, or `rule.rows` with the rule's pattern if a block then has fewer pairs of slot runs.
 
-    The rule has slots cut into residue classes, its alternative has them cut into runs of neighbouring tokens. A rule
-    without an alternative is returned unchanged.
+    The result has no `rows`. A rule without `rows` is returned unchanged.
     """
     if rule.rows is None:
         return rule
@@ -346,10 +345,10 @@ def _most_runs_in_block(pieces: Pieces, block: int) -> int:
 
 
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
-    """Subdivide boxes (pairs of a query run and a key run) until each lies in one block; yield them as leaves.
+    """Yield leaves, each in one block, which come from subdividing `roots`, pairs of a query run and a key run.
 
-    Boxes that bounds show to be empty are dropped. A box whose pairs are all allowed is cut into its blocks without
-    further bounds.
+    Pairs of runs that bounds show to be empty are dropped. Those with all pairs of slots allowed are cut into blocks
+    without further bounds.
     """
     stack = _chunks(roots)
     while stack:
@@ -381,9 +380,9 @@ def _chunks(nodes: Nodes) -> list[Nodes]:
 
 
 def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
-    """Return boxes cut at all block boundaries, without empty parts."""
+    """Return pairs of runs cut at all block boundaries, without empty parts."""
     width = nodes.k.num_blocks(sides[1])
-    node, index = enumerated(nodes.q.num_blocks(sides[0]) * width)
+    node, index = owners_and_places(nodes.q.num_blocks(sides[0]) * width)
     width = width[node]
     q = _nth_block(nodes.q.select(node), index // width, sides[0])
     single = Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, sides[1]))
@@ -404,7 +403,7 @@ def _nth_block(run: SlotRun, index: Tensor, block: int) -> SlotRun:
 
 
 def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
-    """Cut each box in half at a block boundary, along each side (queries, keys) that spans several blocks."""
+    """Return the parts of pairs of runs, each run over several blocks cut in half at a block boundary."""
     node_q, q = _halves(nodes.q, sides[0])
     nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
     node_k, k = _halves(nodes.k, sides[1])
@@ -427,7 +426,7 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
 
 
 def join_runs(runs: Sequence[SlotRun]) -> SlotRun:
-    """Concatenate batches of runs; either all have strides or none."""
+    """Return batches of runs concatenated into one; either all of them have strides or none."""
     strides = [run.stride for run in runs if run.stride is not None]
     piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
     return SlotRun(piece, start, count, torch.cat(strides) if strides else None)

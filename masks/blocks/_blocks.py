@@ -52,7 +52,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(number of query slots, number of key slots, queries of a block, keys of a block)."""
+        """Return (number of query slots, number of key slots, queries of a block, keys of a block)."""
         return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
 
     @property
@@ -72,9 +72,9 @@ class Blocks:
         return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Split the list at table boundaries into [(range of tables, slice of the list), ...], to limit memory.
+        """Return consecutive parts of the list as [(range of tables, slice of the list), ...], to limit memory.
 
-        A slice has at most 2**19 blocks, or contains a single table.
+        Parts begin and end at table boundaries. A part has at most 2**19 blocks, unless it is a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
@@ -121,7 +121,7 @@ def _block_fields_in_parts(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield parts of the tensors (table, row, column, full, pairs) of `Blocks`, in the order of the list.
 
-    Halves the range of tables, then of query blocks, while too many blocks are undecided.
+    While bounds leave too many blocks undecided, the range of tables is halved, then that of query blocks.
     """
     found = _bounded_blocks(rule, tables, rows, sides, settle)
     if found is not None:
@@ -142,7 +142,8 @@ def _halves(some: range) -> tuple[range, range]:
 def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
     """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    None if blocks are to be settled, too many are undecided, and the range of tables or query blocks can be halved.
+    With `settle`, the result is None if too many blocks are undecided, unless there is only one table and one query
+    block.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -204,9 +205,9 @@ def evaluate(
 
 
 def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
-    """Sum the bounds of the leaves (parts) of each block; return one leaf for each block, sorted by its coordinates.
+    """Return one leaf for each block, sorted by coordinates, with the sums of the bounds of the block's leaves (parts).
 
-    shape: numbers of query blocks and key blocks.
+    shape: (number of query blocks, number of key blocks).
     """
     table, row, column, low, high = map(torch.cat, zip(*found, strict=True))
     num_rows, num_columns = shape
@@ -217,11 +218,11 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Numbers of listed blocks by the kind of their query block, on which the speed of kernels depends.
+    """Number of listed blocks in three kinds of rows of a block list, on which the speed of kernels depends.
 
-    runs: blocks of query blocks whose listed key blocks are consecutive.
-    plain: blocks of other query blocks, which list full blocks only.
-    masked: blocks of other query blocks, which list a partial block.
+    runs: blocks in rows whose columns are consecutive.
+    plain: blocks in other rows in which all blocks are full.
+    masked: blocks in other rows, with a partial block.
 
     The numbers are sums or means over tables.
     """
@@ -236,10 +237,11 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Estimate the mean number of listed blocks of a table, by kind of query block, from an even sample.
+    """Return estimates of the mean number of listed blocks of a table, by kind of row, from an even sample of rows.
 
-    q_block, k_block: sides of a block, in slots. Blocks that bounds leave undecided are counted, so estimates tend to
-    be too high. Exact for small masks.
+    q_block, k_block: sides of a block, in slots.
+
+    Blocks that bounds leave undecided are counted, so estimates tend to be too high. They are exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
@@ -285,9 +287,8 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 
     The rule must repeat along the sequence, and allow no pair between repetitions.
 
-    classes: number of residue classes of the order of tokens, 1 for the order of positions.
-
-    In residue-major order, which lists class after class, the copies are placed within each class.
+    classes: number of residue classes of a residue-major order, 1 for the order of positions. The longer order has the
+        classes one after the other, too, so copies are placed within each class.
     """
 
     def spread(index: Tensor, total: int) -> Tensor:
@@ -314,10 +315,10 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 
 
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
-    """Concatenate block lists of equal shape along the heads, in the order of `parts`.
+    """Return block lists of equal shape as one, with the heads of the first part, then of the second, and so on.
 
-    If in every part all heads share one table, the result has one head for each part. A single part is returned
-    unchanged.
+    If every part has a single table, the result has one head for each part, however many heads share the table. A
+    single part is returned unchanged.
     """
     if len(parts) == 1:
         return parts[0]

@@ -22,10 +22,10 @@ from ..core import (
     Progression,
     by_size,
     cut_classes,
-    few_at_once,
+    evaluate_pairs,
     halves,
+    in_chunks,
     join,
-    look_at_pairs,
     num_classes,
     numbered,
     residue_factors,
@@ -122,16 +122,15 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Count the allowed pairs of each box, within a budget of work, from which the work done is subtracted.
+    """Return the number of allowed pairs of each box: exact while `budget` lasts, else bounds and a sampled estimate.
 
-    Counts are exact while the budget lasts; the remaining boxes get bounds and an estimate from sampled pairs.
-    `rule` is the pattern of one head.
+    The work is subtracted from `budget`, in place. `rule` is the pattern of one head.
     """
     return _count_pairs(rule, box, budget, _UNLIMITED)
 
 
 def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
-    """Count the allowed pairs of each box.
+    """Return the number of allowed pairs of each box, as `bounded_pairs` does.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
     halves. Nearly square boxes are counted by their diagonals if the pattern is constant along each diagonal, small
@@ -143,14 +142,14 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
     held = Owned(torch.arange(len(box.head)), box).select((box.area > 0).nonzero().squeeze(1))
-    stack = [(0, part) for part in few_at_once(held, at_once)]
+    stack = [(0, part) for part in in_chunks(held, at_once)]
     while stack:
         level, part = stack.pop()
         part = settle(rule, part, found) if level < len(cuts) else part
         classes = num_classes(part, *cuts[level]) if level < len(cuts) else 0
         if 0 < classes <= _MOST_CLASSES and budget.afford(len(part) * classes):
             budget.left -= len(part) * _BOUNDS_COST
-            parts = [cut_classes(some, *cuts[level]) for some in few_at_once(part, max(1, _MOST_CLASSES // classes))]
+            parts = [cut_classes(some, *cuts[level]) for some in in_chunks(part, max(1, _MOST_CLASSES // classes))]
         else:
             level, rest = len(cuts), _settle_within_budget(rule, part, found, budget)
             large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
@@ -158,29 +157,30 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
                 large = torch.zeros_like(large)
             _add_estimates(rule, rest.select((~large).nonzero().squeeze(1)), found)
             parts = [halves(rest.select(large.nonzero().squeeze(1)), rule.period() or 1)]
-        stack.extend((level + 1, few) for some in parts for few in few_at_once(some, at_once))
+        stack.extend((level + 1, few) for some in parts for few in in_chunks(some, at_once))
     return found
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Bound the allowed pairs of each box; add exact counts to `found`, and return the boxes whose bounds differ."""
+    """Return the boxes whose allowed pairs are not known from bounds; add the counts of all other boxes to `found`."""
     left = [owned.select(torch.arange(0))]
-    for few in few_at_once(owned, _FRONTIER):
+    for few in in_chunks(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
     return join(left)
 
 
 def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
-    """Add the counts of boxes with low == high to `found`; returns the indices of all other boxes."""
+    """Return the indices of boxes with low < high; add the counts of all other boxes to `found`, in place."""
     exact = bounds.low == bounds.high
     found.add(owned.owner[exact], bounds.low[exact])
     return (~exact).nonzero().squeeze(1)
 
 
 def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """Count boxes by bounds; as far as the budget goes, count the others by diagonals, and small ones pair by pair.
+    """Return the boxes that could not be counted; add the counts of all other boxes to `found`, in place.
 
-    Adds the counts to `found`, and returns the boxes left undecided. Boxes of similar size are processed together.
+    Boxes are counted by bounds. As far as the budget goes, boxes that bounds leave undecided are counted by diagonals,
+    and small ones pair by pair. Boxes of similar size are processed together.
     """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
@@ -201,7 +201,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
         small = torch.maximum(q, k) <= _CELL_SIDE
         looked = budget.take(small, int(q.max()) * int(k.max()) if len(rest) else 0)
         pairs = torch.zeros_like(found.low)
-        look_at_pairs(rule, rest.select(looked.nonzero().squeeze(1)), pairs)
+        evaluate_pairs(rule, rest.select(looked.nonzero().squeeze(1)), pairs)
         found.add(torch.arange(len(pairs)), pairs)
         left.append(rest.select((~looked).nonzero().squeeze(1)))
     return join(left)
@@ -213,7 +213,7 @@ def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
         return
     samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
     begin = 0
-    for few in few_at_once(owned, max(1, _SAMPLED_AT_ONCE // samples)):
+    for few in in_chunks(owned, max(1, _SAMPLED_AT_ONCE // samples)):
         box, bounds = few.box, rule.count(few.box, num_heads=1)
         row, column = even_places((len(few), samples), begin)
         q = _index_at(box.q.count, row) * box.q.step + box.q.first[:, None]
@@ -240,10 +240,10 @@ def _index_at(count: Counts, share: Tensor) -> Tensor:
 
 
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
-    """Return `bounds`, made exact for the undecided boxes in the mask `where` that can be counted by their diagonals.
+    """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
-    In such a box, queries and keys have equal steps, and each part of the pattern allows all pairs, or none, or has
-    a period that divides the step. All pairs of a diagonal are then allowed, or none is.
+    Queries and keys must have equal steps, and each part of the pattern must have a period that divides the step, or
+    allow all pairs of the box, or none. All pairs of a diagonal are then allowed, or none is.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):
@@ -280,7 +280,7 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
-    """True if some part of the pattern has a period that divides `step`; else counting by diagonals does not help."""
+    """Return True if a part of the pattern has a period that divides `step`; else diagonals decide nothing."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 

@@ -16,9 +16,9 @@ from ..orders import Pieces
 
 @dataclass(frozen=True)
 class SlotRun:
-    """n slot runs: `count` slots from slot `start` on; tensors of shape (n,).
+    """n slot runs; run i has count[i] slots from slot start[i] on. Fields are tensors of shape (n,).
 
-    piece: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
+    piece: index of the slot run of a `Pieces` that contains run i, whose positions are thus a progression.
     stride: distance of consecutive slots of each run; None if all are 1.
     """
 
@@ -29,7 +29,6 @@ class SlotRun:
 
     @classmethod
     def of(cls, pieces: Pieces) -> SlotRun:
-        """Return one run for each whole piece."""
         return cls(torch.arange(len(pieces.starts)), pieces.starts, pieces.lengths, pieces.strides)
 
     def select(self, index: Tensor) -> SlotRun:
@@ -38,7 +37,7 @@ class SlotRun:
 
     @property
     def last(self) -> Tensor:
-        """Last slot of each run; no run may be empty."""
+        """Return the last slot of each run; no run may be empty."""
         return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
@@ -84,10 +83,9 @@ class Rule:
 
     num_heads: number of heads over all devices.
     heads: one global head for each table.
-    q, k: orders of queries and keys, as pieces whose positions are progressions; their `firsts` have a row for each
-        table.
-    rows: an equal rule, in which pieces are runs of neighbouring tokens instead of residue classes; None unless there
-        are many classes.
+    q, k: slots of queries and of keys; the `firsts` of both have a row for each table.
+    rows: this rule with other `Pieces`, runs of neighbouring tokens instead of residue classes; None unless there are
+        many classes.
     """
 
     pattern: Pattern
@@ -99,7 +97,7 @@ class Rule:
 
     @cached_property
     def num_slots(self) -> tuple[int, int]:
-        """(number of query slots, number of key slots)."""
+        """Return (number of query slots, number of key slots)."""
         return int(self.q.lengths.sum()), int(self.k.lengths.sum())
 
     def in_blocks(self, q_block: int, k_block: int) -> tuple[int, int]:
@@ -109,7 +107,11 @@ class Rule:
 
     def boxes(self, nodes: Nodes) -> Box:
         heads = torch.tensor(self.heads)
-        return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
+        return Box(
+            heads[nodes.table],
+            positions_of_runs(self.q, nodes.table, nodes.q),
+            positions_of_runs(self.k, nodes.table, nodes.k),
+        )
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
         """Return a bool tensor, True where the pair is allowed.
@@ -140,7 +142,7 @@ def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k:
         raise ValueError(f"{pattern!r} must be defined for {given}: {error}") from error
 
 
-def span(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
+def positions_of_runs(pieces: Pieces, table: Tensor, run: SlotRun) -> Progression:
     """Return the positions of each run's slots, as progressions; table[i]: index of the table of run i."""
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
@@ -158,7 +160,8 @@ class BlockPlaces(NamedTuple):
 def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block is alone in its class if its queries or its keys extend over several pieces, or if pieces have strides.
+    A block is alone in its class if its queries or its keys are in several slot runs of the rule, or if these have
+    strides.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -179,7 +182,9 @@ def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> 
 
 
 def _runs_of_blocks(pieces: Pieces, start: Tensor, slots: int, side: int) -> SlotRun | None:
-    """Return the slots of each block as a run, of piece -1 if they extend over several pieces; None for strided pieces.
+    """Return the slots of each block as a run, whose `piece` is -1 if the slots are in several slot runs of `pieces`.
+
+    Returns None if `pieces` have strides.
 
     start: first slot of each block.
     slots: number of existing slots.
@@ -192,8 +197,8 @@ def _runs_of_blocks(pieces: Pieces, start: Tensor, slots: int, side: int) -> Slo
     return SlotRun(torch.where(first == last, first, -1), start, count)
 
 
-def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (owner, place) of counts.sum() items; index i owns counts[i] of them, at places 0 to counts[i] - 1.
+def owners_and_places(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (owner, place): `owner` repeats each index i counts[i] times, `place` numbers the repetitions from 0.
 
     For example counts (2, 3) give owners (0, 0, 1, 1, 1) and places (0, 1, 0, 1, 2).
     """

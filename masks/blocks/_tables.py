@@ -21,7 +21,7 @@ _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 
 
 def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
-    """Convert a block list to a torch BlockMask with index tables by query block and by key block.
+    """Return a block list as a torch BlockMask, with index tables by query block and by key block.
 
     No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
     entry 1, and so on; the tables have shape (batch, heads, rows, width).
@@ -87,7 +87,7 @@ def _index_tables(
 
 
 def _block_counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
-    """Return [number of partial blocks, number of full blocks] of each table and `major` index."""
+    """Return [numbers of partial blocks, numbers of full blocks], each for every table and `major` index."""
     counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
     for tables, part in blocks.portions():
         lines = (blocks.table[part].long() - tables.start) * rows + major[part]
@@ -138,8 +138,8 @@ def _split_by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor
 def _tables_of_heads(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
     """Return the table of each head: of shape (heads, rows, width), or (1, rows, width) if all heads share one table.
 
-    `tables` itself is returned if all heads share one table, or if head i has table i. Behind the entries of a copy its
-    storage has zeros, as many as the blocks have rows and columns together: `_wide_view` reads beyond the last row.
+    `tables` itself is returned if all heads share one table, or if head i has table i. The storage of a copy continues
+    with as many zeros as there are block rows and block columns: `_wide_view` reads beyond the last row.
     """
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables

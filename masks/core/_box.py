@@ -108,9 +108,9 @@ def count_residue(progression: Progression, modulus: int, residue: Counts) -> Co
 
 
 def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
-    """Return floor(term / modulus) for the terms of each progression that are congruent to `residue` modulo `modulus`.
+    """Return progressions of floor(term / modulus), over the terms that are congruent to `residue` modulo `modulus`.
 
-    These are progressions again, with count 0 where no term is congruent.
+    A progression without such terms has count 0.
     """
     if modulus == 1:
         return progression
@@ -175,7 +175,7 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
     area: number of pairs of each box.
     pairs_in: function (i) -> number of allowed pairs of each box in its i-th run; no pair crosses runs.
 
-    Exact up to EXACT_RUNS (8) runs; with more, bounds are 0 and the area.
+    Bounds are exact for boxes with up to EXACT_RUNS (8) runs; for other boxes they are 0 and the area.
 
     >>> two_runs, area = torch.tensor([2]), torch.tensor([64])  # a box of 8 queries and 8 keys over two segments of 4
     >>> masks.extend.count_runs(two_runs, area, lambda index: torch.tensor([16])).low
@@ -191,7 +191,7 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
     """Return bounds on the pairs of each box with least <= key position - query position <= most; None sets no limit.
 
-    Exact if q and k have equal steps. `least` must not exceed `most`.
+    Bounds are exact if q and k have equal steps. `least` must not exceed `most`.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)
@@ -208,8 +208,8 @@ def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
 def count_below(box: Box, shift: int) -> Bounds:
     """Return bounds on the pairs of each box with key position - query position <= shift.
 
-    Exact if q and k have equal steps. Otherwise bounds are exact where the condition holds for all pairs or for none;
-    elsewhere they are 1 and area - 1.
+    Bounds are exact if q and k have equal steps. For other steps they are exact for boxes in which the condition holds
+    for all pairs or for none, and 1 and area - 1 for other boxes.
     """
     area = box.area
     if box.q.step != box.k.step:
@@ -230,8 +230,8 @@ def count_below(box: Box, shift: int) -> Bounds:
 def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None) -> Bounds:
     """Return bounds on the pairs of each box whose key position - query position is a multiple of `rate`.
 
-    Exact if q and k have equal steps. reach: (least, most), which further limits key position - query position to
-    [least, most]; only for equal steps.
+    Bounds are exact if q and k have equal steps. reach: (least, most), which also limits key position - query position
+    to [least, most]; it must be None for unequal steps.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)
@@ -288,8 +288,8 @@ def _count_up_to_lag(most: Tensor, residue: Tensor, period: int, box: Box) -> Co
 def _count_multiples_by_query(box: Box, rate: int) -> Bounds:
     """Return bounds on the pairs of each box whose distance is a multiple of `rate`, counted query by query.
 
-    With d = gcd(key step, rate), a query has such a pair with every (rate / d)-th key if its distance to the first key
-    is a multiple of d, and with no key otherwise.
+    With d = gcd(key step, rate): if the distance of a query to the first key is a multiple of d, its distance to every
+    (rate / d)-th key is a multiple of `rate`; else it has no pair that counts.
     """
     divisor = gcd(box.k.step, rate)
     every = rate // divisor

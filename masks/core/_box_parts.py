@@ -36,8 +36,8 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
     together: factors of the rule's spacing; the query and key of an allowed pair are congruent modulo the spacing.
-    apart: the factors of the rule's dilation rates that the spacing lacks; empty if they give more than 64 classes, or
-    if the rule depends on the distance alone, as counting by diagonals is then faster.
+    apart: factors of the least common multiple of the rule's dilation rates, without those of the spacing. It is empty
+        if their product exceeds 64, or if the rule depends on the distance alone: counting by diagonals is then faster.
     """
     spacing = min(rule.spacing(), _ABOVE_DISTANCES)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -57,19 +57,19 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    Queries have `factor` classes, but no more than the longest box has queries; keys likewise. The number of parts is
-    that of query classes if `together` is True, else query classes times key classes.
+    There are min(factor, most queries of a box) classes of queries, and min(factor, most keys of a box) of keys. The
+    number of parts is that of query classes if `together` is True, else query classes times key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
 
 
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
-    """Cut each box by residue class: each part has every `factor`-th query and every `factor`-th key of its box.
+    """Return the non-empty parts of boxes cut by residue class: every `factor`-th query and key of a box form a part.
 
-    If `together` is True, only parts whose queries and keys are congruent modulo step * factor are returned; queries
-    and keys must have equal steps and be congruent modulo the step. If it is False, all combinations of a class of
-    queries and a class of keys are returned. Empty parts are dropped.
+    If `together` is True, a part's queries and keys are congruent modulo step * factor, and other pairs are dropped; a
+    box must have equal steps, and queries and keys congruent modulo the step. If it is False, there is a part for each
+    combination of a class of queries and a class of keys.
     """
     if not len(owned):
         return owned
@@ -89,7 +89,7 @@ def _every_nth(progression: Progression, factor: int, begin: Tensor) -> Progress
     return Progression(progression.first + progression.step * begin, progression.step * factor, count)
 
 
-def few_at_once(owned: Owned, most: int) -> Iterator[Owned]:
+def in_chunks(owned: Owned, most: int) -> Iterator[Owned]:
     for part in torch.arange(len(owned)).split(most) if len(owned) else ():
         yield owned.select(part)
 
@@ -102,12 +102,10 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 
 
 def halves(owned: Owned, period: int = 1) -> Owned:
-    """Cut each box in two across its longer side, if possible at a multiple of `period` near its middle.
+    """Return 2n parts of n boxes, each cut in two across its longer side: all first halves, then all second halves.
 
-    period: in positions.
-
-    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves. The first half of
-    a box of one pair is empty.
+    A box is cut at a multiple of `period`, a number of positions, near its middle if one is inside the box. The first
+    half of a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -121,8 +119,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 def _half_size(progression: Progression, period: int) -> Tensor:
     """Return the number of terms of each progression before its cut.
 
-    The cut is at the first multiple of `period` at or after the middle term, if terms remain on both sides. Else it is
-    at the multiple before, on the same condition, or else after half of the terms.
+    The cut is at the first multiple of `period` at or after the middle term. If this leaves no terms on one side, it is
+    at the multiple before. If that leaves no terms on one side either, it is after half of the terms.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
@@ -149,12 +147,12 @@ def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
 
 
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the distinct rows of a table: return (number of each row, index of one row for each number).
+    """Return (number of each row, index of a row for each number) of a table; only equal rows have equal numbers.
 
     columns: the table's columns, integer tensors of shape (n,).
 
-    Numbers count from 0 in the lexicographic order of the rows. Much faster than `unique(dim=0)`, as it sorts single
-    numbers.
+    Numbers count from 0 in the lexicographic order of the rows. This is much faster than `unique(dim=0)`, as it sorts
+    single numbers.
     """
     number = torch.zeros_like(columns[0])
     if not len(number):
@@ -183,10 +181,10 @@ def join_boxes(boxes: Sequence[Box]) -> Box:
     return Box(torch.cat([box.head for box in boxes]), q, k)
 
 
-def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
+def evaluate_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
     """Evaluate the rule for every pair of each part i, and add the number of allowed pairs to pairs[owner[i]] in place.
 
-    Fastest for parts of equal size, as all are padded to the largest. rule: the rule of one head.
+    It is fastest for parts of equal size, as all are padded to the largest. rule: the rule of one head.
     """
     # Parts without pairs may begin where the rule is not defined.
     owned = owned.select((owned.box.area > 0).nonzero().squeeze(1))
@@ -194,7 +192,7 @@ def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
         return
     mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))
     largest = int(owned.box.q.count.max()) * int(owned.box.k.count.max())
-    for few in few_at_once(owned, max(1, _PAIRS_AT_ONCE // largest)):
+    for few in in_chunks(owned, max(1, _PAIRS_AT_ONCE // largest)):
         q, k = few.box.q, few.box.k
         row, column = torch.arange(int(q.count.max()))[:, None], torch.arange(int(k.count.max()))
         inside = (row < q.count[:, None, None]) & (column < k.count[:, None, None])

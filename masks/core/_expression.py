@@ -226,10 +226,10 @@ class Expression:
         return ()
 
     def take_padding(self) -> None:
-        """Raise ValueError: most compositions give no meaning to the zero keys of padding that a part's queries see.
+        """Raise ValueError, as zero keys of padding have no meaning in most compositions.
 
-        Called on construction if a part has `pads`. A mixture allows such parts: it overrides this method and sets its
-        own `pads`.
+        Construction calls this method if a part has `pads`. A mixture allows such parts: it overrides the method, and
+        sets its own `pads`.
         """
         raise ValueError(
             "a pattern with padding='zeros' can only be added by `+`, or intersected with causal() by `&`: elsewhere "
@@ -359,9 +359,9 @@ class Expression:
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Return the number of batch entries that have a rule of their own; 1 if all entries share one rule.
+        """Return the largest number of rows of the run-time tensors; 1 if all batch entries share one rule.
 
-        It is the largest batch size of a run-time tensor, which must have its values: see `resolve`.
+        The tensors must have their values: see `resolve`.
         """
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 

@@ -86,10 +86,10 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
-        """Return integer tensors of shape (n,) that tell which of n boxes have equal masks.
+        """Return integer tensors with an entry for each of n boxes; equal entries in all of them mean equal masks.
 
-        Two boxes of one head have equal masks over (i-th query, j-th key) if they have equal counts and steps of
-        queries and keys, and equal entries in all these tensors. The converse need not hold.
+        This holds for boxes of one head with equal counts and steps of queries and of keys: pair (i-th query, j-th key)
+        is then allowed in both or in neither. Boxes with different entries may have equal masks, too.
         """
         bounds, period = self.count(box, num_heads=num_heads), self.period()
         q, k = box.q.first, box.k.first
@@ -115,9 +115,9 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key, equal for neighbouring branches that one call may print, such as `longnet(...)`.
+        """Return a key; adjacent branches with equal keys may print as one call, such as `longnet(...)`.
 
-        `joint_phrase` gives the text of that call. None: the pattern is always printed separately.
+        `joint_phrase` returns the text of that call. The key is None if the pattern always prints separately.
         """
         return None
 
@@ -194,16 +194,16 @@ class Pattern(Expression):
     def row(self, query: int, keys: range) -> Ranges | None:
         """Return the positions in `keys` that the query at position `query` sees; None without a closed form.
 
-        Only for the rule of one head, see `for_head`. keys: a range of step 1. The result has at most len(keys) ranges;
-        the work depends on the number of keys, not on their positions.
+        The pattern must be the rule of one head, see `for_head`. keys: a range of step 1. The result has at most
+        len(keys) ranges; the work depends on the number of keys, not on their positions.
         """
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
         """Return a mask of the N key positions, True for keys that at least one of `queries` sees.
 
-        None unless the rule is given as lists of keys or blocks, as `block_list` is. Only for the rule of one head, see
-        `for_head`. queries: mask of the query positions.
+        None unless the rule is given as lists of keys or blocks, as `block_list` is. queries: mask of the query
+        positions. The pattern must be the rule of one head, see `for_head`.
         """
         return None
 

@@ -182,7 +182,7 @@ def _difference(piece: range, other: range) -> Iterator[range]:
 
 
 def _join_ranges(parts: Sequence[range]) -> list[range]:
-    """Merge ranges that continue each other or fill each other's gaps; the result ascends by first positions."""
+    """Return the ranges, ascending by first positions, after merging ranges that continue each other or interleave."""
     runs, steps = _runs_and_steps(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
@@ -192,7 +192,7 @@ def _join_ranges(parts: Sequence[range]) -> list[range]:
 
 
 def _join_continuing(ranges: list[range]) -> list[range]:
-    """Merge disjoint ranges of one step where one continues another."""
+    """Return disjoint ranges of one step, ascending, merged where one continues another: 0, 4 and 8, 12."""
     by_end: dict[int, range] = {}
     for each in ranges:  # in ascending order of their first positions
         before = by_end.pop(each.start, None)
@@ -202,10 +202,10 @@ def _join_continuing(ranges: list[range]) -> list[range]:
 
 
 def _join_interleaved(ranges: list[range], step: int) -> list[range]:
-    """Merge ranges of one step that fill each other's gaps evenly into one range of a smaller step.
+    """Return ranges of one step merged into one range of a smaller step, where they fill each other's gaps evenly.
 
-    Ends that not all ranges reach remain ranges of the old step. If the ranges do not fit together, all are returned
-    unchanged.
+    Positions before or after the merged range stay in ranges of the old step. Ranges that do not fit together are
+    returned unchanged: e.g. 0, 4, 8 and 2, 6 become 0, 2, 4, 6, 8, but 0, 4, 8 and 1, 5 remain.
     """
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)

@@ -1,8 +1,8 @@
 """Recorded functions: the torch operations of a caller's function of single numbers, with the tensors that it reads.
 
 A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called once, when the caller hands it
-over. Later computations run the recorded operations: new values of variables and attributes have no effect. A tensor
-that is changed in place has one only if a recorded operation reads it.
+over. Later computations run the recorded operations, so new values of variables and attributes have no effect. A change
+in place of a tensor has an effect only if a recorded operation reads this tensor.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ _ONLY_TORCH = "must compute by functions of torch, without TorchScript and torch
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
+    """The operations of a function, and the tensors that it read.
 
-    build: takes the tensors, or others in their place, and returns a plain function of the recorded function's
-        arguments. Functions with equal operations and equal Python values share one `build` while a cache
+    build: function of these tensors, or of others in their place; it returns a plain function of the recorded
+        function's arguments. Functions with equal operations and equal Python values share one `build` while a cache
         keeps it, so that `build` can be a key for them.
-    shape, dtype: of the result.
+    shape, dtype: of the recorded function's result.
     reads: indices of the arguments on whose values the result may depend.
     text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses
         functions or objects that have no name in torch.
@@ -102,13 +102,13 @@ class Recorded:
         return self.function(*args)
 
     def reading(self, tensors: Sequence[Tensor]) -> Recorded:
-        """Return the same operations with other tensors in place of those that the function read."""
+        """Return a copy with `tensors` in place of the tensors that the function read."""
         return replace(self, tensors=tuple(tensors))
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
-        """Return translate(function, *tensors), recorded.
+        """Return the function translate(function, *tensors) as recorded, with `tensors` added to those that it reads.
 
-        `translate` must be a function at module level. Its result must keep the shape, the dtype and `reads`.
+        `translate` must be a function at module level. Its result must have the shape, dtype and `reads` of `function`.
         """
         build = _translated_build(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
@@ -117,9 +117,9 @@ class Recorded:
 def record(
     function: Callable[..., Any], dtypes: Sequence[torch.dtype], device: torch.device, *, shape: tuple[int, ...] = ()
 ) -> Recorded:
-    """Call a function once, with a tensor of this shape for each dtype, and return its operations.
+    """Return the operations of a function, which is called once, with a tensor of this shape for each dtype.
 
-    Operations that do not depend on the arguments are computed here, in the caller's autograd.
+    Operations that do not depend on the arguments are computed in this call, and autograd tracks them if it is on.
 
     device: device of the arguments in later calls. In this call the function gets stand-ins on the CPU, whose values
         mean nothing.
@@ -379,16 +379,16 @@ _numbers = count()
 
 
 def _equals_only_itself(x: Any) -> bool:
-    """Return True for functions, classes and objects compared by identity: equal ones are interchangeable.
+    """Return True if x can be replaced by every value that equals x: a function, a class, an object without __eq__.
 
-    Equal values of other types need not be: (0.0,) == (-0.0,) == (False,).
+    Values of other types may be equal and yet differ: (0.0,) == (-0.0,) == (False,).
     """
     return isinstance(x, MethodType | BuiltinFunctionType) or type(x).__eq__ is object.__eq__
 
 
 @lru_cache(maxsize=1024)
 def _unique_name(x: Hashable) -> str:
-    """Return a name that only values equal to x have in this process; a new name once the cache has dropped x."""
+    """Return a name that only values equal to x get in this process; x gets a new one once the cache has dropped x."""
     return f"value_{next(_numbers)}"
 
 
@@ -403,7 +403,7 @@ def _compiled_build(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[
 def _translated_build(
     build: Callable[..., Function], translate: Callable[..., Function], own: int
 ) -> Callable[..., Function]:
-    """Return the `build` of translate(function, *added): a function of the recorded function's tensors, then `added`.
+    """Return the `build` of translate(function, *added), whose arguments are the function's tensors, then `added`.
 
     build: `build` of the recorded function.
     own: number of the recorded function's tensors.

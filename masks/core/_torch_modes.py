@@ -44,8 +44,8 @@ def suspended_torch_modes() -> Iterator[None]:
 def outside_torch_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that it runs without the caller's PyTorch modes, such as fake tensors.
 
-    For functions that only plan a computation, for example by making block lists. The modes must see the operations on
-    the caller's tensors, so functions with such operations are not decorated.
+    The function must only plan a computation, for example by making block lists: operations on the caller's tensors
+    have to be seen by the modes.
     """
 
     @wraps(function)

@@ -67,7 +67,7 @@ class _Order:
 
 
 class _SharedOrder(_Order):
-    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]; one fold unless overridden."""
+    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]. `folds` is 1 by default."""
 
     folds = 1
 
@@ -84,9 +84,9 @@ class _SharedOrder(_Order):
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return an exclusive upper bound of the token indices in fold 0 and in `filled` slots after its last one.
+        """Return an exclusive upper bound of the tokens that kernels read for fold 0 and `filled` more slots.
 
-        Kernels may read these slots; each counts as one more token.
+        The `filled` slots follow the last slot of the fold, and hold tokens that follow its last token.
         """
         return self.num_slots + filled
 
@@ -99,7 +99,7 @@ class _SharedOrder(_Order):
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
-        """Return an order with all folds of this one, shifted by moves[0] tokens, then all shifted by moves[1], ...
+        """Return an order with the folds of this order shifted by moves[0] tokens, then those by moves[1], and so on.
 
         heads: query heads of a result that is a `Compact`; not used if this order is a `Compact`, which has heads.
         """
@@ -193,8 +193,8 @@ class Layout(Permutation):
     def rows(self, origin: int) -> Pieces:
         """Return slot runs of consecutive tokens: the first token of each class, then the second, and so on.
 
-        Token 0 has position `origin`. Many short classes give few such runs. If the first classes have one token more
-        than the last ones, no run has tokens of longer and of shorter classes, and runs of longer ones come first.
+        Token 0 has position `origin`. Many short classes give few such runs. If the rate does not divide the number of
+        tokens, the first classes have one token more: their runs come first, then the runs of the other classes.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [

@@ -34,10 +34,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
+    """Positions of the tokens on a device: the i-th token of q is at the i-th position of `queries`.
 
     queries: runs of step 1, in ascending order.
-    keys: one entry for all key-value heads, or one for each.
+    keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
     complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
         a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
@@ -60,7 +60,7 @@ class Placement:
 
     @cached_property
     def text(self) -> str:
-        """JSON text, from which `read` restores an equal placement."""
+        """Return JSON text, from which `read` restores an equal placement."""
         queries = [[run.start, run.stop] for run in self.queries]
         keys = [[[run.start, run.stop, run.step] for run in side] for side in self.keys]
         return json.dumps([queries, keys, int(self.complete), self.num_tokens], separators=(",", ":"))
@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def num_keys(self) -> int:
-        """Number of key tokens of a head, the largest over all heads."""
+        """Return the largest number of key tokens of a head."""
         return max(sum(map(len, side)) for side in self.keys)
 
     @property
@@ -111,7 +111,7 @@ class Placement:
     def stretches(self, span: range, gap: int) -> list[range]:
         """Return ascending intervals of positions that together contain all keys in `span`, of any head.
 
-        A gap of at most `gap` positions where no head has a key is part of an interval; longer gaps separate intervals.
+        Intervals are separated by gaps: more than `gap` consecutive positions at which no head has a key.
         """
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
@@ -143,7 +143,7 @@ class TokenIndices:
     index: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Return the index in the tensor of the token at each position; arbitrary where there is no such token."""
+        """Return the index in the tensor of the token at each position, and any index for a position without token."""
         if not len(self.position):
             return torch.zeros_like(positions)
         return self.index[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]
@@ -219,11 +219,12 @@ class Padded:
 
 @dataclass(frozen=True)
 class ActivePositions:
-    """Ascending order of active positions: for each row, the p in its `runs` with p % segment % step == its offset.
+    """Ascending order of active positions, one row for all heads that have equal ranges of positions and equal offset.
 
-    runs: for each row of `positions`, ranges of positions, whose steps may exceed 1.
-    offsets: the offset of each row.
-    rows: for each head, the index of its row; heads with equal offset and ranges share one.
+    Row r holds the positions p in the ranges runs[r] with p % segment % step == offsets[r].
+
+    runs: ranges of positions of each row, whose steps may exceed 1.
+    rows: index of each head's row.
     side: slots of a block.
 
     Slots after a row's last position are empty. The number of slots is a multiple of `side`, at least two blocks: a
@@ -250,7 +251,7 @@ class ActivePositions:
 
     @cached_property
     def positions(self) -> Int64[Tensor, "T S"]:
-        """Position in each slot, a row for each item of `offsets` and `runs`; -1 if the slot is empty."""
+        """Return the position in each slot of each row; -1 if the slot is empty."""
         rows = [self._active_positions(*row) for row in zip(self.offsets, self.runs, strict=True)]
         slots = max(2, -(-max(map(len, rows)) // self.side)) * self.side
         return torch.stack([pad(row, (0, slots - len(row)), value=-1) for row in rows])

@@ -125,7 +125,7 @@ class _RunParts:
 
 
 def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles, _RunParts]:
-    """Split slot runs at the boundaries of children; return (rectangles of whole children, the remaining parts).
+    """Return (rectangles of whole children, the remaining parts) of slot runs, cut at the boundaries of children.
 
     Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
     `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is
@@ -149,9 +149,9 @@ def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles,
 
 
 def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
-    """Return, for each slot run i, the part of it in child number child[i] of the run's rectangle.
+    """Return the part of each slot run i in child number child[i] of the run's rectangle; its `box` is the child.
 
-    That child is the rectangle of the part. Children have `unit` places along `axis` and are numbered from 0.
+    Children have `unit` places along `axis` and are numbered from 0.
 
     size: number of slots of a child.
     """

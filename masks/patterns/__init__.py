@@ -2,7 +2,7 @@
 
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
 from ._block_list import BlockList, block_list
-from ._custom import custom, pattern_of_block_mask, rules_of_mask_mod, text_of_function
+from ._custom import custom, digest_of_mask_mod, pattern_of_block_mask, rules_of_mask_mod
 from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
 from ._from_block_mask import block_lists, partial_and_full_blocks
 from ._grid import Axis, Rectangle, Rectangles, joined, select

@@ -147,8 +147,8 @@ class LocalWindow(Band):
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         """Return a window that is at least as wide and touches no further blocks (of q_side queries by k_side keys).
 
-        `left` is kept if it is a multiple of gcd(q_side, k_side), else it becomes the next multiple minus 1; likewise
-        `right`.
+        Each of `left` and `right` is kept if it is a multiple of gcd(q_side, k_side), else it becomes the next multiple
+        minus 1.
         """
         side = gcd(q_side, k_side)
         left, right = (

@@ -177,7 +177,10 @@ class CellSums:
         return cls(side, sums)
 
     def bounds(self, table: Tensor, box: Box, q_block: int, k_block: int) -> Bounds:
-        """Return bounds on the number of pairs of each box that are in listed blocks, from the cells that it touches.
+        """Return bounds on the number of each box's pairs that are in listed blocks.
+
+        low is the area of the box if all blocks of the cells that it touches are listed, else 0; high follows from the
+        number of listed blocks in these cells.
 
         table: index of the table for each box.
         q_block, k_block: queries and keys of a block.

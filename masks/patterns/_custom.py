@@ -114,7 +114,10 @@ class Custom(Pattern):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the recorded functions' tensors; the caller's functions, kept too, may hold as many bytes again."""
+        """Bytes of the tensors that the recorded functions read.
+
+        The caller's functions are kept, too, and may hold other copies of these tensors.
+        """
         recorded = [each for each in (self.rule.recorded, self.rule.classify) if each is not None]
         return sum(x.nbytes for each in recorded for x in each.tensors)
 
@@ -277,7 +280,7 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
-    """Record a function of `number` int64 tensors; the result reads CPU copies of the tensors that the function reads.
+    """Return a function of `number` int64 tensors as recorded, with CPU copies of the tensors that it reads.
 
     shape: shape of its arguments.
     what: text for the function in errors; "" for the text of a mask_mod, "the custom function" and its name.
@@ -343,27 +346,28 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
 
 
 def rules_of_mask_mod(function: MaskMod, entries: int) -> list[Pattern]:
-    """Return the pattern of a mask_mod in each of `entries` batch entries; one and the same if it does not read them.
+    """Return a list with the pattern of a mask_mod in each of `entries` batch entries.
 
-    Raises TypeError or ValueError as `custom`.
+    It repeats one pattern if the mask_mod does not read b. Raises TypeError or ValueError as `custom` does.
     """
     _refuse_graphs()
     return _from_block_mask.rules_of_mask_mod(function, entries, custom, _reads_entry)
 
 
 def pattern_of_block_mask(block_mask: BlockMask, entries: int) -> Pattern:
-    """Return `custom(block_mask)` for calls of `entries` batch entries, which may share the lists of one.
+    """Return the pattern of a BlockMask, whose mask_mod may read `b`, for calls of `entries` batch entries.
 
-    The mask_mod may then read `b`. Lists for several entries must be for as many.
+    The lists must be for one entry, which all entries then share, or for `entries` entries.
     """
     _refuse_graphs()
     return _from_block_mask.of_block_mask(block_mask, custom, _reads_entry, entries)
 
 
-def text_of_function(function: MaskMod, entries: int) -> str:
-    """Return a text of a mask_mod's operations, with all values that they read.
+def digest_of_mask_mod(function: MaskMod, entries: int) -> str:
+    """Return a digest of a mask_mod's operations and of the values that they read.
 
-    It is equal for functions that are equal in calls of `entries` batch entries.
+    Functions with equal operations and values have equal digests. The digest contains `entries`, the number of batch
+    entries of calls, if the function reads b. Raises TypeError or ValueError if the function cannot be recorded.
     """
     recorded = _recorded_mask_mod(function)
     return _digest(recorded) + f" in {entries} entries" * (_BATCH in recorded.reads)
@@ -380,9 +384,9 @@ def _recorded_mask_mod(function: MaskMod) -> Recorded:
 
 @outside_torch_modes
 def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
-    """Raise TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
+    """Return True if the function's result has an entry for every query and key, False if it broadcasts to them.
 
-    Returns True if its result has an entry for every query and key, False if it broadcasts to them.
+    Raises TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
     """
     if recorded.dtype != torch.bool:
         raise _rule_error(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)

@@ -162,7 +162,7 @@ class Dilated(Pattern):
     def _count_active(self, progression: Progression, begin: Counts) -> Counts:
         """Return the number of active positions in each progression, which must be within one segment.
 
-        begin: first active position of that segment.
+        begin: first active position of each progression's segment.
         """
         return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
 

@@ -43,7 +43,8 @@ _COMPARED_PAIRS = 1 << 28
 class PositionsBelow(Pattern):
     """Pattern that allows every pair, but can only be bound to queries below `queries` and keys below `keys`.
 
-    Binding it to later positions raises ValueError, and so does another number of heads if `heads` is not None.
+    Binding it to later positions raises ValueError, and also binding it to a number of heads other than `heads`, unless
+    `heads` is None.
     """
 
     queries: int = at_least(1)
@@ -93,11 +94,10 @@ def of_block_mask(
 
     custom: makes a pattern of a mask_mod.
     reads_entry: returns True if a mask_mod reads the batch entry `b`.
-    entries: number of batch entries of the calls; None if only the lists say it, which must then be for two entries or
-        more if the mask_mod reads `b`.
+    entries: number of batch entries of the calls; None takes it from the lists, if these are for two entries or more.
 
-    Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice, and if its mask_mod reads
-    `b`, but the number of batch entries is unknown.
+    Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice. Raises ValueError if the
+    mask_mod reads `b` with entries=None and lists for one entry.
     """
     partial, full = partial_and_full_blocks(block_mask)
     if entries is None and len(partial) > 1:
@@ -113,7 +113,7 @@ def _pattern_of_rules(
 ) -> Pattern:
     """Return the pattern of a BlockMask whose mask_mod is rules[b] in batch entry b.
 
-    partial, full: lists for as many entries as there are rules, or for one, which all share.
+    partial, full: lists for one batch entry, which all rules share, or for as many entries as there are rules.
     """
     partial, full = (each.expand(len(rules), -1, -1, -1) for each in (partial, full))
     made: list[Pattern] = []
@@ -130,12 +130,12 @@ def _pattern_of_rules(
 def rules_of_mask_mod(
     function: Any, entries: int | None, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
-    """Return the pattern of a mask_mod in each batch entry; one and the same if it does not read the entry.
+    """Return a list with the pattern of a mask_mod in each batch entry; it repeats one pattern if no entry is read.
 
-    entries: number of batch entries; None, if it is unknown, gives one pattern.
+    entries: number of batch entries; None, if the number is unknown, gives a list of one pattern.
     custom, reads_entry: as in `of_block_mask`.
 
-    Raises ValueError if it reads the entry, and `entries` is None.
+    Raises ValueError if the mask_mod reads the batch entry, and `entries` is None.
     """
     if function is noop_mask:
         return [every()] * (entries or 1)
@@ -161,7 +161,7 @@ def _mask_mod_at_entry(function: Any, entry: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _entry_numbers(batch: int) -> Tensor:
-    """Return arange(batch), one tensor for all calls: patterns combine only if tensors of one name are identical."""
+    """Return arange(batch), the identical tensor in each call, as patterns combine only if tensors of a name are."""
     return torch.arange(batch)
 
 
@@ -191,9 +191,9 @@ def _lists_match_rule(
 ) -> bool:
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    Return False without a comparison if there are more than 2**28 pairs over all heads of the lists, or if the rule
-    differs by head but the lists are for a single head; also if the mask_mod indexes beyond the end of a tensor. A rule
-    that allows every pair is compared at any size.
+    Lists and rule are not compared, and the result is False, if there are more than 2**28 pairs over all heads of the
+    lists, unless `rule` is `every()`; if the rule differs by head but the lists are for a single head; or if the
+    mask_mod indexes beyond the end of a tensor.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():
@@ -240,7 +240,7 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
 
 @outside_torch_modes
 def block_lists(block_mask: BlockMask) -> list[Tensor]:
-    """Return kv_num_blocks and kv_indices of a BlockMask and, if it has both, those of full blocks, on the CPU.
+    """Return [kv_num_blocks, kv_indices] on the CPU, then full_kv_num_blocks and full_kv_indices if both are given.
 
     The results may share memory with the BlockMask's tensors. Raises ValueError for tensors without values, which are
     on the meta device or of a FakeTensorMode.

@@ -32,7 +32,7 @@ Rectangle = tuple[Progression, ...]
 
 
 def fits(step: int, grid: tuple[int, ...]) -> bool:
-    """True if `rectangles` can split arithmetic progressions of row-major positions with this step.
+    """Return True if `rectangles` can split arithmetic progressions of row-major positions with this step.
 
     grid: lengths of the axes, the outermost first.
 
@@ -50,7 +50,7 @@ def hull(progression: Progression) -> Progression:
 
 
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split n progressions of row-major positions into rectangles: products of one progression for each axis.
+    """Yield the rectangles (products of one progression for each axis) that n progressions of positions consist of.
 
     grid: lengths of the axes, the outermost first; `fits` must be True for the step of the progressions.
 
@@ -114,7 +114,7 @@ def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles
 
 
 def joined(*boxes: Rectangle) -> Rectangle:
-    """Return batches of rectangles concatenated into one; along each axis of the grid, their steps must be equal."""
+    """Return batches of rectangles concatenated into one; the batches must have equal steps along each axis."""
     return tuple(
         Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
         for sides in zip(*boxes, strict=True)
@@ -199,7 +199,10 @@ class Axis:
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 
     def _wrap_shifts(self, held: int) -> tuple[int, ...]:
-        """Return all shifts by which parts of an unwrapped window move into a class of `held` places."""
+        """Return the shifts, in places, that bring each part of a window into a class of `held` places.
+
+        The shifts are (0,), or (-held, 0, held) if the axis wraps: parts beyond one end continue at the other.
+        """
         return (-held, 0, held) if self.wraps else (0,)
 
     def count(self, q: Progression, k: Progression) -> Bounds:
@@ -218,7 +221,7 @@ class Axis:
         return Bounds(low, high)
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Return two tensors of shape (n,) that tell which of n boxes of places have equal masks.
+        """Return two integer tensors, with an entry for each of n boxes of places.
 
         Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. For
         boxes in which no window is shifted, the entries depend only on the distance from the first query to the first

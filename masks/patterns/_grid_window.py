@@ -69,10 +69,10 @@ class _AxisOfDistances:
 class GridWindow(OnGrid):
     """Pattern that allows a pair iff along each axis of a token grid query and key are at most `radius` places apart.
 
-    Tokens are in row-major order; `grid` and `radius` have one entry for each axis, the outermost first. `radius` may
-    be a tuple of such radii, for the union of their windows: from one to the next the first entry grows, and others
-    shrink or stay. Radii are limited to the length of their axis minus 1, and windows within other ones are left out,
-    so that equal rules are equal patterns.
+    Tokens are in row-major order; `grid` and `radius` have one entry for each axis, the outermost first. For a union of
+    windows `radius` is a tuple of such tuples; from each to the next the first entry grows, and no other entry grows.
+    Radii are limited to the length of their axis minus 1, and windows that another window contains are left out, so
+    that equal rules are equal patterns.
     """
 
     grid: tuple[int, ...]
@@ -107,7 +107,7 @@ class GridWindow(OnGrid):
 
     @property
     def windows(self) -> _Radii:
-        """The radii of each window: one entry for each axis."""
+        """Return a tuple for each window of the union, with the window's radius along each axis."""
         several: Any = self.radius
         return several if isinstance(several[0], tuple) else (several,)
 
@@ -172,8 +172,8 @@ class GridWindow(OnGrid):
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
         """Return bounds on the allowed pairs between n query rectangles and n key rectangles, paired by index.
 
-        They are exact if queries and keys have equal steps: the pairs whose distance along the first axis is in a
-        window, but not in the one before, are counted with the radii of that window along the other axes.
+        Bounds are exact if queries and keys have equal steps along every axis. Each distance along the first axis is
+        then counted with the first window that contains it, as that one is the longest along the other axes.
         """
         area = prod((q.count * k.count for q, k in zip(queries, keys, strict=True)), start=torch.tensor(1))
         exact = all(q.step == k.step for q, k in zip(queries, keys, strict=True))
@@ -217,7 +217,7 @@ def grid_window(grid: Sequence[int], radius: int | Sequence[int] | Sequence[Sequ
 
     >>> masks.describe(masks.grid_window((4, 4), 1), 16).useful_pairs  # 4, 6 or 9 keys a token
     100
-    >>> frames = masks.grid_window((8, 64), [(1, 63), (7, 3)])  # all of the next frames, and near places of others
+    >>> frames = masks.grid_window((8, 64), [(1, 63), (7, 3)])  # adjacent frames whole, near places of all frames
     """
     if not isinstance(grid, _SEQUENCES):
         raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")

@@ -58,7 +58,6 @@ class Mask(RunTime):
         return MaskTable.of(rows if rows.dim() == 4 else rows[None, None])
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a bool mask of this shape that allows all pairs."""
         return torch.ones(shape, dtype=torch.bool)
 
 
@@ -96,10 +95,10 @@ class MaskTable(Table):
 
     @cached_property
     def _cell_sums(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
-        """(sums, sides): sums[t, i, j] counts the allowed pairs of head t in the first i rows and j columns of cells.
+        """Return (sums, sides): cumulative numbers of allowed pairs by cell, and (queries, keys) of a cell.
 
-        A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell of size 1. All batch
-        entries must share one mask.
+        sums[t, i, j] counts the allowed pairs of head t in the first i rows and the first j columns of cells. A dim of
+        the mask that serves all positions is one cell of size 1. All batch entries must share one mask.
         """
         rows = self.only_row
         sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
@@ -135,12 +134,12 @@ class MaskTable(Table):
 
 
 class _CellRanges(NamedTuple):
-    """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
+    """Ranges of the cells of `MaskTable._cell_sums` along one axis of each of n boxes.
 
-    Cells are those of `MaskTable._cell_sums`; `inner` is empty if its first cell is not before its stop.
-
+    outer: (first, stop) of the cells that cover the box.
+    inner: (first, stop) of the cells inside the box; there are none if stop <= first.
     positions: number of the mask's entries in the outer cells along this axis.
-    times: number of the box's positions that each entry serves: 1, or all of them if the mask's axis has size 1.
+    times: number of positions of the box that an entry serves: 1, or all if the mask's axis has size 1.
     """
 
     outer: tuple[Counts, Counts]
@@ -168,7 +167,7 @@ class _CellRanges(NamedTuple):
 
 
 def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
-    """Return the number of allowed pairs in some cells for each of n boxes; 0 for a box without cells.
+    """Return the number of allowed pairs in a rectangle of cells for each of n boxes; 0 for a box without cells.
 
     sums: as in `MaskTable._cell_sums`.
     table: first index into `sums` for each box.

@@ -136,7 +136,7 @@ class Neighborhood(OnGrid):
         A token's places on all axes are bit fields of one integer, with a guard bit above each field. Two differences
         test a pair: the key's place minus the first place of the window, and the last place of the window minus the
         key's place. The key is in the window on every axis iff no field borrows from its guard bit. Comparisons for
-        each axis would take more registers, so only axes that wrap have some.
+        each axis would take more registers; there are some only for axes that wrap.
 
         Along an axis, places are numbered from 1, residue class by residue class. Keys beyond the grid have place 0,
         and the windows of queries beyond the grid begin after all keys.
@@ -293,12 +293,12 @@ def _limit_windows(values: dict[str, tuple]) -> None:
 
 
 def _window_mask_mod(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
-    """Return the closure (b, h, q, k) -> bool of one axis: True if the key is in the query's window along it.
+    """Return a function (b, h, q, k) -> bool: True if the key is in the query's window along this axis.
+
+    It returns False for queries and keys beyond the grid.
 
     num_tokens: number of tokens of the grid.
     pitch_of_axis: distance in tokens of neighbouring places along the axis.
-
-    False for queries and keys beyond the grid.
     """
     apart = -(-axis.length // axis.rate)  # distance of the places of two classes
     numbers = num_tokens, pitch_of_axis, axis.length, axis.size, axis.rate, axis.stride, axis.lead

@@ -19,8 +19,8 @@ from ..core import (
     Ranges,
     Reason,
     among,
+    evaluate_pairs,
     listing,
-    look_at_pairs,
     span,
     within,
 )
@@ -35,7 +35,7 @@ class AxisWindows(Protocol):
     """The windows of keys that queries see along one axis of a grid."""
 
     def seen(self, first: int, last: int) -> Ranges:
-        """Return the places that the queries at places first to last see, as ascending ranges."""
+        """Return the places that queries at places `first` to `last` (included) see, as ascending ranges."""
         ...
 
     def count(self, q: Progression, k: Progression) -> Bounds:
@@ -46,9 +46,9 @@ class AxisWindows(Protocol):
         ...
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Return two integer tensors of shape (n,) that tell which of n boxes, as in `count`, have equal masks.
+        """Return two integer tensors, with an entry for each of the n boxes of `count`.
 
-        Two boxes do if their entries in both tensors, and the counts and steps of q and of k, are equal.
+        Boxes with equal entries in both tensors, and with equal counts and steps of q and of k, have equal masks.
         """
         ...
 
@@ -109,7 +109,7 @@ class OnGrid(Pattern):
 
     @property
     def _pitches(self) -> list[int]:
-        """Distance in tokens of neighbouring places along each axis."""
+        """Return the distance in tokens of neighbouring places along each axis."""
         return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
 
     def check_tokens(self, queries: range, keys: range) -> None:
@@ -125,7 +125,7 @@ class OnGrid(Pattern):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
             pairs = torch.zeros_like(box.area)
-            look_at_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
+            evaluate_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
             return Bounds(pairs, pairs)
         counted = [self._count_at_once(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
         return Bounds(*(torch.cat([getattr(each, side) for each in counted]) for side in ("low", "high")))
@@ -155,14 +155,13 @@ class OnGrid(Pattern):
         return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
-        """Return tensors of shape (n,) that tell which of n boxes have equal masks.
+        """Return integer tensors, each with an entry for each of the n boxes.
 
-        Boxes with equal entries in all tensors, and equal counts and steps of queries and of keys, have equal masks.
+        Boxes with equal entries in all tensors, and with equal counts and steps of queries and of keys, have equal
+        masks. The entries of a box with more than one rectangle of queries or of keys are its first positions, so that
+        only an equal box matches it.
 
         q, k: rectangles of the boxes' queries and keys.
-
-        If a box has more than one rectangle of queries or of keys, its entries are its first positions, so that only an
-        equal box matches it.
         """
         (q_of, q_one), (k_of, k_one) = q.first_and_is_only(len(box.head)), k.first_and_is_only(len(box.head))
         one = q_one & k_one

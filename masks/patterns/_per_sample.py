@@ -121,7 +121,7 @@ class PerSample(Composite):
 
     @property
     def chosen(self) -> Pattern:
-        """The part that all batch entries follow. Raises ValueError if entries differ."""
+        """Return the part that all batch entries follow. Raises ValueError if their parts differ."""
         return self.parts[int(_require_entry_numbers(self.which).only_row)]
 
     def superset(self) -> Pattern:
@@ -168,13 +168,12 @@ class QueriesFrom(_MethodCall):
         """Return `pattern` with query i at position starts[b] + i in batch entry b.
 
         starts: a tensor, a name under which calls pass it, or an `EntryNumber`.
-        name: name of a tensor, for errors.
-
-        Factors `visible_keys` of `pattern` depend on no query, and stay outside `QueriesFrom`.
+        name: name of the tensor in texts and errors, unless `starts` is a string.
         """
         numbers = starts if isinstance(starts, Pattern) else of_tensor(EntryNumber, starts, name)
 
         def moved(branch: Pattern) -> Pattern:
+            # They do not depend on the query, and `QueriesFrom.check` refuses run-time tensors in its part.
             keys = [factor for factor in branch.factors() if isinstance(factor, VisibleKeys)]
             rest = [factor for factor in branch.factors() if factor not in keys]
             return And.of(QueriesFrom(And.of(*rest), numbers), *keys)
@@ -207,7 +206,7 @@ class QueriesFrom(_MethodCall):
 
     @property
     def start(self) -> int:
-        """The shift of all batch entries. Raises ValueError if entries differ."""
+        """Return the start that all batch entries have. Raises ValueError if their starts differ."""
         return int(_require_entry_numbers(self.starts).only_row)
 
     def below(self, positions: int) -> Pattern:
@@ -270,11 +269,11 @@ def rules_of_entries(pattern: Expression, batch: int) -> list[tuple[slice, Expre
 
 
 def without_start(rule: Expression) -> tuple[Any, int]:
-    """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
+    """Return (rule, q_offset), which together allow the pairs of `rule`, the rule of one batch entry.
 
-    Masks of keys (`KeySet`) have no start; a `queries_from` has its own, every other factor 0. If all starts are equal
-    and there is a `queries_from`, the result is the rule without `queries_from`, and that start; otherwise the
-    unchanged rule, and 0.
+    A `queries_from` has its `start`; every other factor of a branch has start 0, except masks of keys (`KeySet`), which
+    have no start. If all starts are equal and there is a `queries_from`, the rule is returned without `queries_from`,
+    and q_offset is this start. Otherwise the rule is returned unchanged, and q_offset is 0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}

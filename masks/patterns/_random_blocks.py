@@ -35,9 +35,9 @@ _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 class RandomBlocks(TableRule):
     """Pattern that allows a pair iff the query's block drew the key's block, and both positions are below `num_tokens`.
 
-    Each query block of `block` tokens draws `drawn` key blocks. Each head over all devices has a separate draw; with
-    `head` all heads use the draw of that head. `positions`: number of tokens in use, None for all; key blocks are drawn
-    only for query blocks of these tokens.
+    Each query block of `block` tokens draws `drawn` key blocks, separately for each global head, or once for all heads
+    with the draw of global head `head`. `positions`: number of tokens in use, None for all; key blocks are drawn only
+    for query blocks of these tokens.
     """
 
     num_tokens: int = at_least(1)
@@ -92,7 +92,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _num_rows(self) -> int:
-        """Return the number of query blocks that draw key blocks: those below `num_tokens` and below `positions`."""
+        """Return the number of query blocks that draw key blocks: all that begin below num_tokens and `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table_of_first_rows(self, num_heads: int, rows: int) -> BlockTable:
@@ -178,8 +178,8 @@ def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
 
     Floyd's method: for each block m of the last `drawn` blocks, in ascending order, draw a block from 0 to m. Keep it,
     or keep m if the drawn block is already kept: because an earlier draw equals it, or because it is one of the last
-    `drawn` blocks and was kept in place of its own draw. The second case depends on that draw in turn: such chains of
-    draws are followed in doubling steps.
+    `drawn` blocks and was kept in place of its own draw. In the second case, the result depends on that draw, which may
+    depend on an earlier one: these chains are followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index

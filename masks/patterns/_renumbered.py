@@ -360,7 +360,7 @@ class Blockwise(OnePart):
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
         """Return bounds on the allowed pairs of each box, without enumerating its blocks.
 
-        Each block between the ends of a side is assumed to hold as many positions of that side as a block can.
+        Each block between the ends of a side is assumed to hold the most positions of this side that a block can hold.
         """
         sides = [_blocks_spanned(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
@@ -388,7 +388,7 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
 
 def _positions_by_block(positions: Progression, block: int) -> list[tuple[Progression, Counts]]:
-    """Group the positions of n progressions by block; return [(blocks, number of positions in each block), ...].
+    """Return [(blocks, number), ...], which group the positions of n progressions by block.
 
     blocks: n progressions of block numbers.
     number: shape (n,); each block of progression i holds number[i] positions. If number[i] is 0, ignore the blocks.

@@ -88,9 +88,9 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def transported(self, value: Any) -> Tensor:
-        """Return the dense tensor by which calls pass a caller's value: the value itself if it is a dense tensor.
+        """Return a caller's value as the dense tensor that calls pass; a dense tensor is returned unchanged.
 
-        Raises TypeError or ValueError for values of other kinds.
+        Raises TypeError or ValueError for values that the pattern does not take.
         """
         return require_values(self.name, value)
 
@@ -164,7 +164,7 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group windows in which a pattern of this period has equal masks; return the ascending indices of each group.
+        """Return groups of windows in which a pattern of this period has equal masks, each as ascending indices.
 
         Windows of a group have equal numbers of queries and of keys, equal distances from the first query to the first
         key, and equal distances from `counted_from(period)` to the first query. Groups are ordered by their first
@@ -275,8 +275,9 @@ class Table(Pattern):
     def part(self, made: Self, which: str) -> Self:
         """Return `made`, a table of some of this table's values, with this table's source.
 
-        which: text that identifies these values. A part of a placeholder is a placeholder, too, and two of its parts
-            are equal if their `which` is.
+        A part of a placeholder is a placeholder, too; two parts of one placeholder are equal iff their `which` are.
+
+        which: text that identifies the part in a placeholder, such as "table 3".
         """
         if self.known:
             return replace(made, source=self.source)
@@ -284,7 +285,7 @@ class Table(Pattern):
 
     @property
     def only_row(self) -> Shaped[Tensor, "..."]:
-        """The row that all batch entries share. Raises ValueError if rows differ."""
+        """Return the row that all batch entries share. Raises ValueError if rows differ."""
         if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
                 "bounds and block counts need a single batch entry: give the run-time tensor of one entry, such as "
@@ -405,10 +406,10 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """
     if isinstance(tensor, str):
         return kind(tensor, **options)
-    return kind(name, CarriedTensor(converted(name, tensor)), **options)
+    return kind(name, CarriedTensor(as_tensor(name, tensor)), **options)
 
 
-def converted(name: str, value: Any) -> Tensor:
+def as_tensor(name: str, value: Any) -> Tensor:
     """Return `value` as a tensor, unchanged if it is one. Raises TypeError if torch.as_tensor does not convert it."""
     if isinstance(value, Tensor):
         return value

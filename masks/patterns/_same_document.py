@@ -28,7 +28,7 @@ from ..core import (
     parameters,
     pattern_kind,
 )
-from ._run_time import RunTime, Table, Windows, converted, integers, of_tensor
+from ._run_time import RunTime, Table, Windows, as_tensor, integers, of_tensor
 from ._token_values import PADDING, Runs, check_sorted, count_in_runs
 
 # B batch entries (or one for all of them), L positions of queries, then those of keys
@@ -57,7 +57,6 @@ class SameDocument(RunTime):
         return SpanPairs.of(numbers, extent.queries)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return document ids of this shape, of one document."""
         return torch.zeros(shape, dtype=torch.int64)
 
 
@@ -107,7 +106,7 @@ class SpanPairs(Table):
 
     @cached_property
     def sides(self) -> tuple[Runs, Runs]:
-        """(runs of queries, runs of keys), in positions; run i of both is one document.
+        """Return (runs of query positions, runs of key positions); run i of both belongs to one document.
 
         Documents without queries or without keys are left out. All batch entries must share one row.
         """
@@ -165,8 +164,8 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
 
     For self-attention write `documents(ids)`. Raises TypeError for ids without `k_ids` and for a name with `k_ids`,
-    ValueError if the shapes of both do not fit together. When the ids are used, raises ValueError if they decrease or
-    if their number is not that of the positions.
+    ValueError for shapes other than these or unequal batches. When the ids are used, raises ValueError if they decrease
+    or if there is not one id for each position.
 
     >>> masks.describe(masks.same_document([0, 0, 1], [0, 1, 1]), 3).useful_pairs  # 2 x 1 and 1 x 2
     4
@@ -180,7 +179,7 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
             "same_document takes the ids of queries and those of keys, or one name for both together; for "
             f"self-attention write masks.documents(ids); got k_ids={k_ids!r}"
         )
-    q, k = converted("q_ids", q_ids), converted("k_ids", k_ids)
+    q, k = as_tensor("q_ids", q_ids), as_tensor("k_ids", k_ids)
     sizes = {len(ids) for ids in (q, k) if ids.dim() == 2}
     if {q.dim(), k.dim()} - {1, 2} or len(sizes) > 1:
         raise ValueError(

@@ -33,7 +33,7 @@ from ..core import (
 )
 from ._block_list import NOTHING, BlockTable, binary_search, padded
 from ._key_rows import KeyRows, require_tables
-from ._run_time import RunTime, Table, converted, of_tensor
+from ._run_time import RunTime, Table, as_tensor, of_tensor
 
 # B batch entries, T tables, R query blocks (rows), W entries of a row
 
@@ -81,7 +81,9 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """Return (key blocks of each row, ascending and unique, padded with NOTHING (2**30); query block of row 0).
+        """Return (rows, first): key blocks of each row, and the number of the query block of row 0.
+
+        Key blocks of a row are ascending and unique, padded with NOTHING (2**30).
 
         Raises TypeError or ValueError as `first_row` does, and ValueError for key blocks beyond `extent.keys`.
         """
@@ -109,7 +111,7 @@ class SelectedBlocks(RunTime):
         return [_key_rows(entry, self.block, first) for entry in rows]
 
     def first_row(self, tensor: Tensor, extent: Extent) -> int:
-        """Return the query block of the first row; the last row is for the query block of the last query.
+        """Return the number of the query block of row 0, given that the last row is for the last query's block.
 
         Raises TypeError unless the tensor holds integers. Raises ValueError unless its shape is (tables, rows, most) or
         (batch, tables, rows, most), without dims of size 0 and with at most one row for each query block.
@@ -204,7 +206,7 @@ class SelectedTable(Table):
 
     @cached_property
     def _block_table(self) -> BlockTable:
-        """`BlockTable` of the rows; its query positions count from the first query of row 0."""
+        """Return the rows as a `BlockTable` in which the first query of row 0 has position 0."""
         rows = self.only_row
         listed = rows[rows < NOTHING]
         columns = int(listed.max()) + 1 if len(listed) else 1
@@ -250,12 +252,11 @@ class SelectedTable(Table):
 
 
 def require_row(side: int, first: int, rows: int, query: int) -> None:
-    """Raise ValueError if the first query is before the query block of the first row of a table.
+    """Raise ValueError if `query`, the position of a call's first query, is before the query block of a table's row 0.
 
     side: queries of a block.
-    first: query block of row 0.
+    first: number of the query block of row 0.
     rows: number of rows, for the error.
-    query: position of the first query.
     """
     if query < first * side:
         raise ValueError(
@@ -349,7 +350,7 @@ def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_k
     5
     """
     if not isinstance(keys, str):
-        keys = converted(name, keys)
+        keys = as_tensor(name, keys)
         if most is None and keys.dim():
             most = int(keys.shape[-1])
     if most is None:

@@ -162,9 +162,9 @@ class SparseTable(Table):
         return lambda b, h, q, k: find(b, h, q, k)[1]
 
     def finder(self, *, num_heads: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return a function (b, h, q, k) -> (place of the pair in the flattened rows, True if the matrix has the pair).
+        """Return a function (b, h, q, k) -> (index, found) to find pairs in the numbers of all matrices, flattened.
 
-        If the matrix lacks the pair, the place is that of another number.
+        found: True if the matrix has the pair. Then `index` is that of the pair's key, else of another number.
         """
         held, step = self.on(device), self.batch_step(device)
         tables, size = self.rows.shape[1:]
@@ -205,7 +205,7 @@ class SparseTable(Table):
 
     @cached_property
     def _pairs(self) -> Int64[Tensor, " E"]:
-        """Each pair (query, key) of matrix t as the number (t * num_queries + query) * num_keys + key, ascending.
+        """Return the number (t * num_queries + query) * num_keys + key of each pair of each matrix t, ascending.
 
         All batch entries must have equal matrices.
         """
@@ -284,18 +284,18 @@ class SparseTable(Table):
 
 
 def is_sparse(value: Any) -> bool:
-    """True for a sparse tensor of torch in any layout, and for a sparse matrix or array of SciPy."""
+    """Return True for a sparse tensor of torch in any layout, and for a sparse matrix or array of SciPy."""
     return (
         value.layout != torch.strided and not value.is_nested if isinstance(value, Tensor) else hasattr(value, "tocoo")
     )
 
 
 def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor, " E"] | None, int]:
-    """Pack a sparse matrix: return (packed matrices, places, number of values).
+    """Return (packed matrices, places, number of values) of a sparse matrix.
 
-    Each 2-D matrix becomes S numbers, as listed at the top of this module. places[e]: index of pair e, in the order of
-    matrices, rows and keys, among the values that `matrix` holds; None if it repeats an index. The number counts all
-    values that it holds, zeros and repetitions included.
+    Each 2-D matrix becomes S numbers, as listed at the top of this module. Pairs are ordered by batch entry, matrix,
+    query and key; places[e] is the index of pair e among the values that `matrix` holds. `places` is None if `matrix`
+    repeats an index. The number of values includes zeros and repetitions.
 
     matrix: (queries, keys), (batch, queries, keys) or (batch, matrices, queries, keys).
     name: for errors.
@@ -326,7 +326,7 @@ def packed(name: str, matrix: Any) -> tuple[Int64[Tensor, "B T S"], Int64[Tensor
 
 
 def _entries(name: str, matrix: Any) -> tuple[Int64[Tensor, "dims E"], Tensor, tuple[int, ...]]:
-    """Return (indices, values, shape) of a sparse matrix, with its entries in the order in which it holds them."""
+    """Return (indices, values, shape) of a sparse matrix, with entries in stored order. Raises as `packed` does."""
     if not isinstance(matrix, Tensor):
         coo = matrix.tocoo()
         row, column, values = (torch.as_tensor(x.copy()) for x in (coo.row, coo.col, coo.data))

@@ -18,7 +18,7 @@ _FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read 
 
 
 def lists_keys(leaf: Pattern) -> bool:
-    """True for tables that are read as a list of single keys for each query: sparse matrices, blocks of few tokens."""
+    """Return True if a table is read as a list of single keys for each query: a sparse matrix, or small blocks."""
     if isinstance(leaf, SelectedBlocks | SelectedTable):
         return leaf.block[0] <= _FEW_QUERIES and leaf.block[1] <= _FEW_KEYS
     return isinstance(leaf, Sparse | SparseTable)
@@ -42,7 +42,7 @@ class TableSplit:
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
-    """Split a pattern whose only table of keys or blocks is combined by `|`, `&` and `+`; None for other patterns."""
+    """Return the split of a pattern with one table of keys or blocks, combined by `|`, `&` and `+`; else None."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _num_tables(branch)]
     if len(chosen) != 1:
@@ -84,15 +84,16 @@ def _intersection(first: Pattern, second: Pattern) -> Pattern:
 
 
 def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tuple[int, ...]]:
-    """Return (packed, index, shape): the pattern's pairs, and where each finds its value in a tensor of this shape.
+    """Return (packed, index, shape), which map the pairs of a pattern to a tensor with one value for each pair.
 
-    packed: the pairs; its rows hold keys among other numbers.
-    index: for each number of the flattened rows of `packed`: if it is a key, the index of its pair's value in the
-        flattened tensor of values; else 0.
-    shape: for `sparse` with a matrix (E,), in the order of the matrix's E values; for `selected_keys` with a table for
-        all queries, that of the table without the dim of tables: the value of a pair is where the table has its key.
+    packed: the pairs, as packed matrices.
+    index: an entry for each number of the flattened rows of `packed`: for a key, the index of its pair's value in the
+        flattened tensor of values; 0 for a number that is no key.
+    shape: shape of the tensor of values. For `sparse` it is (E,), in the order of the matrix's E values. For
+        `selected_keys` it is that of the table without the dim of tables: each value is at the place of its key.
 
-    Raises TypeError for other patterns, and ValueError for more than one matrix or table, or for repeated pairs.
+    Raises TypeError for other patterns and for tensors passed by name, ValueError for more than one matrix or table,
+    and for repeated pairs.
     """
     if isinstance(pattern, Sparse) and pattern.given is not None:
         rows, places = pattern.given.tensor, None if pattern.places is None else pattern.places.tensor

@@ -51,7 +51,7 @@ class Runs:
     stops: Int64[Tensor, " S"]
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last): index of the first and last run that a progression may meet; first > last if none."""
+        """Return (first, last): a progression meets at most the runs first to last; first > last if it meets none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
@@ -112,15 +112,15 @@ class Spans(Table):
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
         """Return the start of each position's span, on a device: columns 0 to L - 1 for queries, L to 2L - 1 for keys.
 
-        Padding has different values in the two halves, so that one comparison for each pair suffices; more comparisons
-        would exceed a kernel's registers.
+        Padding has different values in the two halves, so that a mask_mod needs one comparison for each pair, and few
+        registers.
         """
         rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
     @cached_property
     def runs(self) -> Runs:
-        """The spans; all batch entries must share one row."""
+        """Return the spans in ascending order, without padding; all batch entries must share one row."""
         starts, sizes = self.only_row.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
         real = starts != PADDING
@@ -201,8 +201,8 @@ class Documents(RunTime):
 class Lengths(RunTime):
     """Pattern that allows a pair iff query and key are both real tokens.
 
-    The run-time tensor `name` has the number of real tokens of each batch entry. They are its first positions, or with
-    padding="left" its last.
+    The run-time tensor `name` has the number of real tokens of each batch entry. Real tokens are at the entry's first
+    positions, or with padding="left" at its last positions.
     """
 
     num_dims = 0
@@ -230,7 +230,6 @@ class Lengths(RunTime):
         return Spans.of(torch.where(real, start, PADDING))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return lengths of this shape that leave no padding."""
         return torch.full(shape, extent.tokens)
 
 
@@ -328,7 +327,6 @@ class VisibleKeys(RunTime):
         return KeySet.of(torch.atleast_2d(visible))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a bool mask of this shape with all keys visible."""
         return torch.ones(shape, dtype=torch.bool)
 
 
@@ -366,9 +364,9 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if visible keys form over 32 runs in some batch entry, but under 25 % of blocks of 128 keys have none.
+        """True if visible keys form over 32 runs in some batch entry, but fewer than 25 % of key blocks are empty.
 
-        The share is that of the blocks of all batch entries together.
+        A block has 128 keys, and is empty if none of them is visible. Blocks of all batch entries count together.
         """
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
@@ -400,9 +398,9 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Pattern in which each query sees exactly the keys that are marked True.
 
     visible: booleans of shape (positions,) or (batch, positions), with positions = k_offset + num_keys: one for each
-        position from 0 to that of the last key. In torch's convention it is `~key_padding_mask`, in that of
-        transformers the attention_mask. Or floats, 0 for True and -inf for False. Or a string, the name under which
-        `attend(bindings=)` passes the tensor.
+        position from 0 to that of the last key, such as torch's `~key_padding_mask` or `attention_mask.bool()` of
+        transformers. Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)`
+        passes the tensor.
     name: name of the tensor in texts and errors, unless `visible` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs

@@ -8,7 +8,7 @@ from ._cache import (
     cache,
     debug_wanted,
     entries_from_environment,
-    in_line,
     log,
     pattern_text,
+    shortened_line,
 )

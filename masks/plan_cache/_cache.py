@@ -44,7 +44,7 @@ class Limits:
                 raise ValueError(f"budget_{unit} must be an integer of at least 0; got {value!r}")
 
     def admit(self, nbytes: int, entries: int) -> bool:
-        """True if this many bytes and entries fit; always False for a disabled cache, of values without bytes too."""
+        """Return True if this many bytes and entries fit; a disabled cache admits nothing, not even 0 bytes."""
         return 0 not in (self.bytes, self.entries) and nbytes <= self.bytes and entries <= self.entries
 
 
@@ -65,11 +65,11 @@ class CacheStats:
     """Counts since the last `clear`, and the current contents of a cache.
 
     hits: number of look-ups that found the value, or found another thread building it.
-    misses: number of look-ups that built it.
+    misses: number of look-ups that built the value.
     evictions: number of entries dropped to stay within the budgets.
     build_seconds: time spent building; builds within builds count once.
-    masters: plans, block lists and other values that are no copies.
-    copies: values made from these for a device, one item for each device.
+    masters: entries of plans, block lists and other values that are no copies.
+    copies: entries of values made from masters for a device, one item for each device.
     limits: budgets in bytes and entries.
     """
 
@@ -349,26 +349,26 @@ def _log_entries(what: str, entries: list[Entry], how: str) -> None:
 
 
 def debug_wanted() -> bool:
-    """True if the library's logger is enabled for DEBUG."""
     return log.isEnabledFor(logging.DEBUG)
 
 
 def pattern_text(text: str) -> str:
-    """Return the first pattern of a text as a Python expression, shortened as by `in_line`; "any pattern" for "".
+    """Return the first pattern of a text as a Python expression, for a line of a log; "any pattern" for "".
 
-    text: JSON texts of patterns, one after another. If the first cannot be read, the result is `text`, shortened.
+    text: JSON texts of patterns, one after another. If the first cannot be read, `text` itself is returned. Both are
+        shortened by `shortened_line`.
     """
     text = text.strip()
     if not text:
         return "any pattern"
     try:
         _, end = json.JSONDecoder().raw_decode(text)
-        return in_line(read_text(text[:end]))
+        return shortened_line(read_text(text[:end]))
     except (ValueError, RecursionError):  # the custom function is gone, or the text nests too deep
-        return in_line(text)
+        return shortened_line(text)
 
 
-def in_line(value: object) -> str:
+def shortened_line(value: object) -> str:
     """Return str(value), shortened to at most 160 characters and an ellipsis."""
     return shortened(str(value), _LONGEST_TEXT)
 

@@ -12,7 +12,7 @@ from ..._torch_private import graph_constant
 from ..core import And, Bound, Every, Expression, Mixture, advises, device_kind, outside_torch_modes, within
 from ..orders import Compact, Folded, Layout, ListedOrder, Part, Placement, residue_rate
 from ..patterns import TableSplit, lists_keys, table_split
-from ..plan_cache import cache, debug_wanted, in_line, log
+from ..plan_cache import cache, debug_wanted, log, shortened_line
 from ..text import read_text
 from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from ._cost import Cost, OperandSizes
@@ -411,7 +411,7 @@ def _log_plan(plan: Plan, kind: str, choice: Choice | None) -> Plan:
             log.debug(
                 "chose %s for %s, over %s",
                 _option_text(best),
-                in_line(best.branch),
+                shortened_line(best.branch),
                 ", ".join(map(_option_text, others)),
             )
     return plan
@@ -426,7 +426,7 @@ def _log_order(bound: Bound, residue: Plan, natural: Plan) -> None:
 
 def _bound_text(bound: Bound) -> str:
     sizes = f"{bound.num_heads:,} heads, {bound.num_queries:,} queries, {bound.num_keys:,} keys"
-    return f"{in_line(bound.pattern)}, {sizes}"
+    return f"{shortened_line(bound.pattern)}, {sizes}"
 
 
 def _plan_text(plan: Plan) -> str:
