@@ -50,7 +50,7 @@ class Ends:
     def by_form(self, rule: Pattern) -> bool:
         """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
 
-        Recognized are
+        The recognized rules are
 
         * causal order and windows without keys after the query, over tokens, or over blocks whose size divides the
           chunk;
@@ -181,8 +181,7 @@ def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: i
     """Yield, ascending and endlessly, each p >= `position` such that no query in [first, p) sees a key at or after p.
 
     sources: the rules by which queries see keys.
-    ends: ends that all these rules have, by which it is known how far ahead keys are searched; p need not be one of
-        them.
+    ends: common ends of the rules: keys are searched up to the next of them; p need not be one.
     first: below position.
     """
     while True:

@@ -28,7 +28,7 @@ class PlannedCounts:
     computed_pairs: pairs in computed blocks.
     full_blocks: whole blocks that allow every pair.
     partial_blocks: other computed blocks.
-    table_bytes: bytes of the block lists.
+    table_bytes: bytes of the block lists; of dense, causal and strip terms, the bytes that lists of them would take.
     """
 
     useful_pairs: int

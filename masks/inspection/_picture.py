@@ -29,14 +29,14 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 
 @dataclass(frozen=True)
 class WindowAxis:
-    """Query or key axis of a window: it shows `slots`, in cells of `cell` slots that are `pixels` pixels long.
+    """Query or key axis of a window: it shows `slots`, in cells of `cell` slots; each cell is `pixels` pixels long.
 
     Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
     """
 
     slots: range
     cell: int
-    pixels: int  # per cell
+    pixels: int
 
     @property
     def first(self) -> int:

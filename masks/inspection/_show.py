@@ -145,7 +145,7 @@ def show(
 ) -> HeatMap:
     """Draw one head of a pattern as text: queries down, keys across; denser characters for more allowed pairs.
 
-    Print the returned HeatMap.
+    Returns a HeatMap; print it to see the picture.
 
     num_tokens: number of queries, and of keys.
     order: "natural", or "residue" for the residue-major order of `masks.layout`.

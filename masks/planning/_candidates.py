@@ -252,7 +252,7 @@ def _has_block_lists(option: Option) -> bool:
 
 
 def _ruled_out_options(options: list[Option]) -> list[Option]:
-    """Return options with block lists whose lower bound on cost exceeds 95 % of the cheapest without lists.
+    """Return the options with block lists whose lower bound on cost exceeds 95 % of the lowest cost without lists.
 
     [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """
@@ -345,9 +345,10 @@ class Candidates:
         return cls(tuple(found.values()), _cheapest_first(list(_joint_options(cheapest, bound, *under))))
 
     def with_chosen_first(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """Return the options for each branch, the chosen one first; None if the choice has other branches or options.
+        """Return the options for each branch, the chosen one first, in the chosen block sizes.
 
-        If the choice is for all branches together, there is a single tuple of options.
+        If the choice is for all branches together, there is a single tuple of options. None if the choice has another
+        number of branches, or names an option that a branch does not have.
         """
         groups = self.branches
         if choice.together:
@@ -373,7 +374,7 @@ def in_each_block_size(option: Option) -> tuple[Option, ...]:
 
 
 def _chosen_first(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """Return the options, first that of this layout name and these block sides; () if there is none."""
+    """Return the options, with the option of this (layout name, block sides) moved to the front; () if none has it."""
     for option in options:
         if option.layout == way[0]:
             for each in in_each_block_size(option):

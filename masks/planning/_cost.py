@@ -84,8 +84,8 @@ def least_seconds(
 ) -> float:
     """Return a lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate
-    of any block size.
+    The bound is the time to compute only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate of
+    any block size.
 
     given: order of the tokens in q, k and v.
     """
@@ -98,7 +98,7 @@ def _cost_of_pairs(
 ) -> Cost:
     """Return the cost of the terms for this number of computed pairs.
 
-    unit_s: seconds of the kernels at one FLOP a pair.
+    unit_s: seconds that the kernels would take for all pairs if a pair needed one FLOP.
     """
     moved = sum(_num_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_num_launches(term, machine.calls_a_list) for term in terms)
@@ -131,7 +131,7 @@ def computed_pairs(term: Term) -> int:
 
 
 def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
-    """Return (number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
+    """Return (number of computed pairs of a term, seconds that its kernel would take if a pair needed one FLOP)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
@@ -174,7 +174,7 @@ def _num_moved_vectors(term: Term, given: Layout, groups: int) -> int:
 
 
 def _num_gathered_heads(term: Term, groups: int) -> int:
-    """Return the number of heads for which keys are copied: query heads, or else key-value heads.
+    """Return how many heads of keys are copied: one for each query head, or one for each key-value head.
 
     Keys are copied for each query head if heads differ in the tokens of their `Compact` or `Padded` order, and always
     for evenly spaced folds of a `Compact` order.

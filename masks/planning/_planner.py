@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def beside_table(self) -> Plan:
-        """The plan of the pairs outside the table; self if `table` is None."""
+        """The plan of the pairs outside the table, without terms if there are none; self if `table` is None."""
         if self.table is None:
             return self
         options = self.options[1:]

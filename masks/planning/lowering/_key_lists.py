@@ -33,7 +33,7 @@ class KeyLists:
     keys: indices of keys in the call, list after list, ascending in each.
     ends: one past the last place of each list in `keys`.
     shape: (b, T, N); b is 1 or the number of batch entries, and heads share tables in consecutive groups of equal size.
-    num_keys: M.
+    num_keys: number of the call's keys, M.
     lag: position of the first query minus that of the first key.
     """
 

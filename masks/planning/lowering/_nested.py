@@ -124,7 +124,9 @@ class _Chain:
         )
 
     def pair_weights(self, offsets: tuple[int, ...]) -> PairWeights:
-        """Return the weights of pairs in a shortest segment: sum of multiplicities of branches with both active.
+        """Return the weights of the pairs in a segment of the first branch.
+
+        A weight is the sum of the multiplicities of the branches in which both tokens are active.
 
         offsets: dilation offset of one head in each branch.
         """
@@ -216,7 +218,7 @@ def _strip_terms(chain: _Chain) -> Iterator[Term]:
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch.
 
-    In causal order, only the rectangles with the keys before the queries.
+    In causal order, rectangles whose keys are after the queries are left out.
     """
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole

@@ -210,8 +210,8 @@ def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
 def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> Any:
     """Return one rule for all batch entries joined to a single sequence, in which run-time documents separate them.
 
-    None if a branch has no run-time documents, or has another factor that does not repeat from entry to entry; sets of
-    visible keys may differ.
+    None if a branch has no run-time documents, or has a factor that does not repeat from entry to entry and is neither
+    run-time documents nor a set of visible keys.
 
     num_tokens: tokens of each entry.
     batch: number of entries.
