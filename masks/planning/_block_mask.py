@@ -180,7 +180,7 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
     * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * block, so that segment / rate
       tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged,
       and so is every segment with padding='zeros'.
-    * `blockwise`: its blocks are rounded up to a multiple of `block`. All pairs of the computed blocks are then allowed.
+    * `blockwise`: its block is rounded up to a multiple of `block`. All pairs of the computed blocks are then allowed.
     * `selected_blocks`: its block sizes are rounded up to a divisor or a multiple of `block`; make the table for the
       rounded sizes. A pattern that carries its table is unchanged.
     * `block_list`: unchanged. Raises ValueError unless its block size divides `block` or is a multiple of it.

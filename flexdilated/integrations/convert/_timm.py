@@ -45,7 +45,7 @@ class Attention(ScaledDotProduct):
         return True
 
 
-def find(name: str, module: Any) -> Candidate | None:
+def candidate_of(name: str, module: Any) -> Candidate | None:
     """Describe a module of timm that computes attention; None for any other module.
 
     name: name of the module in its model.

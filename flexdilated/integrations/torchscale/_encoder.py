@@ -67,7 +67,7 @@ class Sequences(NamedTuple):
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
     def longest(self, q: Float[Tensor, "B H N D"]) -> int:
-        """Number of real tokens of the longest sequence, or, without `lengths`, of all tokens of a sequence.
+        """Return the number of real tokens of the longest sequence; without `lengths`, the number of all its tokens.
 
         q: the queries of this device.
         """

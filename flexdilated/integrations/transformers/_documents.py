@@ -298,12 +298,11 @@ def _on_host(x: Tensor) -> Tensor:
 def _copy_all_to_host(
     positions: Tensor | None, last: Tensor | None, largest: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Copy the arguments, of shapes (B, N), (B, 1) and (1, 1), to the CPU in one transfer, and return them.
+    """Return (positions, last, largest), of shapes (B, N), (B, 1) and (1, 1), copied to the CPU in one transfer.
 
-    All are returned with the largest B among them. In a compiled graph they keep their device and shape. An argument
-    that is None is returned as None.
+    Each is expanded to the largest B among them; None stays None. In a compiled graph they keep their device and shape.
 
-    last: if its batch size is not that of `positions`, its largest number is returned in place of all.
+    last: if its batch size is not that of `positions`, it is replaced by its largest number, of shape (1, 1).
     """
     if last is not None and positions is not None and len(last) != len(positions):
         last = last.amax(0, keepdim=True)
