@@ -136,7 +136,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     Raises ValueError for sizes that the pattern does not accept.
     """
     size.pattern.check_heads(size.num_heads)
-    peaks, most = _peaks(size), longest_bound(size.pattern)
+    peaks, most = _peaks(size), token_limit(size.pattern)
     between = min(_SLOPE_TOKENS[0], most // 2), min(_SLOPE_TOKENS[1], most)
     return {
         "pattern": repr(size.pattern),
@@ -153,7 +153,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
     """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
-    has_line = longest_bound(size.pattern) >= _LINE_TOKENS[1]
+    has_line = token_limit(size.pattern) >= _LINE_TOKENS[1]
 
     @cache
     def predicted(num_tokens: int, in_model: bool) -> AttentionMemory:
@@ -243,6 +243,6 @@ def round_down(num_tokens: int) -> int:
     return num_tokens // unit * unit
 
 
-def longest_bound(pattern: Expression) -> int:
-    """Largest number of tokens that the pattern accepts, at most 2**30; 2**30 if `most_tokens` finds none."""
+def token_limit(pattern: Expression) -> int:
+    """Return the largest number of tokens up to 2**30 that the pattern accepts; 2**30 if `most_tokens` is None."""
     return min(most_tokens(pattern) or _MOST_TOKENS, _MOST_TOKENS)

@@ -28,7 +28,7 @@ class CheckResult:
     """Result of one check of an attention module.
 
     name: a key of `MODULE_CHECKS`.
-    detail: if passed, the tested lengths and a number, such as that of the compared rows; if failed, the shortest
+    detail: if passed, the tested lengths and a total, such as the number of compared rows; if failed, the shortest
         failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
@@ -153,6 +153,7 @@ def examine_attention_module(
         max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
         257, listed in the report.
     lengths: numbers of tokens to test; None: choose them by max_tokens and examples.
+    calls: how to call the module; None for `Calls()`, as module(q, k, v).
     checks: names of the checks to run, None for all `MODULE_CHECKS`.
     skip: names of checks to omit.
     dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.
@@ -161,6 +162,8 @@ def examine_attention_module(
     A check stops at the first failing call; unless `lengths` is given, most checks then search for a shorter failing
     length for up to 5 seconds. If the module raises an exception, the check fails. The dense attention is in float64,
     with the error budgets of `assert_attention_close`.
+
+    Raises TypeError or ValueError for arguments that do not fit, such as a pattern with run-time tensors.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed

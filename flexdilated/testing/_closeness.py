@@ -55,8 +55,8 @@ def assert_attention_close(
     sums must be in float32, while scores, weights and results may be rounded. A row without keys must have output
     exactly 0 and, without sinks, lse -inf.
 
-    gradients: also compare the gradients of q, k and v that follow by autograd from fixed pseudo-random gradients of
-        `out`, and of `lse` if given; the graph is retained.
+    gradients: also compare the gradients of q, k and v, which must require them, that follow by autograd from fixed
+        pseudo-random gradients of `out`, and of `lse` if given; the graph is retained.
     margin: factor on the error budgets.
 
     The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G

@@ -36,8 +36,8 @@ class Check:
     """One check of attention modules.
 
     draws: yields the test cases of a module, usually in ascending order of length.
-    asserts: raises AssertionError if a case is wrong, else returns a number for the report, such as that of its rows.
-    holds: text that follows this number in the report of a passed check.
+    asserts: raises AssertionError if a case is wrong, else returns a number for the report, such as the number of rows.
+    holds: text that follows the sum of these numbers in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
     long: True if the check also runs at `LONG_LENGTHS`.

@@ -64,7 +64,7 @@ def patterns(
     range, which is an error (`attention_sizes(pattern)` avoids it).
 
     max_number: largest segment, stride, count and so on.
-    depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.
+    depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise`, `after` and `before`.
     max_positions: grids have at least this number of tokens.
     closures: also draw functions for `masks.custom`, which have no JSON.
 

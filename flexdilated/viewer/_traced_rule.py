@@ -264,7 +264,10 @@ class _TracedRule:
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
     def _reason(self, *answers: bool) -> dict[str, Any]:
-        """Traced reason (a decision tree) over all paths whose first decisions of truth values are `answers`."""
+        """Return the traced reason, a decision tree over all paths whose first decisions are `answers`.
+
+        Raises UnsupportedError if the rule's reason has more than _MOST_PATHS paths.
+        """
         self._num_paths += 1
         if self._num_paths > _MOST_PATHS:
             raise UnsupportedError(f"a reason with more than {_MOST_PATHS} paths")
