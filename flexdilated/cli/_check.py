@@ -117,7 +117,7 @@ def _steps(
         return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
 
     def in_two_calls(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention in two calls: the first third of the queries, then the rest. Fewer than 3 queries take one call."""
+        """Return attention of two calls, one for the first third of the queries; below 3 queries, of one call."""
         cut = q.shape[2] // 3
         places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]

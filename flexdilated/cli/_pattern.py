@@ -191,9 +191,10 @@ def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
 def most_tokens(pattern: Expression) -> int | None:
     """Return the largest number of tokens that the pattern accepts, such as that of its grid.
 
-    The search starts at the largest power of two that the pattern accepts, else at the largest that it accepts up to
-    4096. It assumes that the pattern accepts all numbers from there to the result. Returns None if it accepts none of
-    these numbers, or if it accepts LARGEST.
+    Returns None if the pattern accepts LARGEST, and if it accepts no power of two and no number up to 4096.
+
+    The search starts at the largest power of two that the pattern accepts, else at the largest number up to 4096. It
+    assumes that the pattern accepts all numbers from there to the result.
     """
 
     def binds(num_tokens: int) -> bool:

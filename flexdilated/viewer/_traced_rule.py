@@ -195,7 +195,10 @@ class _OperationTracer(TorchDispatchMode):
         return program.operation(name, *nodes)
 
     def _truth_node(self, node: int, value: Any) -> int:
-        """Index of the truth value of `node`, which traces `value`: `node` if `value` is boolean, else node != 0."""
+        """Return the index of the node for the truth of `value`, traced as `node`: `node` itself if `value` is boolean.
+
+        For numbers it is the node of node != 0.
+        """
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 

@@ -86,7 +86,7 @@ def causal_by_form(rule: Pattern) -> bool:
 def later_pair(source: RowSource) -> tuple[int, int] | None:
     """Return positions (query, key) of an allowed pair whose key is after its query; None if none is found.
 
-    Rules that are causal by their form are not searched, others among the first 2048 positions.
+    Rules that are causal by their form are not searched; other rules are searched among the first 2048 positions.
     """
     return None if causal_by_form(source.rule) else _first_pair_ahead(source, _LEAST_TRIED)
 
@@ -164,9 +164,10 @@ def _covered_positions(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], num
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return an allowed pair (query, key) with the largest key in `keys` that one of `queries` sees, or None.
+    """Return the pair (query, key) with the largest key among those that any rule allows; None if there is none.
 
-    queries, keys: consecutive positions.
+    sources: the rules.
+    queries, keys: consecutive positions, to which the pair belongs.
     """
     pairs = []
     for source in sources:
@@ -182,7 +183,7 @@ def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: i
 
     sources: the rules by which queries see keys.
     ends: common ends of the rules: keys are searched up to the next of them; p need not be one.
-    first: below position.
+    first: the first of the queries, below `position`.
     """
     while True:
         while pair := seen_ahead(sources, range(first, position), range(position, ends.next(position))):

@@ -50,9 +50,9 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 class BranchDescription(PlannedCounts):
     """One distinct branch of a pattern: its counts over all heads, and the options the planner compared.
 
-    multiplicity: number of branches equal to this one, itself included. `useful_pairs` is the sum over all of them;
-        the other counts are those of one.
-    options: ways to compute it, the chosen one first.
+    multiplicity: number of branches equal to this one, itself included. `useful_pairs` is the sum over these branches;
+        the other counts are for a single branch.
+    options: ways to compute the branch, the chosen one first.
 
     If the planner computes all branches together, a single BranchDescription covers them all. If the engine reads a
     table of keys or blocks, as in `describe` for CPU, the first BranchDescription is of the table's pairs, and the

@@ -261,10 +261,10 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """Return the lines of the title, each of at most `letters` letters, then the sizes, in up to 15 % longer lines.
+    """Return the lines of the title, of at most `letters` letters, then lines of the sizes, which may be 15 % longer.
 
-    Without a title from the caller, the title is the pattern's expression, cut to 3 lines. With one, the sizes are left
-    out if that title is empty or there is no legend.
+    The title is `picture.title` or, if that is None, the pattern's expression, cut to 3 lines. The sizes are left out
+    if `picture.title` is "", or is given without a legend.
     """
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")

@@ -116,8 +116,8 @@ def plan(
 
     allowed: kinds of terms that the engine can run.
     operands: sizes of the tensors; None for the device's usual ones.
-    layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
-        the copies, in natural order: see `Plan.layout`.
+    layout: order of the tokens in q, k and v; None for natural order. The plan's `layout` is this order or, if that is
+        cheaper including the copies, natural order.
     choice: options to take in natural order instead of the cheapest, if the pattern has all of them.
     """
     kind = torch.device(device).type

@@ -158,7 +158,7 @@ def _unsupported(module: Any) -> str:
 
 
 def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
-    """Describe a module of diffusers that computes attention by a processor; None for any other module.
+    """Return the `Candidate` of a module of diffusers that computes attention by a processor; None for other modules.
 
     name: name of the module in `model`.
 

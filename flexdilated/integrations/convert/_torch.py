@@ -63,7 +63,7 @@ class TransformerEncoder(Converted):
 
 
 def candidate_of(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
-    """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
+    """Return the `Candidate` of a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
 
     name: name of the module in `model`.
 

@@ -99,7 +99,7 @@ class Attend(Converted):
 
 
 def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
-    """Describe a module of x-transformers' class `Attention`; None for any other module.
+    """Return the `Candidate` of a module of x-transformers' class `Attention`; None for any other module.
 
     name: name of the module in `model`.
 

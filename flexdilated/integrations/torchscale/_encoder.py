@@ -88,7 +88,10 @@ Heads = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, 
 
 
 def require_batch(name: str, x: object, dims: str, width: int) -> None:
-    """Raise TypeError or ValueError unless x is a tensor of 3 dims: the two that `dims` names, then width."""
+    """Raise TypeError or ValueError unless x is a tensor of 3 dims, the last of size `width`.
+
+    name, dims: names of the tensor and of its first two dims in the error, such as "x" and "batch, tokens".
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}: write torch.as_tensor({name})")
     if x.dim() != 3 or x.shape[2] != width:

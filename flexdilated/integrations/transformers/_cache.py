@@ -224,7 +224,7 @@ class _Layer(CacheLayerMixin):
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
         """Return the `Reader` that attends by `rule` from queries at positions `tokens`.
 
-        One is made for each rule, number of heads and scale.
+        A reader of this or the previous update is reused if its rule, number of heads and scale are equal.
 
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
@@ -389,7 +389,7 @@ def _unsupported_layer(kind: str) -> ValueError:
 
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
-    """Rules by which the readers attend, which determine the keys to keep; without readers, one that keeps all keys."""
+    """Return the rules by which the readers attend; without readers, [causal order], by which all keys are kept."""
     return [source for reader in readers.values() for source in reader.sources] or _ALL_KEYS
 
 

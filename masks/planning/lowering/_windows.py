@@ -179,9 +179,10 @@ def _simplify_local_windows(rest: Pattern, q: range, k: range) -> Pattern:
 def _terms_of_small_window(
     rest: Pattern, multiplicity: int, part: Bound, cheapest_terms: CheapestTerms, *, any_number: bool
 ) -> Sequence[Term]:
-    """Return the terms of a small window, without comparing costs.
+    """Return the terms of the rule `rest` in a small window, chosen without comparing costs.
 
-    They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
+    They are the terms of windows inside this window, if the rule has such windows; else `compact_terms`, if the rule
+    has them; else one term over all tokens in natural order.
     """
     split = split_into_windows(rest, part)
     terms = None if split is None else window_terms(*split, multiplicity, part, cheapest_terms, any_number=any_number)
