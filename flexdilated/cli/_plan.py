@@ -130,10 +130,10 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Compute bytes per token, and the longest sequence in tokens for each budget in bytes, as a dict for JSON.
+    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence for each budget in bytes.
 
-    Both are by use: "attention, inference", "model, training" and so on. size: its num_tokens is ignored.
-    Raises ValueError for sizes that the pattern does not accept.
+    Bytes and sequences, in tokens, are given for each use: "attention, inference", "model, training" and so on.
+    size: its num_tokens is ignored. Raises ValueError for sizes that the pattern does not accept.
     """
     size.pattern.check_heads(size.num_heads)
     peaks, most = _peaks(size), token_limit(size.pattern)
@@ -163,8 +163,8 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
         """Predict the memory of a call of `attend`.
 
-        If the pattern accepts _LINE_TOKENS[1] tokens, it is extrapolated from _LINE_TOKENS[0] tokens on, along the line
-        through the calls of these two numbers of tokens.
+        If the pattern accepts _LINE_TOKENS[1] tokens, the memory of more than _LINE_TOKENS[0] is extrapolated, linearly
+        from the calls of these two numbers of tokens.
 
         in_model: True for the call in a layer of the model.
         """

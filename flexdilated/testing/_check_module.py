@@ -269,9 +269,9 @@ def _run_cases(check: Check, subject: Subject) -> str:
 
 
 def _shortest_failure(check: Check, subject: Subject) -> str | None:
-    """Search for a shorter failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
+    """Return the text of the failure at the shortest failing length that is found within _SHRINK_S seconds.
 
-    Returns the text of the failure at the shortest that is found; None if no run of the search failed.
+    None if no length fails in the search. In the check "lengths", pairs of lengths are searched.
     """
     until, found = monotonic() + _SHRINK_S, {}
 

@@ -31,12 +31,12 @@ def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
 def lengths(
     around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
 ) -> st.SearchStrategy[int]:
-    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. They shrink towards 1.
+    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. The numbers shrink towards 1.
 
     around: edges, which are lengths at whose multiples a result may change; or a pattern, to use its `edges_of`.
     blocks: further edges, such as block sizes.
 
-    Near an edge: 1 to 4 times the edge, or one less or more. The other half are 1, max_tokens or any.
+    Numbers near an edge are 1 to 4 times the edge, or one less or more. The other half are 1, max_tokens or any number.
     """
     require_int("max_tokens", max_tokens, minimum=1)
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)

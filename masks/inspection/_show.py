@@ -231,9 +231,9 @@ class Grid:
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     """Return a grid of cells over a window of query and key slots, for a picture of at most `lines` lines of cells.
 
-    If the canvas has room for all pairs, each pair is a cell. Otherwise there are as many cells as fit while a key is
-    drawn about as wide as a query is high, where a character counts as twice as high as wide; a narrow side still gets
-    up to 6 cells.
+    If the canvas has room for all pairs, each pair is a cell. Otherwise there are as many cells as fit with queries and
+    keys at about one scale, where a character is twice as high as wide; an axis that is much shorter still gets up to 6
+    cells.
     """
     queries, keys = map(len, window)
     rows, _ = _labels(window, (lines, canvas.columns))

@@ -41,7 +41,7 @@ class Allowed:
     masks: terms that compute all pairs of few tokens, under a dense mask.
     residues: terms over all tokens in residue-major order.
     lists_only: the kernels take only block lists: there are no terms over gathered tokens, no split causal terms and
-        no dense masks. Dilated segments have the terms of `padded_terms`, if their rules fit.
+        no dense masks. Dilated segments are computed by `padded_terms`, where it takes their rules.
     """
 
     shared_rows: bool = True

@@ -251,8 +251,8 @@ class LongNetEncoder(nn.Module):
 class EncoderLayer(nn.Module):
     """Layer of the encoder, (B, N, E) -> (B, N, E): x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    In training, a batch entry skips each of the two with a probability that grows linearly from 0 in the first layer to
-    config.drop_path in the last.
+    In training, a batch entry skips the attention, and also the feed-forward, with a probability that grows linearly
+    from 0 in the first layer to config.drop_path in the last.
 
     index: number of the layer in the encoder, from 0.
 

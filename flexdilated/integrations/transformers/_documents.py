@@ -52,9 +52,9 @@ class ModelCall:
     given: arguments of the pass, by name.
     outer: the running pass of the model that contains this model; None if there is none.
 
-    Attribute `positions`: the position_ids among the arguments, as (B, N); None if the arguments have none, although
-    the model then makes its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if
-    these are None or are for equally many tokens.
+    Attribute `positions`: the position_ids among the arguments, as (B, N); None if the arguments have none and the
+    model makes its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if these are
+    None or are for equally many tokens.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
@@ -139,10 +139,9 @@ class ModelCall:
         self.last_position = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Largest number, (1, 1), in the 2-D attention masks that are arguments of the outermost pass.
+        """Return the largest number, as (1, 1), in the 2-D masks of numbers among the outermost pass's arguments.
 
-        Boolean masks are left out. None if no mask is left, and in every call of this method after the first one within
-        the outermost pass.
+        None if it has no such masks, and in all calls of this method after the first within the outermost pass.
         """
         outermost = self
         while outermost.outer is not None:

@@ -97,9 +97,10 @@ class KeyLists:
     def stop(self, end: int) -> int:
         """Return n: under a dense mask, queries before query `end` are computed with keys 0 to n - 1.
 
-        These are all keys, or with causal lists the keys up to the position of query end - 1, at least one. n depends
-        on no further property of the lists: otherwise later tokens could change the rounding of earlier results.
+        With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
         """
+        # n depends on no further property of the lists: otherwise later tokens could change the rounding of earlier
+        # results.
         return min(max(1, end + self.lag), self.num_keys) if self.is_causal else self.num_keys
 
     @cached_property

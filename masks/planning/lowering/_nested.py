@@ -138,10 +138,11 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Return (branch, phases): tokens of this level are at a distance in `phases` after an active token of branch.
+        """Return (branch, phases): the tokens of this level follow an active token of `branch` at a distance in phases.
 
-        A token's level is the last branch in which it is active. The result is (last branch, only 0) for the last
-        level, and for other levels (next branch, the multiples of this level's rate above 0 and below the next rate).
+        A token's level is the last branch in which it is active. For the last level, `branch` is the last branch and
+        the only phase is 0. For another level, `branch` is the next branch, and the phases are the multiples of the
+        level's own rate above 0 and below the next rate, e.g. rates (1, 4) -> (1, range(1, 4)) for level 0.
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -175,7 +176,7 @@ class _Rectangle(NamedTuple):
 
 
 def _dilated_and_rest(branch: Pattern) -> tuple[Dilated | None, Pattern]:
-    """Return (dilated factor, `causal` or `every`) of dilated segments, causal or not; else (None, branch)."""
+    """Return (dilated factor, `every` or `causal`) if the branch is their intersection; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
