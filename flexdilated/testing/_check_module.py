@@ -242,7 +242,7 @@ def _run_check(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
 
 
 def _run_cases(check: Check, subject: Subject) -> str:
-    """Run all cases of a check; return the tested lengths and the total that `check.asserts` returns, as text.
+    """Run all cases of a check; return as text the tested lengths, and the sum of the numbers of `check.asserts`.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
     """

@@ -434,9 +434,9 @@ def _propagated_errors(
 ) -> dict[str, Tensor]:
     """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
-    sent (B, H, N, 1): magnitude of grad_out · out, which the softmax's backward subtracts: the sum of the absolute
-        values of its terms for bounds, a root of a sum of squares for independent errors; None without gradients.
-    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors.
+    sent: (B, H, N, 1), magnitude of grad_out · out, which the softmax's backward subtracts; None without gradients.
+    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors;
+        `sent` is summed in the same way.
     """
     limits = {"out": product(errors, inputs.v)}
     if sent is not None:

@@ -85,7 +85,7 @@ def mixtures(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for mixtures, in which a pair may count several times: sums of patterns, and LongNets.
 
-    A LongNet may be intersected with a set pattern, or moved by `after`; one of a single branch is a set pattern.
+    A LongNet may be intersected with a set pattern, or moved by `after`. A LongNet of one branch is a set pattern.
     Arguments as for `patterns`.
     """
     return _Grammar(num_heads, max_number, max_positions, closures).mixtures()

@@ -242,7 +242,7 @@ class _TracedRule:
 
     written, bound: the rule with the names of run-time tensors, and with their values.
     nodes: indices of the nodes of head, query and key.
-    plain_pair: a pair with the rule's number of heads and unit of positions.
+    plain_pair: a pair with the number of heads and the `unit` of positions of the rule; its positions are not used.
     node: index of the node that is true if the rule allows the pair.
     """
 

@@ -79,7 +79,7 @@ def count_cells(
     sides: tuple[int, int] = (1, 1),
     order: Layout | None = None,
 ) -> Cells:
-    """Count one head's allowed pairs in each cell of a grid over a window of queries and keys.
+    """Return the counts of one head's allowed pairs in each cell of a grid over a window of queries and keys.
 
     num_keys: None for num_tokens, the number of queries.
     queries, keys: the window, in slots of `order`; None for all.
@@ -172,7 +172,7 @@ def _count_every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
 
 
 def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
-    """Count the allowed pairs of each cell: split its pairs into boxes of positions, and add up the boxes' counts.
+    """Return the counts of allowed pairs of all cells, flat: for each cell the sum over boxes of positions in it.
 
     A box whose bounds are not exact is cut into parts; of several such boxes that differ by whole periods of the rule,
     only one is cut. If there are too many boxes, returns the result of `_estimate_by_samples`.
@@ -203,7 +203,7 @@ def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> 
 
 
 def _estimate_by_samples(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
-    """Estimate the count of each cell from sampled pairs, with trivial bounds (0 and all pairs)."""
+    """Return the counts of all cells, flat: estimates from sampled pairs, with trivial bounds (0 and all pairs)."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
     each, allowed_shares = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []

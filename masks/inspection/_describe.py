@@ -147,11 +147,11 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def order_gain(self) -> float | None:
-        """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by their number in a sorted order.
+        """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting tokens.
 
-        The sorted order is reverse Cuthill-McKee, computed by SciPy. None if the chosen layouts have no block lists,
-        as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on and
-        has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
+        Tokens are sorted in reverse Cuthill-McKee order, computed by SciPy. None if the chosen layouts have no block
+        lists, as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on
+        and has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None
@@ -213,7 +213,7 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Count the pairs that a pattern allows, and the pairs that kernels compute in the layout that the planner chooses.
+    """Return counts of the pairs that a pattern allows, and of those that kernels compute as the planner chooses.
 
     Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
 

@@ -184,8 +184,8 @@ class Panel:
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
     """Return the panel of one head in one order, "natural" or "residue".
 
-    Raises ValueError if the pattern does not fit the picture's numbers of heads and tokens, or if its mask_mod fails in
-    the window or in a block of its border.
+    Raises ValueError if the pattern does not fit the picture's numbers of heads and tokens, or if its mask_mod is
+    undefined for a position in the window or in a block that overlaps the window.
     """
     pattern = picture.pattern if picture.block is None else picture.pattern.union
     residue = layout(picture.pattern, picture.num_tokens)

@@ -212,7 +212,7 @@ def _side_text(edges: Tensor, one: str, many: str) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of cells: a cell is `width` characters wide, and one line high, or half a line with `halves`."""
+    """Grid of cells: a cell is `width` characters wide, and one line high or, if `halves` is True, half a line."""
 
     rows: int
     columns: int

@@ -29,7 +29,7 @@ class OperandSizes(NamedTuple):
     def usual_on(kind: str) -> OperandSizes:
         """Return sizes to assume for a call on a kind of device, such as "cpu", if its tensors are not known yet.
 
-        Head dim 64 and one query head per key-value head; 4-byte elements on CPU, 2-byte elements elsewhere.
+        These are head dim 64, one query head per key-value head, and elements of 4 bytes on CPU, 2 bytes elsewhere.
         """
         return _SINGLE if device_kind(kind).on_host else _HALF
 
@@ -72,7 +72,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
     given: order of the tokens in q, k and v.
 
-    The machine's rates are those at one head dim and dtype, and are used for all.
+    The machine's rates are for one head dim and dtype, and are used for all head dims and dtypes.
     """
     work = [_pairs_and_unit_seconds(term, machine) for term in terms]
     unit_s = sum((unit_s for _, unit_s in work), 0.0)

@@ -271,7 +271,7 @@ _IN_PLACE = "convert(model, pattern) changes the model in place, so use the mode
 class Report:
     """Result of `convert`: the attention modules that it converted, and those that keep their original attention.
 
-    Both are in the order of `model.named_modules()`. Prints as one table each; an empty one is omitted.
+    Both are in the order of `model.named_modules()`. str() has a table of each, without tables that would be empty.
     """
 
     replaced: tuple[Replaced, ...]

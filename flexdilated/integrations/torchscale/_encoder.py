@@ -382,9 +382,9 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if the outputs of the branch (segment length, dilation rate) must be shifted to other tokens.
+        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to later tokens.
 
-        Without padding="zeros" no branch is shifted.
+        It does with padding="zeros", if the rate does not divide the segment length and there are several segments.
         """
         # torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at
         # the end of the sequence, so outputs after the first segment move to later tokens.

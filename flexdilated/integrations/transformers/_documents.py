@@ -158,10 +158,10 @@ class ModelCall:
             _refuse_if(several, f"{_ERROR_START} {name} mixes tokens outside of its attention: {_ROWS_ADVICE}")
 
     def end(self, output: Any) -> None:
-        """Finish the pass: if any sequence has several documents, store _SEVERAL on the cache, for the next pass.
+        """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
 
-        A graph stores numbers in any case: _SEVERAL, or, if each sequence is one document, the position of each
-        sequence's last token.
+        If any sequence has several documents, _SEVERAL is stored in place of all positions. Nothing is stored in a pass
+        without position_ids or cache.
 
         output: result of the forward, which has the cache if the arguments have none.
 

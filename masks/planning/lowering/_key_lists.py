@@ -28,7 +28,7 @@ _QUERIES_AT_ONCE = 256  # queries that are taken to be computed together under a
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """The keys of each query: list (e * T + t) * N + n is that of query n in batch entry e, for the heads of table t.
+    """Lists of keys: list (e * T + t) * N + n has the keys of query n in batch entry e, for the heads of table t.
 
     keys: indices of keys in the call, list after list, ascending in each.
     ends: one past the last place of each list in `keys`.
