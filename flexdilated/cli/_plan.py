@@ -18,7 +18,7 @@ from ..distributed.wire import CodecName
 from ..masks.core import LARGEST, Expression, bytes_text, tokens_text
 from ..memory import LARGEST_RUN, AttentionMemory
 from ..nn import ModelMemory, attention_size, model_memory
-from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, refusals
+from ._pattern import MOST_HEADS, add_pattern_arguments, as_usage_errors, asked_from, most_tokens
 from ._terminal import CommandParser, UsageError
 
 Peak = Callable[[int], int]
@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace) -> int:
         "layers": None if options.ranks else options.layers or _LAYERS,
     }
     training = {"dropout_p": options.dropout_p}
-    with refusals():
+    with as_usage_errors():
         if options.budget is not None:
             size = PlanSize(pattern=asked.pattern, num_tokens=asked.num_tokens, **sizes, **training)
             data = budget_data(size, BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),))
@@ -145,7 +145,10 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
         **{name: getattr(size, name) for name in ("device", "dropout_p", "layers", "embed_dim")},
         "bytes_a_token": {name: slope(peak, between) for name, peak in peaks.items()},
         "longest": [
-            {"budget_bytes": budget, **{name: longest(peak, budget, most=most) for name, peak in peaks.items()}}
+            {
+                "budget_bytes": budget,
+                **{name: longest_sequence(peak, budget, most=most) for name, peak in peaks.items()},
+            }
             for budget in budgets
         ],
     }
@@ -208,7 +211,7 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
     return f"{data['pattern']}\n{size.heads_text}, {kind}\n\n{table}\n\n{note}"
 
 
-def longest(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> int:
+def longest_sequence(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> int:
     """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
 
     peak: bytes as a function of tokens. It is evaluated at powers of 4 from 2**10 to 2**24, and at `most` if that is

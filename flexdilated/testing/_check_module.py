@@ -14,7 +14,7 @@ from tabulate import tabulate
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
-from ._inputs import KINDS, LONG_LENGTHS, length_text, lengths_for, takes
+from ._inputs import KINDS, LONG_LENGTHS, accepts_length, length_text, lengths_for
 from ._module_checks import MODULE_CHECKS, Check
 from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, first_lines
 
@@ -203,7 +203,9 @@ def examine_attention_module(
     where = torch.device(device)
     subject = Subject(factory, pattern, calls, num_heads, groups, head_dim, tried, dtype, where, seed)
     long = LONG_LENGTHS if max_tokens is None and lengths is None else ()
-    longer = replace(subject, lengths=(*tried, *(length for length in long if takes(pattern, num_heads, length))))
+    longer = replace(
+        subject, lengths=(*tried, *(length for length in long if accepts_length(pattern, num_heads, length)))
+    )
     subjects = [longer if check.long else subject for check in chosen]
     results = tuple(
         _run_check(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True)
@@ -286,7 +288,7 @@ def _shortest_failure(check: Check, subject: Subject) -> str | None:
                 found[lengths] = str(failed)
         return found.get(lengths) is not None
 
-    taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
+    taken = [n for n in range(1, subject.lengths[-1] + 1) if accepts_length(subject.pattern, subject.num_heads, n)]
     if check.name == "lengths":
         pairs = ((shorter, longer) for longer in taken[:_PAIRED_LENGTHS] for shorter in taken if shorter < longer)
         failed = next((pair for pair in pairs if fails(*pair)), None)

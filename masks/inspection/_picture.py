@@ -44,7 +44,7 @@ class WindowAxis:
         return self.slots.start // self.cell * self.cell
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         return -((self.first - self.slots.stop) // self.cell)
 
     @property
@@ -148,7 +148,7 @@ class WindowBlocks:
     def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
         """Return the state (EMPTY, PARTIAL or FULL) of the block that contains each cell of the window."""
         rows, columns = (
-            (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
+            (axis.first + axis.cell * torch.arange(axis.num_cells)) // side - slots.start // side
             for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
         )
         return self.state[rows][:, columns]

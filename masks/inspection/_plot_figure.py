@@ -116,7 +116,7 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
     Blocks whose sides have at least 12 pixels are separated by lines.
     """
     q, k = picture.window
-    extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
+    extent = (k.first, k.first + k.cell * k.num_cells, q.first + q.cell * q.num_cells, q.first)
     colors = (paint(panel, picture.window) * 255).round().to(torch.uint8)
     axes.imshow(colors.numpy(), extent=extent, aspect="auto", interpolation="none")
     axes.set_xlim(k.slots.start, k.slots.stop)

@@ -66,7 +66,7 @@ class Sequences(NamedTuple):
         visible = on_host(without_padding(every(), key_padding_mask, shape))
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
-    def longest(self, q: Float[Tensor, "B H N D"]) -> int:
+    def longest_length(self, q: Float[Tensor, "B H N D"]) -> int:
         """Return the number of real tokens of the longest sequence; without `lengths`, the number of all its tokens.
 
         q: the queries of this device.
@@ -353,7 +353,7 @@ class DilatedSelfAttention(nn.Module):
         for some segment lengths with config.padding set: see `_shifts`.
         """
         q, k, v = self.project(x)
-        config, N = self.config, sequences.longest(q)
+        config, N = self.config, sequences.longest_length(q)
         branches = list(zip(config.segment_lengths, config.dilation_rates, strict=True))
         shifting = [(segment, rate) for segment, rate in branches if self._shifts(segment, rate, N)]
         if shifting and sequences != WHOLE:
@@ -422,7 +422,7 @@ class DilatedSelfAttention(nn.Module):
         Both are shifted as in torchscale if `_shifts` is True.
         """
         N, options = q.shape[2], self._options()
-        if not self._shifts(segment, rate, sequences.longest(q)):
+        if not self._shifts(segment, rate, sequences.longest_length(q)):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
             return self._attend(q, k, v, pattern, sequences, return_lse=True)
         # Zeros are inserted as tokens, so all zero keys take part; output row p is row p of the longer sequence.

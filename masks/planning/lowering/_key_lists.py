@@ -94,7 +94,7 @@ class KeyLists:
         query = torch.arange(len(self.ends), device=self.ends.device).repeat_interleave(self.counts) % self.shape[2]
         return not len(self.keys) or bool((self.keys - query).max() <= self.lag)
 
-    def stop(self, end: int) -> int:
+    def num_masked_keys(self, end: int) -> int:
         """Return n: under a dense mask, queries before query `end` are computed with keys 0 to n - 1.
 
         With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
@@ -108,7 +108,7 @@ class KeyLists:
         """Number of pairs, of one head and all batch entries, that are computed under dense masks of 256 queries."""
         entries, _, queries = self.shape
         ends = [min(queries, begin + _QUERIES_AT_ONCE) for begin in range(0, queries, _QUERIES_AT_ONCE)]
-        return entries * sum((end - begin) * self.stop(end) for begin, end in pairwise([0, *ends]))
+        return entries * sum((end - begin) * self.num_masked_keys(end) for begin, end in pairwise([0, *ends]))
 
     def favours_gather(self, num_heads: int, num_kv_heads: int) -> bool:
         """True if ATen is predicted to take no longer for gathered keys than for a dense mask."""
@@ -121,7 +121,7 @@ class KeyLists:
     ) -> TableWork:
         """Return the work of the call, for keys and values of `width` channels of `element_bytes` bytes.
 
-        gathers: True if only listed keys are computed, False for keys 0 to `stop` - 1 under a dense mask.
+        gathers: True if only listed keys are computed, False for the first `num_masked_keys` keys under a dense mask.
         copies: True if listed keys are copied into blocks, False for one kernel that reads each in place.
         """
         entries, tables, queries = self.shape

@@ -153,7 +153,7 @@ class TableProblems:
         return self.bound.num_queries <= _FEW_QUERIES or self.queries_per_problem > 1
 
     @cached_property
-    def reads_few(self) -> bool:
+    def lists_few_keys(self) -> bool:
         """True if the listed keys are at most half as many as all keys, as in a decoding step.
 
         They are then gathered one by one, and not all keys are copied into blocks first. False unless `gathers`.
