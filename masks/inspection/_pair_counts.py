@@ -44,7 +44,7 @@ class PlannedCounts:
 
 
 def sums_by_field(counts: Sequence[PlannedCounts]) -> dict[str, int]:
-    """Return the sums over `counts`, by name of the field of PlannedCounts."""
+    """Return {name: sum over `counts`} for each field of PlannedCounts."""
     return {name: sum(getattr(each, name) for each in counts) for name in COUNT_FIELDS}
 
 

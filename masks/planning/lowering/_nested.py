@@ -54,9 +54,8 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     branches: {branch: how often it counts}. The branches are dilated segments that nest: each segment length and rate
         divides the next, and a token that is active in a branch is active in all earlier ones.
 
-    The level of a token is the last branch in which it is active. A pair is allowed by the branches from `first` to
-    `last`, both included: `first` has the shortest segments that contain both tokens, and `last` is the lower of the
-    two tokens' levels.
+    The level of a token is the last branch in which it is active. A pair is allowed by consecutive branches: from the
+    first that has both tokens in one segment to the lower of the two tokens' levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
