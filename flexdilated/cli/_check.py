@@ -13,8 +13,8 @@ from .._attend import attend
 from ..masks import Mixture, Pattern
 from ..masks.patterns import names
 from ..testing import Calls, check_attention_module, check_pattern
-from ..testing._inputs import length_text, takes
-from ._pattern import PATTERN, fitting_heads, read_pattern, refusals
+from ..testing._inputs import accepts_length, length_text
+from ._pattern import PATTERN, as_usage_errors, fitting_heads, read_pattern
 from ._terminal import CommandParser, UsageError, one_thread, progress
 
 _DEFAULT_HEADS = 4
@@ -89,9 +89,9 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
     if names(pattern):  # which check_pattern refuses
         return max_tokens
     for number in range(max_tokens, 0, -1):
-        if takes(pattern, num_heads, number):
+        if accepts_length(pattern, num_heads, number):
             return number
-    with refusals():
+    with as_usage_errors():
         pattern.check_heads(num_heads)
         pattern.bind(num_heads=num_heads, num_queries=max_tokens, num_keys=max_tokens)
     return max_tokens
@@ -117,7 +117,6 @@ def _steps(
         return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
 
     def in_two_calls(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention in two calls: the first third of the queries, then the rest. Fewer than 3 queries take one call."""
         cut = q.shape[2] // 3
         places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]

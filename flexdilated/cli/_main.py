@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated"
     arguments: command-line arguments without the program's name; None for those of this process.
     program: name of the program in the help.
 
-    Status: 0 success, 1 `check` found a counterexample or `doctor` a default engine that fails, 2 wrong usage or an
-    output that cannot be written, 130 interrupted, 141 the reader of the output closed it. Raises SystemExit for
-    --help, --version and arguments that argparse refuses.
+    The status is 0 for success; 1 if `check` found a counterexample, or `doctor` a default engine that fails or an
+    invalid variable; 2 for wrong usage and output that cannot be written; 130 if interrupted; 141 if the reader of the
+    output closed it. Raises SystemExit for --help, --version and arguments that argparse refuses.
     """
     return status_of(lambda: _run(sys.argv[1:] if arguments is None else arguments, program))
 

@@ -67,7 +67,7 @@ class AskedPattern:
 
     def require_in_range(self, *, head: int, batch: int) -> None:
         """Raise UsageError for a head or a batch entry out of range."""
-        with refusals():
+        with as_usage_errors():
             require_below("head", head, self.num_heads, "heads")
             require_below("batch", batch, self.num_entries, "batch entries")
 
@@ -88,7 +88,7 @@ class AskedPattern:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def as_usage_errors() -> Iterator[None]:
     """Context in which TypeError and ValueError, except UnicodeEncodeError, become UsageError with their message."""
     try:
         yield
@@ -107,7 +107,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
     Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens
-    with refusals():
+    with as_usage_errors():
         tensors = pattern.given_tensors() | read_bindings(pattern, options.bind)
     missing = [name for name in names(pattern) if name not in tensors]
     if missing:
@@ -132,7 +132,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
         return leaf
 
     asked = AskedPattern(pattern.map_leaves(with_tensor), num_tokens, num_heads)
-    with refusals():
+    with as_usage_errors():
         _ = asked.num_entries  # binds
     return asked
 
@@ -178,7 +178,7 @@ def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     0 for a tensor without axes, and for lengths that are empty or no integers.
     Raises UsageError for invalid or too many values.
     """
-    with refusals():
+    with as_usage_errors():
         require_values(name, tensor)
     if tensor.numel() > LARGEST:  # an expanded one is a small file
         raise UsageError(f"--bind {name} takes at most {LARGEST} values; got {tensor.numel()}")
@@ -191,9 +191,10 @@ def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
 def most_tokens(pattern: Expression) -> int | None:
     """Return the largest number of tokens that the pattern accepts, such as that of its grid.
 
-    The search starts at the largest power of two that the pattern accepts, else at the largest that it accepts up to
-    4096. It assumes that the pattern accepts all numbers from there to the result. Returns None if it accepts none of
-    these numbers, or if it accepts LARGEST.
+    Returns None if the pattern accepts LARGEST, and if it accepts no power of two and no number up to 4096.
+
+    The search starts at the largest power of two that the pattern accepts, else at the largest number up to 4096. It
+    assumes that the pattern accepts all numbers from there to the result.
     """
 
     def binds(num_tokens: int) -> bool:

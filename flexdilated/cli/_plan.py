@@ -18,7 +18,7 @@ from ..distributed.wire import CodecName
 from ..masks.core import LARGEST, Expression, bytes_text, tokens_text
 from ..memory import LARGEST_RUN, AttentionMemory
 from ..nn import ModelMemory, attention_size, model_memory
-from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, refusals
+from ._pattern import MOST_HEADS, add_pattern_arguments, as_usage_errors, asked_from, most_tokens
 from ._terminal import CommandParser, UsageError
 
 Peak = Callable[[int], int]
@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace) -> int:
         "layers": None if options.ranks else options.layers or _LAYERS,
     }
     training = {"dropout_p": options.dropout_p}
-    with refusals():
+    with as_usage_errors():
         if options.budget is not None:
             size = PlanSize(pattern=asked.pattern, num_tokens=asked.num_tokens, **sizes, **training)
             data = budget_data(size, BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),))
@@ -130,13 +130,13 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Compute bytes per token, and the longest sequence in tokens for each budget in bytes, as a dict for JSON.
+    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence for each budget in bytes.
 
-    Both are by use: "attention, inference", "model, training" and so on. size: its num_tokens is ignored.
-    Raises ValueError for sizes that the pattern does not accept.
+    Bytes and sequences, in tokens, are given for each use: "attention, inference", "model, training" and so on.
+    size: its num_tokens is ignored. Raises ValueError for sizes that the pattern does not accept.
     """
     size.pattern.check_heads(size.num_heads)
-    peaks, most = _peaks(size), longest_bound(size.pattern)
+    peaks, most = _peaks(size), token_limit(size.pattern)
     between = min(_SLOPE_TOKENS[0], most // 2), min(_SLOPE_TOKENS[1], most)
     return {
         "pattern": repr(size.pattern),
@@ -145,7 +145,10 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
         **{name: getattr(size, name) for name in ("device", "dropout_p", "layers", "embed_dim")},
         "bytes_a_token": {name: slope(peak, between) for name, peak in peaks.items()},
         "longest": [
-            {"budget_bytes": budget, **{name: longest(peak, budget, most=most) for name, peak in peaks.items()}}
+            {
+                "budget_bytes": budget,
+                **{name: longest_sequence(peak, budget, most=most) for name, peak in peaks.items()},
+            }
             for budget in budgets
         ],
     }
@@ -153,7 +156,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
     """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
-    has_line = longest_bound(size.pattern) >= _LINE_TOKENS[1]
+    has_line = token_limit(size.pattern) >= _LINE_TOKENS[1]
 
     @cache
     def predicted(num_tokens: int, in_model: bool) -> AttentionMemory:
@@ -163,8 +166,8 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
         """Predict the memory of a call of `attend`.
 
-        If the pattern accepts _LINE_TOKENS[1] tokens, it is extrapolated from _LINE_TOKENS[0] tokens on, along the line
-        through the calls of these two numbers of tokens.
+        If the pattern accepts _LINE_TOKENS[1] tokens, the memory of more than _LINE_TOKENS[0] is extrapolated, linearly
+        from the calls of these two numbers of tokens.
 
         in_model: True for the call in a layer of the model.
         """
@@ -208,7 +211,7 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
     return f"{data['pattern']}\n{size.heads_text}, {kind}\n\n{table}\n\n{note}"
 
 
-def longest(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> int:
+def longest_sequence(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> int:
     """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
 
     peak: bytes as a function of tokens. It is evaluated at powers of 4 from 2**10 to 2**24, and at `most` if that is
@@ -243,6 +246,6 @@ def round_down(num_tokens: int) -> int:
     return num_tokens // unit * unit
 
 
-def longest_bound(pattern: Expression) -> int:
-    """Largest number of tokens that the pattern accepts, at most 2**30; 2**30 if `most_tokens` finds none."""
+def token_limit(pattern: Expression) -> int:
+    """Return the largest number of tokens up to 2**30 that the pattern accepts; 2**30 if `most_tokens` is None."""
     return min(most_tokens(pattern) or _MOST_TOKENS, _MOST_TOKENS)

@@ -14,7 +14,7 @@ from .. import masks
 from ..masks.core import tokens_text
 from ..masks.inspection import MOST_CELLS, MOST_DESCRIBED, Description, describe
 from ..viewer import page
-from ._pattern import AskedPattern, add_pattern_arguments, asked_from, refusals
+from ._pattern import AskedPattern, add_pattern_arguments, as_usage_errors, asked_from
 from ._terminal import COLOR_CHOICES, CommandParser, UsageError, require_file, size_of, terminal_of, write_file
 
 _WINDOW = re.compile(r"([^:]*):([^:]*)")
@@ -66,7 +66,7 @@ def show(options: argparse.Namespace) -> int:
     rows, columns = _window("--rows", options.rows, asked.num_tokens), _window("--cols", options.cols, asked.num_tokens)
     sizes = {"num_tokens": asked.num_tokens, "num_heads": asked.num_heads, "head": options.head}
     window = {"queries": rows, "keys": columns, "order": options.order}
-    with refusals():
+    with as_usage_errors():
         if options.html:
             _write(options.html, page(asked.pattern, **sizes).encode())
         elif options.plot:
@@ -159,7 +159,7 @@ def explain(options: argparse.Namespace) -> int:
     asked.require_in_range(head=options.head, batch=options.batch)
     pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}
     sizes = {"num_heads": asked.num_heads, "num_tokens": asked.num_tokens, "block_size": options.block_size}
-    with refusals():
+    with as_usage_errors():
         found = masks.explain(asked.pattern, **pair, **sizes)
     print(json.dumps(found.to_data(), indent=2) if options.json else found)
     return 0

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
-from ._inputs import KINDS, LONG_LENGTHS, length_text, lengths_for, takes
+from ._inputs import KINDS, LONG_LENGTHS, accepts_length, length_text, lengths_for
 from ._module_checks import MODULE_CHECKS, Check
 from ._subject import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, as_failure, first_lines
 
@@ -28,7 +28,7 @@ class CheckResult:
     """Result of one check of an attention module.
 
     name: a key of `MODULE_CHECKS`.
-    detail: if passed, the tested lengths and a number, such as that of the compared rows; if failed, the shortest
+    detail: if passed, the tested lengths and a total, such as the number of compared rows; if failed, the shortest
         failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
@@ -153,6 +153,7 @@ def examine_attention_module(
         max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
         257, listed in the report.
     lengths: numbers of tokens to test; None: choose them by max_tokens and examples.
+    calls: how to call the module; None for `Calls()`, as module(q, k, v).
     checks: names of the checks to run, None for all `MODULE_CHECKS`.
     skip: names of checks to omit.
     dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.
@@ -161,6 +162,8 @@ def examine_attention_module(
     A check stops at the first failing call; unless `lengths` is given, most checks then search for a shorter failing
     length for up to 5 seconds. If the module raises an exception, the check fails. The dense attention is in float64,
     with the error budgets of `assert_attention_close`.
+
+    Raises TypeError or ValueError for arguments that do not fit, such as a pattern with run-time tensors.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed
@@ -200,7 +203,9 @@ def examine_attention_module(
     where = torch.device(device)
     subject = Subject(factory, pattern, calls, num_heads, groups, head_dim, tried, dtype, where, seed)
     long = LONG_LENGTHS if max_tokens is None and lengths is None else ()
-    longer = replace(subject, lengths=(*tried, *(length for length in long if takes(pattern, num_heads, length))))
+    longer = replace(
+        subject, lengths=(*tried, *(length for length in long if accepts_length(pattern, num_heads, length)))
+    )
     subjects = [longer if check.long else subject for check in chosen]
     results = tuple(
         _run_check(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True)
@@ -239,7 +244,7 @@ def _run_check(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
 
 
 def _run_cases(check: Check, subject: Subject) -> str:
-    """Run all cases of a check; return the tested lengths and the total that `check.asserts` returns, as text.
+    """Run all cases of a check; return as text the tested lengths, and the sum of the numbers of `check.asserts`.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
     """
@@ -266,9 +271,9 @@ def _run_cases(check: Check, subject: Subject) -> str:
 
 
 def _shortest_failure(check: Check, subject: Subject) -> str | None:
-    """Search for a shorter failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
+    """Return the text of the failure at the shortest failing length that is found within _SHRINK_S seconds.
 
-    Returns the text of the failure at the shortest that is found; None if no run of the search failed.
+    None if no length fails in the search. In the check "lengths", pairs of lengths are searched.
     """
     until, found = monotonic() + _SHRINK_S, {}
 
@@ -283,7 +288,7 @@ def _shortest_failure(check: Check, subject: Subject) -> str | None:
                 found[lengths] = str(failed)
         return found.get(lengths) is not None
 
-    taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
+    taken = [n for n in range(1, subject.lengths[-1] + 1) if accepts_length(subject.pattern, subject.num_heads, n)]
     if check.name == "lengths":
         pairs = ((shorter, longer) for longer in taken[:_PAIRED_LENGTHS] for shorter in taken if shorter < longer)
         failed = next((pair for pair in pairs if fails(*pair)), None)

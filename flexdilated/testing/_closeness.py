@@ -55,8 +55,8 @@ def assert_attention_close(
     sums must be in float32, while scores, weights and results may be rounded. A row without keys must have output
     exactly 0 and, without sinks, lse -inf.
 
-    gradients: also compare the gradients of q, k and v that follow by autograd from fixed pseudo-random gradients of
-        `out`, and of `lse` if given; the graph is retained.
+    gradients: also compare the gradients of q, k and v, which must require them, that follow by autograd from fixed
+        pseudo-random gradients of `out`, and of `lse` if given; the graph is retained.
     margin: factor on the error budgets.
 
     The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G
@@ -434,9 +434,9 @@ def _propagated_errors(
 ) -> dict[str, Tensor]:
     """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
-    sent (B, H, N, 1): magnitude of grad_out · out, which the softmax's backward subtracts: the sum of the absolute
-        values of its terms for bounds, a root of a sum of squares for independent errors; None without gradients.
-    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors.
+    sent: (B, H, N, 1), magnitude of grad_out · out, which the softmax's backward subtracts; None without gradients.
+    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors;
+        `sent` is summed in the same way.
     """
     limits = {"out": product(errors, inputs.v)}
     if sent is not None:

@@ -31,12 +31,12 @@ def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
 def lengths(
     around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
 ) -> st.SearchStrategy[int]:
-    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. They shrink towards 1.
+    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. The numbers shrink towards 1.
 
     around: edges, which are lengths at whose multiples a result may change; or a pattern, to use its `edges_of`.
     blocks: further edges, such as block sizes.
 
-    Near an edge: 1 to 4 times the edge, or one less or more. The other half are 1, max_tokens or any.
+    Numbers near an edge are 1 to 4 times the edge, or one less or more. The other half are 1, max_tokens or any number.
     """
     require_int("max_tokens", max_tokens, minimum=1)
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
@@ -90,7 +90,7 @@ def attention_sizes(
     self_attention: bool = True,
     all_heads: bool = True,
 ) -> AttentionSizes:
-    """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. They shrink towards 1.
+    """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. All sizes shrink towards 1.
 
     around, blocks: as in `lengths`, for the numbers of queries and of keys.
     num_heads: fixed number of heads; None: any up to max_heads.
@@ -216,7 +216,7 @@ def _require_kinds(values: Sequence[str]) -> None:
 def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5) -> tuple[int, ...]:
     """Strategy for the lengths of 1 to max_documents documents: each at least 1, with the sum `num_tokens`.
 
-    They shrink towards one document.
+    Examples shrink towards one document.
     """
     require_int("num_tokens", num_tokens, minimum=1)
     most = min(require_int("max_documents", max_documents, minimum=1), num_tokens)
@@ -232,7 +232,7 @@ def document_ids(
 
     padding: also draw sequences that end with padding, of id -1.
 
-    They shrink towards one document in every sequence.
+    Examples shrink towards one document in every sequence.
     """
     require_int("batch", batch, minimum=1)
     rows = []
@@ -254,7 +254,7 @@ def shardings(
     num_ranks: fixed number of ranks; None: any up to max_ranks.
     ragged: also draw shards of unequal lengths, also empty ones; False: shard lengths as equal as possible.
 
-    They shrink towards one rank and equal contiguous shards.
+    Examples shrink towards one rank and equal contiguous shards.
     """
     require_int("num_tokens", num_tokens, minimum=1)
     ranks = draw(st.integers(1, max_ranks)) if num_ranks is None else require_int("num_ranks", num_ranks, minimum=1)

@@ -41,7 +41,7 @@ class Words:
 
     @staticmethod
     def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
-        """Custom pattern: a query in head h sees the last widths[h % len(widths)] keys, its own included.
+        """Custom pattern: a query in head h sees the last widths[h % len(widths)] keys up to its own position.
 
         classified: also give `custom` the function `classify`, which marks blocks as full or empty, and the period.
         """
@@ -323,7 +323,7 @@ _RUN_TIME_COMPOSITIONS = (
 
 
 def _has_tokens_from(part: Any, starts: Tensor, sizes: AttentionSizes) -> bool:
-    """True if a pattern, whose grid or blocks may end, can be bound to queries that begin at `starts`."""
+    """True if the grids and listed blocks of a pattern, which end, include queries from the positions `starts` on."""
     queries = range(sizes.q_offset + int(starts.min()), sizes.q_offset + sizes.num_queries + int(starts.max()))
     try:
         for branch in getattr(part, "pattern", part).branches():  # `words` may draw objects that hold a pattern

@@ -67,9 +67,9 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
     around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
     wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
     wanted |= {block + step for block in _BLOCKS for step in (0, 1)}
-    possible = [n for n in sorted(wanted) if 1 <= n <= max_tokens and takes(pattern, num_heads, n)]
+    possible = [n for n in sorted(wanted) if 1 <= n <= max_tokens and accepts_length(pattern, num_heads, n)]
     if not possible:
-        possible = [n for n in range(1, max_tokens + 1) if takes(pattern, num_heads, n)][-1:]
+        possible = [n for n in range(1, max_tokens + 1) if accepts_length(pattern, num_heads, n)][-1:]
     if not possible:
         raise ValueError(f"the pattern takes no length up to max_tokens; got {max_tokens=} and {pattern!r}")
     if len(possible) <= examples:
@@ -78,7 +78,7 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
     return tuple(possible[place] for place in places)
 
 
-def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
+def accepts_length(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
     """True if the pattern can be bound to `num_tokens` queries and keys."""
     try:
         pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)

@@ -36,8 +36,8 @@ class Check:
     """One check of attention modules.
 
     draws: yields the test cases of a module, usually in ascending order of length.
-    asserts: raises AssertionError if a case is wrong, else returns a number for the report, such as that of its rows.
-    holds: text that follows this number in the report of a passed check.
+    asserts: raises AssertionError if a case is wrong, else returns a number for the report, such as the number of rows.
+    holds: text that follows the sum of these numbers in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
     long: True if the check also runs at `LONG_LENGTHS`.
@@ -196,7 +196,7 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
 def _assert_right_weights(subject: Subject, case: Case) -> int:
     """Compare the softmax weight of every pair with that of dense attention; return the number of pairs.
 
-    With one-hot vectors as values, the output has the weights.
+    The weights are outputs of calls with one-hot vectors as values.
     """
     parts, module, D = [], subject.module(), subject.head_dim
     for first in range(0, case.length, D):
@@ -324,7 +324,8 @@ def _assert_same_bits_twice(subject: Subject, case: Case) -> int:
 def _assert_state_loads(subject: Subject, case: Case) -> int:
     """Raise Failure unless two modules give identical outputs after the second loads the state_dict of the first.
 
-    Both are called before. A call must not change the names in the state_dict. Returns the number of names.
+    Both modules are called before the load. A call must not change the names in the state_dict. Returns the number of
+    names.
     """
     first, second = subject.module(), subject.module()
     if not isinstance(first, nn.Module):

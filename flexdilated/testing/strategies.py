@@ -64,7 +64,7 @@ def patterns(
     range, which is an error (`attention_sizes(pattern)` avoids it).
 
     max_number: largest segment, stride, count and so on.
-    depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise` and `after` in a set.
+    depth: maximum number of nested `&`, `|`, `~`, `per_head`, `head_groups`, `blockwise`, `after` and `before`.
     max_positions: grids have at least this number of tokens.
     closures: also draw functions for `masks.custom`, which have no JSON.
 
@@ -85,7 +85,7 @@ def mixtures(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for mixtures, in which a pair may count several times: sums of patterns, and LongNets.
 
-    A LongNet may be intersected with a set pattern, or moved by `after`; one of a single branch is a set pattern.
+    A LongNet may be intersected with a set pattern, or moved by `after`. A LongNet of one branch is a set pattern.
     Arguments as for `patterns`.
     """
     return _Grammar(num_heads, max_number, max_positions, closures).mixtures()

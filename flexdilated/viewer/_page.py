@@ -119,12 +119,14 @@ def _command(pattern: Expression, bound: Bound) -> str | None:
 
 
 def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
-    """Dict with the allowed fraction of each tile of the (queries x keys) mask, so that the page need not count.
+    """Return a dict with the allowed fraction of each tile of the (queries x keys) mask, which the page need not count.
 
-    "grids": lists of one number per tile: the fraction of allowed pairs, to four digits, if their number is known, -1
-    if only bounds are known, -2 if these are trivial (from no pair to all pairs). "grid_of"[branch][head]: index of a
-    grid; None for rules after the first _MOST_GRIDS different ones. "sides": tokens of a tile along queries and along
-    keys. first_head: the head whose grids are made first.
+    "sides": tokens of a tile along queries and along keys.
+    "grids": for each of up to _MOST_GRIDS different rules, one number per tile: the fraction of allowed pairs, to four
+        digits, if their number is known, -1 if only bounds are known, -2 if these are 0 and all pairs.
+    "grid_of"[branch][head]: index of the rule's grid; None if it has none.
+
+    first_head: the head whose grids are made first.
     """
     sides = [max(1, -(-tokens // _TILES)) for tokens in (bound.num_queries, bound.num_keys)]
     grids: dict[Pattern, int] = {}

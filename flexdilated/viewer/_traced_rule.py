@@ -195,7 +195,10 @@ class _OperationTracer(TorchDispatchMode):
         return program.operation(name, *nodes)
 
     def _truth_node(self, node: int, value: Any) -> int:
-        """Index of the truth value of `node`, which traces `value`: `node` if `value` is boolean, else node != 0."""
+        """Return the index of the node for the truth of `value`, traced as `node`: `node` itself if `value` is boolean.
+
+        For numbers it is the node of node != 0.
+        """
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 
@@ -239,7 +242,7 @@ class _TracedRule:
 
     written, bound: the rule with the names of run-time tensors, and with their values.
     nodes: indices of the nodes of head, query and key.
-    plain_pair: a pair with the rule's number of heads and unit of positions.
+    plain_pair: a pair with the number of heads and the `unit` of positions of the rule; its positions are not used.
     node: index of the node that is true if the rule allows the pair.
     """
 
@@ -264,7 +267,10 @@ class _TracedRule:
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
     def _reason(self, *answers: bool) -> dict[str, Any]:
-        """Traced reason (a decision tree) over all paths whose first decisions of truth values are `answers`."""
+        """Return the traced reason, a decision tree over all paths whose first decisions are `answers`.
+
+        Raises UnsupportedError if the rule's reason has more than _MOST_PATHS paths.
+        """
         self._num_paths += 1
         if self._num_paths > _MOST_PATHS:
             raise UnsupportedError(f"a reason with more than {_MOST_PATHS} paths")

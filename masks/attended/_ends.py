@@ -50,7 +50,7 @@ class Ends:
     def by_form(self, rule: Pattern) -> bool:
         """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
 
-        Recognized are
+        The recognized rules are
 
         * causal order and windows without keys after the query, over tokens, or over blocks whose size divides the
           chunk;
@@ -86,7 +86,7 @@ def causal_by_form(rule: Pattern) -> bool:
 def later_pair(source: RowSource) -> tuple[int, int] | None:
     """Return positions (query, key) of an allowed pair whose key is after its query; None if none is found.
 
-    Rules that are causal by their form are not searched, others among the first 2048 positions.
+    Rules that are causal by their form are not searched; other rules are searched among the first 2048 positions.
     """
     return None if causal_by_form(source.rule) else _first_pair_ahead(source, _LEAST_TRIED)
 
@@ -164,9 +164,10 @@ def _covered_positions(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], num
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return an allowed pair (query, key) with the largest key in `keys` that one of `queries` sees, or None.
+    """Return the pair (query, key) with the largest key among those that any rule allows; None if there is none.
 
-    queries, keys: consecutive positions.
+    sources: the rules.
+    queries, keys: consecutive positions, to which the pair belongs.
     """
     pairs = []
     for source in sources:
@@ -181,9 +182,8 @@ def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: i
     """Yield, ascending and endlessly, each p >= `position` such that no query in [first, p) sees a key at or after p.
 
     sources: the rules by which queries see keys.
-    ends: ends that all these rules have, by which it is known how far ahead keys are searched; p need not be one of
-        them.
-    first: below position.
+    ends: common ends of the rules: keys are searched up to the next of them; p need not be one.
+    first: the first of the queries, below `position`.
     """
     while True:
         while pair := seen_ahead(sources, range(first, position), range(position, ends.next(position))):

@@ -283,12 +283,11 @@ def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGM
 
 
 def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and a dilated factor, in three segments if inner ones repeat.
+    """Return searches for the keys allowed by `rest` and a dilated factor, in three segments or in each segment.
 
-    If all segments between the first and the last repeat, there are searches in the first, second and last segment, and
-    the keys of the second are copied to the inner ones. Else there is one search for each segment. None for other
-    factors, and for more than 2**12 segments that do not repeat. There must be more segments than
-    `_rewrite_few_segments` takes.
+    If the segments between the first and the last allow equal pairs, only the first, second and last segment are
+    searched, and the keys found in the second are copied to all segments between. None for other factors, and for more
+    than 2**12 segments that differ. There must be more segments than `_rewrite_few_segments` takes.
     """
     if not isinstance(factor, Dilated):
         return None

@@ -112,7 +112,7 @@ def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
 
 
 def _hull(indices: Sequence[int]) -> range:
-    """Return the range of largest step that contains these ascending numbers, from the first to the last."""
+    """Return the range of largest step from the first to the last of these ascending numbers that contains all."""
     if not indices:
         return range(0)
     step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)

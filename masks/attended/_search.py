@@ -156,7 +156,10 @@ def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _seen_and_undecided_boxes(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """Return (boxes of which bounds show that each key is seen by some query, boxes with undecided keys)."""
+    """Return (boxes in which bounds show that some query sees each key, boxes that bounds leave undecided).
+
+    Boxes without allowed pairs, and undecided boxes with the keys of a box in the first part, are left out.
+    """
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
     seen = boxes.area - bounds.low < boxes.q.count

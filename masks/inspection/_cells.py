@@ -79,7 +79,7 @@ def count_cells(
     sides: tuple[int, int] = (1, 1),
     order: Layout | None = None,
 ) -> Cells:
-    """Count one head's allowed pairs in each cell of a grid over a window of queries and keys.
+    """Return the counts of one head's allowed pairs in each cell of a grid over a window of queries and keys.
 
     num_keys: None for num_tokens, the number of queries.
     queries, keys: the window, in slots of `order`; None for all.
@@ -156,23 +156,23 @@ def _counts_of_rule(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> 
     except IndexError as error:
         asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
         raise ValueError(f"{rule!r} must be defined for {asked}: {error}") from error
-    return PairCounts(*(each.view(q.cells, k.cells) for each in found))
+    return PairCounts(*(each.view(q.num_cells, k.num_cells) for each in found))
 
 
 def _count_every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     queries, keys = (side.positions(torch.arange(side.window.start, side.window.stop)) for side in (q, k))
     row, column = (torch.repeat_interleave(side.sizes) for side in (q, k))
-    pairs = torch.zeros(q.cells, k.cells, dtype=torch.int64)
+    pairs = torch.zeros(q.num_cells, k.num_cells, dtype=torch.int64)
     for some in torch.arange(len(row)).split(max(1, _PAIRS_AT_ONCE // len(column))):
         allowed = mask_mod(none, none, queries[some, None], keys[None, :]).expand(len(some), -1)
-        columns = torch.zeros(len(some), k.cells, dtype=torch.int64).index_add_(1, column, allowed.long())
+        columns = torch.zeros(len(some), k.num_cells, dtype=torch.int64).index_add_(1, column, allowed.long())
         pairs.index_add_(0, row[some], columns)
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
 
 
 def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
-    """Count the allowed pairs of each cell: split its pairs into boxes of positions, and add up the boxes' counts.
+    """Return the counts of allowed pairs of all cells, flat: for each cell the sum over boxes of positions in it.
 
     A box whose bounds are not exact is cut into parts; of several such boxes that differ by whole periods of the rule,
     only one is cut. If there are too many boxes, returns the result of `_estimate_by_samples`.
@@ -185,12 +185,12 @@ def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> 
     boxes = int((torch.bincount(own, minlength=classes) * torch.bincount(theirs, minlength=classes)).sum())
     if boxes > _MOST_BOXES or len(own) * len(theirs) > _MOST_PARTS:
         return _estimate_by_samples(rule, q, k)
-    found, undecided = PairCounts.zeros(q.cells * k.cells), []
+    found, undecided = PairCounts.zeros(q.num_cells * k.num_cells), []
     for some in torch.arange(len(own)).split(max(1, _PARTS_AT_ONCE // len(theirs))):
         mine, other = (own[some, None] == theirs).nonzero().unbind(1)
         mine = some[mine]
         owned = Owned(
-            row[mine] * k.cells + column[other],
+            row[mine] * k.num_cells + column[other],
             Box(torch.zeros_like(mine), queries.select(mine), keys.select(other)),
         )
         undecided.append(settle(rule, owned, found))
@@ -203,13 +203,13 @@ def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> 
 
 
 def _estimate_by_samples(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
-    """Estimate the count of each cell from sampled pairs, with trivial bounds (0 and all pairs)."""
+    """Return the counts of all cells, flat: estimates from sampled pairs, with trivial bounds (0 and all pairs)."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
     each, allowed_shares = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
     for some in torch.arange(len(area)).split(max(1, _PAIRS_AT_ONCE // each)):
         row, column = even_places((len(some), each), int(some[0]) * each)
-        query, key = q.positions_at(some // k.cells, row), k.positions_at(some % k.cells, column)
+        query, key = q.positions_at(some // k.num_cells, row), k.positions_at(some % k.num_cells, column)
         allowed_shares.append(mask_mod(none, none, query, key).double().mean(1))
     return PairCounts(torch.zeros_like(area), area, torch.cat(allowed_shares) * area)
 
@@ -239,7 +239,7 @@ class CellAxis:
     layout: Layout
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         return len(self.edges) - 1
 
     @property

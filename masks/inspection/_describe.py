@@ -50,9 +50,9 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 class BranchDescription(PlannedCounts):
     """One distinct branch of a pattern: its counts over all heads, and the options the planner compared.
 
-    multiplicity: number of branches equal to this one, itself included. `useful_pairs` is the sum over all of them;
-        the other counts are those of one.
-    options: ways to compute it, the chosen one first.
+    multiplicity: number of branches equal to this one, itself included. `useful_pairs` is the sum over these branches;
+        the other counts are for a single branch.
+    options: ways to compute the branch, the chosen one first.
 
     If the planner computes all branches together, a single BranchDescription covers them all. If the engine reads a
     table of keys or blocks, as in `describe` for CPU, the first BranchDescription is of the table's pairs, and the
@@ -147,11 +147,11 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def order_gain(self) -> float | None:
-        """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by their number in a sorted order.
+        """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting tokens.
 
-        The sorted order is reverse Cuthill-McKee, computed by SciPy. None if the chosen layouts have no block lists,
-        as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on and
-        has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
+        Tokens are sorted in reverse Cuthill-McKee order, computed by SciPy. None if the chosen layouts have no block
+        lists, as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on
+        and has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None
@@ -213,7 +213,7 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Count the pairs that a pattern allows, and the pairs that kernels compute in the layout that the planner chooses.
+    """Return counts of the pairs that a pattern allows, and of those that kernels compute as the planner chooses.
 
     Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
 

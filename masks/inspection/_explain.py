@@ -252,7 +252,7 @@ def _with_run_time_values(
 
 
 def _with_named_tensors(reason: Reason, pattern: Expression) -> Reason:
-    """Return the tree of reasons with the run-time tensors of `pattern` in place of the tables of their values."""
+    """Return the tree of reasons, in which patterns name run-time tensors as `pattern` does, without their values."""
     carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
 
     def written(leaf: Pattern) -> Pattern:

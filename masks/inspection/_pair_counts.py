@@ -28,7 +28,7 @@ class PlannedCounts:
     computed_pairs: pairs in computed blocks.
     full_blocks: whole blocks that allow every pair.
     partial_blocks: other computed blocks.
-    table_bytes: bytes of the block lists.
+    table_bytes: bytes of the block lists; of dense, causal and strip terms, the bytes that lists of them would take.
     """
 
     useful_pairs: int
@@ -44,7 +44,7 @@ class PlannedCounts:
 
 
 def sums_by_field(counts: Sequence[PlannedCounts]) -> dict[str, int]:
-    """Return the sums over `counts`, by name of the field of PlannedCounts."""
+    """Return {name: sum over `counts`} for each field of PlannedCounts."""
     return {name: sum(getattr(each, name) for each in counts) for name in COUNT_FIELDS}
 
 

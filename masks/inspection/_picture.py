@@ -29,14 +29,14 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 
 @dataclass(frozen=True)
 class WindowAxis:
-    """Query or key axis of a window: it shows `slots`, in cells of `cell` slots that are `pixels` pixels long.
+    """Query or key axis of a window: it shows `slots`, in cells of `cell` slots; each cell is `pixels` pixels long.
 
     Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
     """
 
     slots: range
     cell: int
-    pixels: int  # per cell
+    pixels: int
 
     @property
     def first(self) -> int:
@@ -44,7 +44,7 @@ class WindowAxis:
         return self.slots.start // self.cell * self.cell
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         return -((self.first - self.slots.stop) // self.cell)
 
     @property
@@ -148,7 +148,7 @@ class WindowBlocks:
     def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
         """Return the state (EMPTY, PARTIAL or FULL) of the block that contains each cell of the window."""
         rows, columns = (
-            (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
+            (axis.first + axis.cell * torch.arange(axis.num_cells)) // side - slots.start // side
             for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
         )
         return self.state[rows][:, columns]
@@ -184,8 +184,8 @@ class Panel:
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
     """Return the panel of one head in one order, "natural" or "residue".
 
-    Raises ValueError if the pattern does not fit the picture's numbers of heads and tokens, or if its mask_mod fails in
-    the window or in a block of its border.
+    Raises ValueError if the pattern does not fit the picture's numbers of heads and tokens, or if its mask_mod is
+    undefined for a position in the window or in a block that overlaps the window.
     """
     pattern = picture.pattern if picture.block is None else picture.pattern.union
     residue = layout(picture.pattern, picture.num_tokens)
@@ -261,10 +261,10 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """Return the lines of the title, each of at most `letters` letters, then the sizes, in up to 15 % longer lines.
+    """Return the lines of the title, of at most `letters` letters, then lines of the sizes, which may be 15 % longer.
 
-    Without a title from the caller, the title is the pattern's expression, cut to 3 lines. With one, the sizes are left
-    out if that title is empty or there is no legend.
+    The title is `picture.title` or, if that is None, the pattern's expression, cut to 3 lines. The sizes are left out
+    if `picture.title` is "", or is given without a legend.
     """
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")

@@ -116,7 +116,7 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
     Blocks whose sides have at least 12 pixels are separated by lines.
     """
     q, k = picture.window
-    extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
+    extent = (k.first, k.first + k.cell * k.num_cells, q.first + q.cell * q.num_cells, q.first)
     colors = (paint(panel, picture.window) * 255).round().to(torch.uint8)
     axes.imshow(colors.numpy(), extent=extent, aspect="auto", interpolation="none")
     axes.set_xlim(k.slots.start, k.slots.stop)
@@ -153,8 +153,8 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     blocks that are not computed. Without blocks: pairs in 1, 2, ... m branches, where m is the largest number in the
     panels; for m > 3 only 1, 2 and m.
 
-    If cells have several pairs, m is the largest mean of a cell, rounded. Entries for fractions of allowed pairs then
-    follow the pairs of blocks or, without blocks, take the place of the entry for 1 branch.
+    If cells have several pairs, there are also entries for fractions of allowed pairs: after those of pairs of blocks
+    or, without blocks, in place of the entry for 1 branch. Then m is the largest mean of a cell, rounded.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_legend_entry(label, _pair_color(share)) for share, label in _SHARES] if many else []

@@ -27,8 +27,8 @@ _MOST_ROWS = 1 << 16  # rows of tables that are read, over all sampled tokens: m
 class ReceptiveField:
     """Numbers of tokens that influence a token through 1, 2, ... layers of a pattern, for each of `tokens`.
 
-    A token reaches the tokens that influence it: itself, and through n layers all that its keys, in any head, reach
-    through n - 1 layers. Heads are mixed between layers, and residual connections keep the tokens reached before.
+    A token reaches the tokens that influence it: itself through 0 layers, and through n layers also all tokens that its
+    keys, in any head, reach through n - 1 layers. Heads are mixed between layers, and there are residual connections.
 
     tokens: indices of the examined tokens.
     reached: for each of `tokens`, the numbers of tokens that it reaches through 1, 2, 3, ... layers, itself included;
@@ -112,7 +112,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 def _reached_from_matrices(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers without end, the number of tokens that each of `tokens` reaches.
 
-    It multiplies dense matrices of all tokens.
+    The numbers are computed from products of dense matrices of all tokens.
     """
     mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
     relation = torch.eye(len(token), dtype=torch.bool)

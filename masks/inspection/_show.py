@@ -145,7 +145,7 @@ def show(
 ) -> HeatMap:
     """Draw one head of a pattern as text: queries down, keys across; denser characters for more allowed pairs.
 
-    Print the returned HeatMap.
+    Returns a HeatMap; print it to see the picture.
 
     num_tokens: number of queries, and of keys.
     order: "natural", or "residue" for the residue-major order of `masks.layout`.
@@ -212,7 +212,7 @@ def _side_text(edges: Tensor, one: str, many: str) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of cells: a cell is `width` characters wide, and one line high, or half a line with `halves`."""
+    """Grid of cells: a cell is `width` characters wide, and one line high or, if `halves` is True, half a line."""
 
     rows: int
     columns: int
@@ -231,9 +231,9 @@ class Grid:
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     """Return a grid of cells over a window of query and key slots, for a picture of at most `lines` lines of cells.
 
-    If the canvas has room for all pairs, each pair is a cell. Otherwise there are as many cells as fit while a key is
-    drawn about as wide as a query is high, where a character counts as twice as high as wide; a narrow side still gets
-    up to 6 cells.
+    If the canvas has room for all pairs, each pair is a cell. Otherwise there are as many cells as fit with queries and
+    keys at about one scale, where a character is twice as high as wide; an axis that is much shorter still gets up to 6
+    cells.
     """
     queries, keys = map(len, window)
     rows, _ = _labels(window, (lines, canvas.columns))

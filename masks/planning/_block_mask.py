@@ -129,7 +129,7 @@ def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """Return a copy of the term for each batch entry if its run-time tensors differ by entry, else a single copy."""
+    """Return one term for each batch entry, with its run-time tensors, if they differ by entry; else [the term]."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
@@ -175,27 +175,27 @@ class Snapped(NamedTuple):
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
     """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
 
-    * `local_window`: left and right, unless multiples of the side, become the next multiple minus 1, as the window also
+    * `local_window`: left and right, unless multiples of `block`, become the next multiple minus 1, as the window also
       includes the query's own position. All pairs stay allowed; the computed blocks do not change.
-    * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
+    * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * block, so that segment / rate
       tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged,
       and so is every segment with padding='zeros'.
-    * `blockwise`: blocks are rounded up to a multiple of the side. All pairs of the computed blocks are then allowed.
-    * `selected_blocks`: each side is rounded up to a divisor or a multiple of the kernel's side; make the table for the
-      rounded sides. A pattern that carries its table is unchanged.
-    * `block_list`: unchanged. Raises ValueError unless its side divides the kernel's side or is a multiple of it.
+    * `blockwise`: its block is rounded up to a multiple of `block`. All pairs of the computed blocks are then allowed.
+    * `selected_blocks`: its block sizes are rounded up to a divisor or a multiple of `block`; make the table for the
+      rounded sizes. A pattern that carries its table is unchanged.
+    * `block_list`: unchanged. Raises ValueError unless its block size divides `block` or is a multiple of it.
 
     Longer segments and longer blocks of `blockwise` begin at other tokens: there are more pairs in total, but single
     pairs may be lost.
 
-    In `&`, `|`, `+`, choices by head, `after` and `per_document` each part is rounded. `causal` and `every` have no
-    sizes. All other patterns are unchanged and have a line in `changes`; so do patterns under `~`, where rounding up
-    would allow fewer pairs.
+    In compositions, such as `&`, `|`, `+`, choices by head, `after` and `per_document`, each part is rounded. `causal`
+    and `every` have no sizes. All other patterns are unchanged and have a line in `changes`, and so have patterns under
+    `~`, where rounding up would allow fewer pairs.
 
-    block: the side of the kernel's blocks, or (queries, keys); windows then use their greatest common divisor, other
-        patterns their least common multiple.
+    block: tokens of a kernel's block, or (queries, keys); of two numbers, windows use the greatest common divisor,
+        segments and `blockwise` the least common multiple.
 
-    Raises ValueError for sides outside 1 to 32,768 and for sizes that would exceed 2^31 - 1.
+    Raises ValueError for blocks outside 1 to 32,768 and for sizes that would exceed 2^31 - 1.
 
     >>> found = masks.snapped(masks.local_window(left=1000, right=0) & masks.causal(), 128)
     >>> found.pattern

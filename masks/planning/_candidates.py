@@ -41,7 +41,7 @@ class Allowed:
     masks: terms that compute all pairs of few tokens, under a dense mask.
     residues: terms over all tokens in residue-major order.
     lists_only: the kernels take only block lists: there are no terms over gathered tokens, no split causal terms and
-        no dense masks. Dilated segments have the terms of `padded_terms`, if their rules fit.
+        no dense masks. Dilated segments are computed by `padded_terms`, where it takes their rules.
     """
 
     shared_rows: bool = True
@@ -158,10 +158,12 @@ def _with_masked_option(options: list[Option], bound: Bound, allowed: Allowed) -
 def _joint_options(
     apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: OperandSizes
 ) -> Iterator[Option]:
-    """Yield options that compute all branches together; `apart`: the cheapest option of each branch alone.
+    """Yield up to two options that compute all branches together.
 
-    "nested": branches with nested dilated segments share terms, so that common pairs are computed once; other branches
-    are computed as in `apart`. "masked": all pairs under one dense mask.
+    In the option "nested", branches with nested dilated segments share terms, so that common pairs are computed once,
+    and other branches are computed as in `apart`. In "masked", all pairs are computed under one dense mask.
+
+    apart: the cheapest option of each branch alone.
     """
     option = partial(
         Option,
@@ -252,7 +254,7 @@ def _has_block_lists(option: Option) -> bool:
 
 
 def _ruled_out_options(options: list[Option]) -> list[Option]:
-    """Return options with block lists whose lower bound on cost exceeds 95 % of the cheapest without lists.
+    """Return the options with block lists whose lower bound on cost exceeds 95 % of the lowest cost without lists.
 
     [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """
@@ -291,12 +293,11 @@ def _largest_allowed_share(option: Option, plain: Option) -> float:
 
 
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
-    """Return disjoint parts of a union: each excludes the pairs of earlier parts. [] unless it has 2 to 6 parts.
+    """Return the parts of a union of 2 to 6 parts, each without the pairs of earlier parts; [] for any other branch.
 
-    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. An earlier
-    part is excluded by the negation of those of its factors that the later part lacks. A later part that has all
-    factors of an earlier part lies within it, and is dropped. A part that lies within an earlier one for other reasons
-    is kept, without pairs.
+    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. To exclude an
+    earlier part, a later part is intersected with the negation of the earlier part's factors that it lacks. If it lacks
+    none, all its pairs are in the earlier part, and it is dropped. A part may be kept although it has no pairs left.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     found = []
@@ -345,9 +346,10 @@ class Candidates:
         return cls(tuple(found.values()), _cheapest_first(list(_joint_options(cheapest, bound, *under))))
 
     def with_chosen_first(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """Return the options for each branch, the chosen one first; None if the choice has other branches or options.
+        """Return the options for each branch, the chosen one first, in the chosen block sizes.
 
-        If the choice is for all branches together, there is a single tuple of options.
+        If the choice is for all branches together, there is a single tuple of options. None if the choice has another
+        number of branches, or names an option that a branch does not have.
         """
         groups = self.branches
         if choice.together:
@@ -364,16 +366,16 @@ def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
 
 
 def in_each_block_size(option: Option) -> tuple[Option, ...]:
-    """Return the option (a way to compute a branch), then copies of it in other block sizes.
+    """Return the option, then a copy of it for each block size of `machine.sides`, with all block lists in that size.
 
-    Each copy has all block lists in one of the sizes for which the option's machine has rates.
+    Copies that equal the option, such as those of an option without block lists, are left out.
     """
     others = (in_blocks_of(option, side) for side in option.machine.sides)
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 
 
 def _chosen_first(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """Return the options, first that of this layout name and these block sides; () if there is none."""
+    """Return the options, with the option of this (layout name, block sides) moved to the front; () if none has it."""
     for option in options:
         if option.layout == way[0]:
             for each in in_each_block_size(option):

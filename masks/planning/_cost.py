@@ -29,7 +29,7 @@ class OperandSizes(NamedTuple):
     def usual_on(kind: str) -> OperandSizes:
         """Return sizes to assume for a call on a kind of device, such as "cpu", if its tensors are not known yet.
 
-        Head dim 64 and one query head per key-value head; 4-byte elements on CPU, 2-byte elements elsewhere.
+        These are head dim 64, one query head per key-value head, and elements of 4 bytes on CPU, 2 bytes elsewhere.
         """
         return _SINGLE if device_kind(kind).on_host else _HALF
 
@@ -72,7 +72,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 
     given: order of the tokens in q, k and v.
 
-    The machine's rates are those at one head dim and dtype, and are used for all.
+    The machine's rates are for one head dim and dtype, and are used for all head dims and dtypes.
     """
     work = [_pairs_and_unit_seconds(term, machine) for term in terms]
     unit_s = sum((unit_s for _, unit_s in work), 0.0)
@@ -84,8 +84,8 @@ def least_seconds(
 ) -> float:
     """Return a lower bound on the predicted seconds of terms with block lists.
 
-    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate
-    of any block size.
+    The bound is the time to compute only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate of
+    any block size.
 
     given: order of the tokens in q, k and v.
     """
@@ -98,7 +98,7 @@ def _cost_of_pairs(
 ) -> Cost:
     """Return the cost of the terms for this number of computed pairs.
 
-    unit_s: seconds of the kernels at one FLOP a pair.
+    unit_s: seconds that the kernels would take for all pairs if a pair needed one FLOP.
     """
     moved = sum(_num_moved_vectors(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_num_launches(term, machine.calls_a_list) for term in terms)
@@ -131,7 +131,7 @@ def computed_pairs(term: Term) -> int:
 
 
 def _pairs_and_unit_seconds(term: Term, machine: Machine) -> tuple[int, float]:
-    """Return (number of computed pairs of a term, seconds of its kernel at one FLOP a pair)."""
+    """Return (number of computed pairs of a term, seconds that its kernel would take if a pair needed one FLOP)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
@@ -174,7 +174,7 @@ def _num_moved_vectors(term: Term, given: Layout, groups: int) -> int:
 
 
 def _num_gathered_heads(term: Term, groups: int) -> int:
-    """Return the number of heads for which keys are copied: query heads, or else key-value heads.
+    """Return how many heads of keys are copied: one for each query head, or one for each key-value head.
 
     Keys are copied for each query head if heads differ in the tokens of their `Compact` or `Padded` order, and always
     for evenly spaced folds of a `Compact` order.

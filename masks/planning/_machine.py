@@ -47,8 +47,8 @@ class BlockRates:
 class Machine:
     """Constants of a device for the planner's cost model: rates of attention forward passes, copy rate, call overhead.
 
-    Rates are those at head dim 64, in float32 on CPU and bfloat16 on accelerators, and are used for all calls. The
-    built-in ones are orders of magnitude.
+    Rates are those at head dim 64, in float32 on CPU and bfloat16 on accelerators, and are used for all calls. Built-in
+    rates are right only in their order of magnitude.
 
     dense_flops_per_s: attention over all pairs.
     causal_flops_per_s: causal attention, counting the pairs in blocks of 128 on and below the diagonal.

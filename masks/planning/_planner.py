@@ -37,8 +37,8 @@ class Plan:
         all branches are computed together. If a table of keys or blocks is read, the first tuple is for its pairs, and
         the others are for all other pairs. A plan of `plan_at` may have only the options of some of its terms.
     together: the options that compute all branches together, cheapest first.
-    places: for each term, the indices of the branches that equal the `branch` of its option, several if branches are
-        equal; () if there is none, as for options of the whole mixture and for parts of a branch.
+    places: for each term, the indices of all branches that equal its option's `branch`; () for a term of the whole
+        mixture or of a part of a branch.
     """
 
     bound: Bound
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def beside_table(self) -> Plan:
-        """The plan of the pairs outside the table; self if `table` is None."""
+        """The plan of the pairs outside the table, without terms if there are none; self if `table` is None."""
         if self.table is None:
             return self
         options = self.options[1:]
@@ -116,8 +116,8 @@ def plan(
 
     allowed: kinds of terms that the engine can run.
     operands: sizes of the tensors; None for the device's usual ones.
-    layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
-        the copies, in natural order: see `Plan.layout`.
+    layout: order of the tokens in q, k and v; None for natural order. The plan's `layout` is this order or, if that is
+        cheaper including the copies, natural order.
     choice: options to take in natural order instead of the cheapest, if the pattern has all of them.
     """
     kind = torch.device(device).type
@@ -328,8 +328,8 @@ def plan_at(
     Terms number queries by their index in q, and keys by position. The plan's bound has the rank's sizes. The terms
     allow no pair with a key that the placement lacks.
 
-    The plan has the terms of all runs of queries. Unless block lists cover all runs at once, it has the options of only
-    one run, if possible of one whose terms share rows.
+    The plan has the terms of all runs of queries. If block lists cover all runs at once, its `options` are complete;
+    else they are those of one run, of one whose terms share rows if there is such a run.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))

@@ -15,7 +15,7 @@ from bench._dense import counts, dense_attention
 from bench.cases._training import Step, gradients_of, loss
 from flexdilated import masks
 from flexdilated.integrations.convert import _scaled_dot_product
-from flexdilated.integrations.convert._convert import attentions
+from flexdilated.integrations.convert._convert import candidates_in
 
 from . import GRID, HEADS, MODELS, TOKENS, Inputs, model_of, times_with_text
 
@@ -200,4 +200,4 @@ def refused(kind: type[nn.Module]) -> list[str]:
             raise
     else:
         raise AssertionError(report)
-    return list(dict.fromkeys(each.refusal or each.cross_reason for each in attentions(model)))
+    return list(dict.fromkeys(each.refusal or each.cross_reason for each in candidates_in(model)))

@@ -123,7 +123,7 @@ class QueryRows:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         rows, wide = self._by_set(q), sum_dtype(q)
-        blocks = (k, v) if self.of.reads_few else (self._by_block(k), self._by_block(v))
+        blocks = (k, v) if self.of.lists_few_keys else (self._by_block(k), self._by_block(v))
         out = torch.empty_like(rows, dtype=wide, memory_format=torch.contiguous_format)
         lse = rows.new_empty(rows.shape[:3], dtype=wide)
         for sets, queries in self.of.portions(rows.shape[3]):
@@ -151,7 +151,7 @@ class QueryRows:
         groups = rows.shape[2]
         found = (
             (self._keys_from_tokens(each, x) for x in blocks)
-            if self.of.reads_few
+            if self.of.lists_few_keys
             else self._keys_and_values(each, blocks)
         )
         keys, values = (each.clear_keys_(x) for x in found)

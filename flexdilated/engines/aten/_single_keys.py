@@ -149,7 +149,7 @@ class _DenseMask:
         for begin in range(0, queries, at_once)[: META_CHUNKS if q.is_meta else None]:
             end = min(queries, begin + at_once)
             parts = [] if q.is_meta else [self._listed_pairs(matrix, begin, end) for matrix in range(entries * tables)]
-            keys = slice(0, self.lists.stop(end) if parts else self.num_keys)
+            keys = slice(0, self.lists.num_masked_keys(end) if parts else self.num_keys)
             mask = q.new_full((entries, tables, end - begin, keys.stop), -torch.inf)
             for matrix, (row, key) in enumerate(parts):
                 mask[matrix // tables, matrix % tables][row, key] = 0.0

@@ -43,7 +43,7 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
         Parameters, buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and
         torch.compile work. A call's causal mask or flag and key padding restrict the pattern further; caches and
         memories are supported. In joint attention of diffusers the pattern counts the tokens of the image or video;
-        those of the text see all tokens and are seen by all.
+        text tokens see all tokens and are seen by all.
     pattern: a pattern for all self-attention modules; or a function that gets (name, module) from
         `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
         restores the original attention of all modules.
@@ -82,7 +82,7 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
             f"pattern must be a pattern, a function (name, module) -> pattern or None, or None; got {pattern!r:.80}"
             f"{instead_of_pattern(pattern)}"
         )
-    found = attentions(model)
+    found = candidates_in(model)
     chosen = [_pattern_or_reason(each, pattern) for each in found]
     by_name = not isinstance(pattern, AnyPattern)
     if pattern is not None and not any(not each.refusal and (by_name or not each.cross_reason) for each in found):
@@ -101,21 +101,21 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
     return Report(tuple(replaced), tuple(left))
 
 
-def attentions(model: nn.Module) -> list[Candidate]:
+def candidates_in(model: nn.Module) -> list[Candidate]:
     """Return the attention modules of a model, in the order of `model.named_modules()`.
 
-    They are the modules that a library's `find` describes, and unknown ones: modules of other classes with Attention or
-    Attn in the class name, which cannot be converted. Unknown modules are left out if they contain an attention module,
-    or if a module that `find` describes contains them.
+    They are the modules that a library's `candidate_of` describes, and unknown ones: modules of other classes with
+    Attention or Attn in the class name, which cannot be converted. Unknown modules are left out if they contain an
+    attention module, or if a module that `candidate_of` describes contains them.
     """
     found: dict[str, Candidate] = {}
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         each = (
-            _torch.find(name, module, model)
-            or _timm.find(name, module)
-            or _x_transformers.find(name, module, model)
-            or _diffusers.find(name, module, model)
+            _torch.candidate_of(name, module, model)
+            or _timm.candidate_of(name, module)
+            or _x_transformers.candidate_of(name, module, model)
+            or _diffusers.candidate_of(name, module, model)
         )
         if each is not None:
             found[name] = each

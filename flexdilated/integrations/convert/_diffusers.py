@@ -1,7 +1,7 @@
 """diffusers' attention: its modules' forward, with `scaled_dot_product_attention` replaced by `attend`.
 
 A module of diffusers leaves attention to its processor, which may join the tokens of a text with those of an image or
-video. A pattern counts the tokens of the image or video; those of the text see all tokens and are seen by all.
+video. A pattern counts the tokens of the image or video; text tokens see all tokens and are seen by all.
 """
 
 from __future__ import annotations
@@ -106,12 +106,15 @@ class DiffusersAttention(ScaledDotProduct):
     def call_pattern(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *args: Any, **options: Any
     ) -> Pattern | Mixture:
-        """Return the pattern of a call: the module's, with the call's text tokens where the processor puts them.
+        """Return the pattern over all tokens of a call.
+
+        It is the module's pattern, joined with the text's tokens if the processor puts them in one sequence.
 
         hidden_states: features of the image or video.
-        encoder_hidden_states: those of the text; None for self-attention.
+        encoder_hidden_states: features of the text; None for self-attention.
 
-        Raises ValueError for an unknown processor, and for cross-attention unless a function chose the pattern.
+        Raises ValueError for an unknown processor, for a joint sequence with fewer image tokens than the pattern's
+        grid, and for cross-attention unless a function chose the pattern.
         """
         given = self._flexdilated
         assert given is not None
@@ -154,8 +157,8 @@ def _unsupported(module: Any) -> str:
     return f"{name}, {_UNSUPPORTED.get(name, _UNKNOWN)}; {_REMEDY}"
 
 
-def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
-    """Describe a module of diffusers that computes attention by a processor; None for any other module.
+def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
+    """Return the `Candidate` of a module of diffusers that computes attention by a processor; None for other modules.
 
     name: name of the module in `model`.
 

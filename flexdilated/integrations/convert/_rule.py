@@ -37,7 +37,7 @@ class GivenPattern:
         object.__setattr__(self, "grid", max(grids, key=prod, default=()))
 
     def check_grid(self, num_tokens: int) -> None:
-        """Raise ValueError if the pattern's grid has more tokens than a call, which is then one of another grid."""
+        """Raise ValueError if the pattern's grid has more tokens than a call: the call's tokens are of another grid."""
         if self.grid and num_tokens < prod(self.grid):
             sides = " x ".join(map(str, self.grid))
             raise ValueError(
@@ -48,7 +48,7 @@ class GivenPattern:
 
     @property
     def label(self) -> str:
-        """The name for errors; a model that is itself an attention module has the name ""."""
+        """Name of the module in errors; "the model" if the model itself is the attention module, with name ""."""
         return self.name or "the model"
 
 
@@ -136,9 +136,9 @@ def pattern_of_call(
         and 0 for others; None for no mask.
 
     A mask must be of one of three kinds. Padding has shape (B or 1, 1, 1, M), or is expanded from it, and its floats
-    may also hide keys by the least number of their dtype. Padding that hides its rows too has shape (B, 1, N, N), and
-    is boolean; graphs take it for B > 1 and real tokens side by side. torch's causal mask has shape (N, M), with
-    optional leading dims of 1.
+    may also hide keys by the least number of their dtype. A mask that hides padding both as keys and as queries is
+    boolean and has shape (B, 1, N, N); in a graph, it needs B > 1 and real tokens side by side. torch's causal mask has
+    shape (N, M), with optional leading dims of 1.
 
     Raises ValueError or TypeError for any other mask.
     """
@@ -271,7 +271,7 @@ _IN_PLACE = "convert(model, pattern) changes the model in place, so use the mode
 class Report:
     """Result of `convert`: the attention modules that it converted, and those that keep their original attention.
 
-    Both are in the order of `model.named_modules()`. Prints as one table each; an empty one is omitted.
+    Both are in the order of `model.named_modules()`. str() has a table of each, without tables that would be empty.
     """
 
     replaced: tuple[Replaced, ...]

@@ -38,9 +38,9 @@ class ScaledDotProduct(Converted):
         return out
 
     def call_pattern(self, *args: Any, **options: Any) -> Pattern | Mixture:
-        """Return the pattern of a call of the module with these arguments: the one that it was given.
+        """Return the pattern over all tokens of a call: the pattern that the module was given.
 
-        A subclass whose call joins further tokens to the sequence, such as a text, returns a pattern over all of them.
+        A subclass whose calls join further tokens to the sequence, such as a text, extends the pattern to them.
         """
         assert self._flexdilated is not None
         return self._flexdilated.pattern

@@ -45,8 +45,8 @@ class Attention(ScaledDotProduct):
         return True
 
 
-def find(name: str, module: Any) -> Candidate | None:
-    """Describe a module of timm that computes attention; None for any other module.
+def candidate_of(name: str, module: Any) -> Candidate | None:
+    """Return the `Candidate` of a module of timm that computes attention; None for any other module.
 
     name: name of the module in its model.
 

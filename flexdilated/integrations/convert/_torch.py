@@ -33,8 +33,8 @@ class MultiheadAttention(MultiheadProjections, Converted):
 
         With is_causal or a causal attn_mask the pattern is intersected with causal order. In training, `dropout` is
         applied to the attention weights. need_weights defaults to False, unlike in torch, so that callers that omit it
-        and discard the weights keep working. Raises ValueError for need_weights=True, and for an attn_mask that is not
-        causal.
+        and discard the weights keep working. Raises ValueError for need_weights=True, for an attn_mask that is not
+        causal, and for numbers of queries and keys that do not fit the pattern.
         """
         refuse_weights(need_weights)
         given = self._flexdilated
@@ -62,8 +62,8 @@ class TransformerEncoder(Converted):
         return False
 
 
-def find(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
-    """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
+def candidate_of(name: str, module: nn.Module, model: nn.Module) -> Candidate | None:
+    """Return the `Candidate` of a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
 
     name: name of the module in `model`.
 

@@ -72,9 +72,9 @@ class Attend(Converted):
     ) -> tuple[Tensor, Any]:
         """Return (output (B, H, N, D), x-transformers' `Intermediates` without scores and weights).
 
-        Arguments as in x-transformers. row_mask and flash_pack_seq_kwargs are ignored: `find` refuses the options that
-        use them. causal: None for the module's attribute; if True, the N queries have the last N of the M key
-        positions, as with a cache. In training, dropout is applied to the attention weights. Raises ValueError for
+        Arguments as in x-transformers. row_mask and flash_pack_seq_kwargs are ignored: `candidate_of` refuses the
+        options that use them. causal: None for the module's attribute; if True, the N queries have the last N of the M
+        key positions, as with a cache. In training, dropout is applied to the attention weights. Raises ValueError for
         attn_bias, prev_attn and attn_delta other than None, and for a mask that is neither padding nor causal.
         """
         given = self._flexdilated
@@ -98,8 +98,8 @@ class Attend(Converted):
         return out, sys.modules[self.original.__module__].Intermediates()
 
 
-def find(name: str, module: Any, model: nn.Module) -> Candidate | None:
-    """Describe a module of x-transformers' class `Attention`; None for any other module.
+def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
+    """Return the `Candidate` of a module of x-transformers' class `Attention`; None for any other module.
 
     name: name of the module in `model`.
 

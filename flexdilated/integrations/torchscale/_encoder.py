@@ -66,8 +66,8 @@ class Sequences(NamedTuple):
         visible = on_host(without_padding(every(), key_padding_mask, shape))
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
-    def longest(self, q: Float[Tensor, "B H N D"]) -> int:
-        """Number of real tokens of the longest sequence, or, without `lengths`, of all tokens of a sequence.
+    def longest_length(self, q: Float[Tensor, "B H N D"]) -> int:
+        """Return the number of real tokens of the longest sequence; without `lengths`, the number of all its tokens.
 
         q: the queries of this device.
         """
@@ -88,7 +88,10 @@ Heads = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, 
 
 
 def require_batch(name: str, x: object, dims: str, width: int) -> None:
-    """Raise TypeError or ValueError unless x is a tensor of 3 dims: the two that `dims` names, then width."""
+    """Raise TypeError or ValueError unless x is a tensor of 3 dims, the last of size `width`.
+
+    name, dims: names of the tensor and of its first two dims in the error, such as "x" and "batch, tokens".
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}: write torch.as_tensor({name})")
     if x.dim() != 3 or x.shape[2] != width:
@@ -248,8 +251,8 @@ class LongNetEncoder(nn.Module):
 class EncoderLayer(nn.Module):
     """Layer of the encoder, (B, N, E) -> (B, N, E): x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    In training, a batch entry skips each of the two with a probability that grows linearly from 0 in the first layer to
-    config.drop_path in the last.
+    In training, a batch entry skips the attention, and also the feed-forward, with a probability that grows linearly
+    from 0 in the first layer to config.drop_path in the last.
 
     index: number of the layer in the encoder, from 0.
 
@@ -350,7 +353,7 @@ class DilatedSelfAttention(nn.Module):
         for some segment lengths with config.padding set: see `_shifts`.
         """
         q, k, v = self.project(x)
-        config, N = self.config, sequences.longest(q)
+        config, N = self.config, sequences.longest_length(q)
         branches = list(zip(config.segment_lengths, config.dilation_rates, strict=True))
         shifting = [(segment, rate) for segment, rate in branches if self._shifts(segment, rate, N)]
         if shifting and sequences != WHOLE:
@@ -379,9 +382,9 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if the outputs of the branch (segment length, dilation rate) must be shifted to other tokens.
+        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to later tokens.
 
-        Without padding="zeros" no branch is shifted.
+        It does with padding="zeros", if the rate does not divide the segment length and there are several segments.
         """
         # torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at
         # the end of the sequence, so outputs after the first segment move to later tokens.
@@ -419,7 +422,7 @@ class DilatedSelfAttention(nn.Module):
         Both are shifted as in torchscale if `_shifts` is True.
         """
         N, options = q.shape[2], self._options()
-        if not self._shifts(segment, rate, sequences.longest(q)):
+        if not self._shifts(segment, rate, sequences.longest_length(q)):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
             return self._attend(q, k, v, pattern, sequences, return_lse=True)
         # Zeros are inserted as tokens, so all zero keys take part; output row p is row p of the longer sequence.

@@ -144,7 +144,7 @@ class Visibility:
         return self
 
     def __getitem__(self, index: tuple[Any, ...]) -> Visibility | Bool[Tensor, "B N M"]:
-        """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on.
+        """Return the mask of consecutive queries and of the first keys, for all batch entries, as models slice masks.
 
         With the index (:, 0, :, :) the result is a tensor instead, True for keys that the model's rule, documents and
         padding allow. Models that choose keys by the scores of all pairs need it.
@@ -282,7 +282,9 @@ def _restrict_to_documents(
 
 
 def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"]) -> Visibility:
-    """Return the mask restricted to pairs within documents; keys before the queries are of document 0.
+    """Return the mask restricted to pairs within documents.
+
+    Keys before the queries belong to document 0; padding and keys after the queries belong to none.
 
     ids: number of each query's document, from 0.
     """

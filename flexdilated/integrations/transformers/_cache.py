@@ -59,19 +59,19 @@ def _require_config(method: Callable[..., Any]) -> Callable[..., Any]:
 class FlexdilatedCache(Cache):
     """KV cache of a model's attention layers that keeps only keys that later queries can see.
 
-    For models with this library's attention: `generate(past_key_values=FlexdilatedCache())`, from transformers 5.24 on
-    `generate(cache=FlexdilatedCache())`. Keys that no later query can see are evicted, so a pattern with bounded
-    lookback has bounded memory for any number of generated tokens; a decoding step computes only the pairs of the new
-    token. In an encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
+    Pass it to a model with this library's attention: `generate(past_key_values=FlexdilatedCache())`, from transformers
+    5.24 on `generate(cache=FlexdilatedCache())`. Other keys are evicted, so a pattern with bounded lookback has bounded
+    memory for any number of generated tokens; a decoding step computes only the pairs of the new token. In an
+    encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
 
     config: the model's config. Required for models with linear attention or convolutions, whose states are then cached
         as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    For inference, with batches without padding, so that all sequences have equal positions.
-    Raises ValueError if a layer's rule lets a query see keys that are not appended yet, for padding and packed
-    sequences, for attention of another library, and for models that compute keys from the cache's output, such as from
-    latents; use a `DynamicCache` for these.
+    It is for inference with batches without padding, whose sequences have equal positions. Raises ValueError if a
+    layer's rule lets a query see keys that are not appended yet, for padding and packed sequences, for attention of
+    another library, and for models that compute keys from the cache's output, such as from latents; use a
+    `DynamicCache` for these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -224,7 +224,7 @@ class _Layer(CacheLayerMixin):
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
         """Return the `Reader` that attends by `rule` from queries at positions `tokens`.
 
-        One is made for each rule, number of heads and scale.
+        A reader of this or the previous update is reused if its rule, number of heads and scale are equal.
 
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
@@ -350,7 +350,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Make batch entry i of the states, keys and values what entry beam_idx[i] was; indices may repeat."""
+        """Select batch entries of the states, keys and values by index, in this order; indices may repeat."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)
 
@@ -389,7 +389,7 @@ def _unsupported_layer(kind: str) -> ValueError:
 
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
-    """Rules by which the readers attend, which determine the keys to keep; without readers, one that keeps all keys."""
+    """Return the rules by which the readers attend; without readers, [causal order], by which all keys are kept."""
     return [source for reader in readers.values() for source in reader.sources] or _ALL_KEYS
 
 

@@ -52,9 +52,9 @@ class ModelCall:
     given: arguments of the pass, by name.
     outer: the running pass of the model that contains this model; None if there is none.
 
-    Attribute `positions`: the position_ids among the arguments, as (B, N); None if the arguments have none, although
-    the model then makes its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if
-    these are None or are for equally many tokens.
+    Attribute `positions`: the position_ids among the arguments, as (B, N); None if the arguments have none and the
+    model makes its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if these are
+    None or are for equally many tokens.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
@@ -139,10 +139,9 @@ class ModelCall:
         self.last_position = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Largest number, (1, 1), in the 2-D attention masks that are arguments of the outermost pass.
+        """Return the largest number, as (1, 1), in the 2-D masks of numbers among the outermost pass's arguments.
 
-        Boolean masks are left out. None if no mask is left, and in every call of this method after the first one within
-        the outermost pass.
+        None if it has no such masks, and in all calls of this method after the first within the outermost pass.
         """
         outermost = self
         while outermost.outer is not None:
@@ -159,10 +158,10 @@ class ModelCall:
             _refuse_if(several, f"{_ERROR_START} {name} mixes tokens outside of its attention: {_ROWS_ADVICE}")
 
     def end(self, output: Any) -> None:
-        """Finish the pass: if any sequence has several documents, store _SEVERAL on the cache, for the next pass.
+        """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
 
-        A graph stores numbers in any case: _SEVERAL, or, if each sequence is one document, the position of each
-        sequence's last token.
+        If any sequence has several documents, _SEVERAL is stored in place of all positions. Nothing is stored in a pass
+        without position_ids or cache.
 
         output: result of the forward, which has the cache if the arguments have none.
 
@@ -298,12 +297,11 @@ def _on_host(x: Tensor) -> Tensor:
 def _copy_all_to_host(
     positions: Tensor | None, last: Tensor | None, largest: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Copy the arguments, of shapes (B, N), (B, 1) and (1, 1), to the CPU in one transfer, and return them.
+    """Return (positions, last, largest), of shapes (B, N), (B, 1) and (1, 1), copied to the CPU in one transfer.
 
-    All are returned with the largest B among them. In a compiled graph they keep their device and shape. An argument
-    that is None is returned as None.
+    Each is expanded to the largest B among them; None stays None. In a compiled graph they keep their device and shape.
 
-    last: if its batch size is not that of `positions`, its largest number is returned in place of all.
+    last: if its batch size is not that of `positions`, it is replaced by its largest number, of shape (1, 1).
     """
     if last is not None and positions is not None and len(last) != len(positions):
         last = last.amax(0, keepdim=True)

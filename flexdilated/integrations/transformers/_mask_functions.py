@@ -58,7 +58,8 @@ def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | No
     If the function itself counts positions from the starts of packed sequences, the result has a pattern of these
     sequences in place of `begin`.
 
-    Raises ValueError for operations on positions that the rules of transformers do not use.
+    Raises ValueError for a function that allows no pair, and for operations on positions that the rules of transformers
+    do not use.
     """
     with _SymbolicLookups():
         try:

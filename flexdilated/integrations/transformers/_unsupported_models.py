@@ -32,7 +32,7 @@ def unserved_parts(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[
 
     layers: the model's modules that use transformers' registry of attention functions.
 
-    Raises ValueError, with the remedy, if another part cannot be served, or if no layer can.
+    Raises ValueError, with the remedy, if a module outside of such parts cannot be served, or if no layer can.
     """
     name = type(model).__name__
     if not layers:

@@ -28,12 +28,12 @@ _QUERIES_AT_ONCE = 256  # queries that are taken to be computed together under a
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """The keys of each query: list (e * T + t) * N + n is that of query n in batch entry e, for the heads of table t.
+    """Lists of keys: list (e * T + t) * N + n has the keys of query n in batch entry e, for the heads of table t.
 
     keys: indices of keys in the call, list after list, ascending in each.
     ends: one past the last place of each list in `keys`.
     shape: (b, T, N); b is 1 or the number of batch entries, and heads share tables in consecutive groups of equal size.
-    num_keys: M.
+    num_keys: number of the call's keys, M.
     lag: position of the first query minus that of the first key.
     """
 
@@ -94,12 +94,13 @@ class KeyLists:
         query = torch.arange(len(self.ends), device=self.ends.device).repeat_interleave(self.counts) % self.shape[2]
         return not len(self.keys) or bool((self.keys - query).max() <= self.lag)
 
-    def stop(self, end: int) -> int:
+    def num_masked_keys(self, end: int) -> int:
         """Return n: under a dense mask, queries before query `end` are computed with keys 0 to n - 1.
 
-        These are all keys, or with causal lists the keys up to the position of query end - 1, at least one. n depends
-        on no further property of the lists: otherwise later tokens could change the rounding of earlier results.
+        With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
         """
+        # n depends on no further property of the lists: otherwise later tokens could change the rounding of earlier
+        # results.
         return min(max(1, end + self.lag), self.num_keys) if self.is_causal else self.num_keys
 
     @cached_property
@@ -107,7 +108,7 @@ class KeyLists:
         """Number of pairs, of one head and all batch entries, that are computed under dense masks of 256 queries."""
         entries, _, queries = self.shape
         ends = [min(queries, begin + _QUERIES_AT_ONCE) for begin in range(0, queries, _QUERIES_AT_ONCE)]
-        return entries * sum((end - begin) * self.stop(end) for begin, end in pairwise([0, *ends]))
+        return entries * sum((end - begin) * self.num_masked_keys(end) for begin, end in pairwise([0, *ends]))
 
     def favours_gather(self, num_heads: int, num_kv_heads: int) -> bool:
         """True if ATen is predicted to take no longer for gathered keys than for a dense mask."""
@@ -120,7 +121,7 @@ class KeyLists:
     ) -> TableWork:
         """Return the work of the call, for keys and values of `width` channels of `element_bytes` bytes.
 
-        gathers: True if only listed keys are computed, False for keys 0 to `stop` - 1 under a dense mask.
+        gathers: True if only listed keys are computed, False for the first `num_masked_keys` keys under a dense mask.
         copies: True if listed keys are copied into blocks, False for one kernel that reads each in place.
         """
         entries, tables, queries = self.shape

@@ -246,7 +246,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _num_computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Return how many pairs are computed if all queries of a tile compute each tile that the window of one overlaps."""
+    """Return how many pairs are computed if all queries of a tile compute each tile that any of their windows meets."""
     return prod(_num_computed_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 

@@ -54,8 +54,8 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     branches: {branch: how often it counts}. The branches are dilated segments that nest: each segment length and rate
         divides the next, and a token that is active in a branch is active in all earlier ones.
 
-    The level of a token is the last branch in which it is active. The branches that allow a pair are those from the
-    first in which both tokens are in one segment to the lower of the two tokens' levels.
+    The level of a token is the last branch in which it is active. A pair is allowed by consecutive branches: from the
+    first that has both tokens in one segment to the lower of the two tokens' levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
@@ -124,7 +124,9 @@ class _Chain:
         )
 
     def pair_weights(self, offsets: tuple[int, ...]) -> PairWeights:
-        """Return the weights of pairs in a shortest segment: sum of multiplicities of branches with both active.
+        """Return the weights of the pairs in a segment of the first branch.
+
+        A weight is the sum of the multiplicities of the branches in which both tokens are active.
 
         offsets: dilation offset of one head in each branch.
         """
@@ -135,10 +137,11 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Return (branch, phases): tokens of this level are at a distance in `phases` after an active token of branch.
+        """Return (branch, phases): the tokens of this level follow an active token of `branch` at a distance in phases.
 
-        A token's level is the last branch in which it is active. The result is (last branch, only 0) for the last
-        level, and for other levels (next branch, the multiples of this level's rate above 0 and below the next rate).
+        A token's level is the last branch in which it is active. For the last level, `branch` is the last branch and
+        the only phase is 0. For another level, `branch` is the next branch, and the phases are the multiples of the
+        level's own rate above 0 and below the next rate, e.g. rates (1, 4) -> (1, range(1, 4)) for level 0.
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -172,7 +175,7 @@ class _Rectangle(NamedTuple):
 
 
 def _dilated_and_rest(branch: Pattern) -> tuple[Dilated | None, Pattern]:
-    """Return (dilated factor, `causal` or `every`) of dilated segments, causal or not; else (None, branch)."""
+    """Return (dilated factor, `every` or `causal`) if the branch is their intersection; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
@@ -216,7 +219,7 @@ def _strip_terms(chain: _Chain) -> Iterator[Term]:
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch.
 
-    In causal order, only the rectangles with the keys before the queries.
+    In causal order, rectangles whose keys are after the queries are left out.
     """
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole

@@ -90,7 +90,7 @@ class TableProblems:
         its pairs is allowed.
     full: True where, by bounds, all pairs of the entry are allowed.
     low, high: bounds on the number of allowed pairs of each entry, for one head.
-    only_masked: see `of_largest_batch`; None for all batches.
+    only_masked: None for all batches; True or False for only the first batch with or without a mask in each portion.
     """
 
     bound: Bound
@@ -153,7 +153,7 @@ class TableProblems:
         return self.bound.num_queries <= _FEW_QUERIES or self.queries_per_problem > 1
 
     @cached_property
-    def reads_few(self) -> bool:
+    def lists_few_keys(self) -> bool:
         """True if the listed keys are at most half as many as all keys, as in a decoding step.
 
         They are then gathered one by one, and not all keys are copied into blocks first. False unless `gathers`.
@@ -374,7 +374,7 @@ class TableTerm(Term):
 
     @property
     def listed_blocks(self) -> ListedBlocks:  # type: ignore[override]
-        """The computed pairs, as blocks of size 1."""
+        """Number of computed pairs, as `plain` blocks of one pair; 0 blocks of other kinds."""
         return ListedBlocks(0, self.work.computed_pairs, 0)
 
     def counted_pairs(self) -> int:

@@ -84,7 +84,7 @@ class PairWeights:
 
     @cached_property
     def _least_cyclic_shift(self) -> tuple[_Table, int]:
-        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and that shift."""
+        """(table, shift): the cyclic shift of `table` that is least as a tuple, and by how many rows it is shifted."""
         # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
@@ -390,7 +390,10 @@ class Term:
         return built.with_heads(self.tables())
 
     def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
-        """Return the term over one period of its rule if its block list then repeats along the diagonal, else None."""
+        """Return the term over one period of its rule if copies of its block list along the diagonal make up the list.
+
+        None if they do not.
+        """
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
             return None

@@ -179,9 +179,10 @@ def _simplify_local_windows(rest: Pattern, q: range, k: range) -> Pattern:
 def _terms_of_small_window(
     rest: Pattern, multiplicity: int, part: Bound, cheapest_terms: CheapestTerms, *, any_number: bool
 ) -> Sequence[Term]:
-    """Return the terms of a small window, without comparing costs.
+    """Return the terms of the rule `rest` in a small window, chosen without comparing costs.
 
-    They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
+    They are the terms of windows inside this window, if the rule has such windows; else `compact_terms`, if the rule
+    has them; else one term over all tokens in natural order.
     """
     split = split_into_windows(rest, part)
     terms = None if split is None else window_terms(*split, multiplicity, part, cheapest_terms, any_number=any_number)
@@ -210,8 +211,8 @@ def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
 def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> Any:
     """Return one rule for all batch entries joined to a single sequence, in which run-time documents separate them.
 
-    None if a branch has no run-time documents, or has another factor that does not repeat from entry to entry; sets of
-    visible keys may differ.
+    None if a branch has no run-time documents, or has a factor that does not repeat from entry to entry and is neither
+    run-time documents nor a set of visible keys.
 
     num_tokens: tokens of each entry.
     batch: number of entries.
