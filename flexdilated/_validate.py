@@ -335,9 +335,9 @@ def offset_as_int(name: str, value: object) -> int:
 
 
 def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
-    """Check offsets and heads of a call; return the number of query heads over all devices.
+    """Return the number of query heads over all devices, after checking offsets and heads of a call.
 
-    That is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
+    The number is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
     negative offsets, for more heads than num_heads_global and, except while torch.compile traces, for a pattern that
     does not accept this number of heads.
     """
@@ -369,8 +369,8 @@ def run_time_tensors(
     batch: number of batch entries of the call.
     has_values: False for a call with meta tensors; the result is then empty.
 
-    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table
-    that may be meant for batch entries but is read as one of tables of heads.
+    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table of
+    selected blocks with 3 dims of which the first, for groups of heads, equals the batch: entries may be meant.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

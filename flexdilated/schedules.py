@@ -63,7 +63,7 @@ class Schedule:
 
     @property
     def _last_level(self) -> int:
-        """The level of `end`, if that of `start` is 0: at most `widths` - 1, and 0 if `start` equals `end`."""
+        """Number of the level whose value is `end`; level 0 is `start`. At most `widths` - 1; 0 if they are equal."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:
