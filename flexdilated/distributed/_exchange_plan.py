@@ -43,9 +43,9 @@ class ExchangePlan:
     local: positions that this rank holds.
     num_tokens: tokens of all ranks.
 
-    A token counts once per KV head; no rank sends to itself. The vectors of a message are ordered by KV head, then by
-    token as in these ranges. Received vectors go into one tensor (B, G, R, D), where R is the length of the head with
-    most vectors; the padding of shorter heads is never read.
+    A token counts once per KV head; no rank sends to itself. The vectors of a message are ordered by KV head, then in
+    the order of the positions above. Received vectors go into one tensor (B, G, R, D), where R is the number of vectors
+    in the head that has most; the padding of the other heads is never read.
     """
 
     received: Tokens

@@ -75,7 +75,7 @@ def choose_schedule(
     batch: int = 1,
     wire_vector_bytes: int | None = None,
 ) -> ScheduleChoice:
-    """Choose "exchange" or "ring" for attention over ranks, by the bytes that the most loaded rank receives and holds.
+    """Return the choice of "exchange" or "ring", by the bytes that the most loaded rank would receive and hold.
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
     needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
@@ -105,7 +105,7 @@ def choose_schedule(
 
 
 def choice_of(counts: TokenCounts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
+    """Return the choice of "exchange" or "ring", by the bytes that the most loaded rank would receive and hold.
 
     The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more.
 
@@ -219,7 +219,7 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the bytes that each rank receives in a call of `distributed.attend`, and the allowed pairs of its queries.
+    """Return the bytes that each rank receives in a call of `distributed.attend`, and the allowed pairs of its queries.
 
     Nothing is run and no process group is needed.
 

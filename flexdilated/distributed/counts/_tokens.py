@@ -197,7 +197,7 @@ def _needed_bounds(
 
 
 def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups for which `_tokens_of_branches` counts equally many tokens, and add up their numbers of KV heads.
+    """Return `groups` with those merged for which `_tokens_of_branches` is equal; their numbers of KV heads add up.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
 
