@@ -139,7 +139,7 @@ class BlockSparseAttention(nn.Module):
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output; 0 for a query that may attend to no key.
+        """Return the attention output; it is 0 for a query that may attend to no key.
 
         Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. With a mesh
         the sharding determines positions, and an offset other than None or 0 raises ValueError.
@@ -222,9 +222,10 @@ def pattern_from_arguments(
 ) -> Pattern | Mixture:
     """Return `pattern`, intersected with causal order if `causal`; for None the `dilated_pattern` of the branches.
 
-    how: a correct call, for the text of the TypeError that is raised if there are neither a pattern nor branches.
+    how: a correct call, as text for the TypeError.
 
-    Raises ValueError for a pattern together with branches, or with offsets or heads other than the defaults.
+    Raises TypeError without a pattern if segment_lengths or dilation_rates is None, and ValueError for a pattern with
+    any of the two, or with offsets or heads other than the defaults.
     """
     if pattern is None:
         if segment_lengths is None or dilation_rates is None:
