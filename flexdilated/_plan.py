@@ -104,7 +104,7 @@ class MeasuredOption:
 
     The times are for one batch entry on this machine.
 
-    option: name of the way. That of a way for one branch of a mixture begins with the branch: "branch 1: natural".
+    option: name of the way; for one branch of a mixture it begins with the branch, such as "branch 1: natural".
     """
 
     option: str

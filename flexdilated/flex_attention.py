@@ -173,10 +173,10 @@ def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"])
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
-_READ = "_flexdilated_read"  # attribute of a BlockMask
+_KNOWN = "_flexdilated_pattern"  # attribute of a BlockMask
 
 
-class _Read(NamedTuple):
+class _KnownPattern(NamedTuple):
     """The pattern of a BlockMask, with the values from which it was made, to see later if they have changed.
 
     lists: copies of the block lists.
@@ -222,14 +222,14 @@ def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
         )
     _check_sizes(block_mask, query, key)
     entries, lists = max(1, len(query)), block_lists(block_mask)
-    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), getattr(block_mask, _READ, None)
+    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), getattr(block_mask, _KNOWN, None)
     rule_and_sizes = f"{text_of_function(block_mask.mask_mod, entries)}, {sizes}"
     if known is not None and known.rule_and_sizes == rule_and_sizes and _all_equal(known.lists, lists):
         return known.pattern
     pattern = pattern_of_block_mask(block_mask, entries)
     with suspended_torch_modes():
         # With the mask, which its pattern may hold: a dict of masks would keep both.
-        setattr(block_mask, _READ, _Read([table.clone() for table in lists], rule_and_sizes, pattern))
+        setattr(block_mask, _KNOWN, _KnownPattern([table.clone() for table in lists], rule_and_sizes, pattern))
     return pattern
 
 
@@ -275,11 +275,11 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
     (1, 1, 256, 256)
     """
-    create: Any = torch.compiler.disable(_created)  # always, as in `flex_attention`
+    create: Any = torch.compiler.disable(_new_block_mask)  # always, as in `flex_attention`
     return create(mask_mod, (B or 1, H or 1), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
 
 
-def _created(
+def _new_block_mask(
     mask_mod: MaskMod | Pattern,
     shape: tuple[int, int],
     lengths: tuple[int, int],
@@ -306,8 +306,8 @@ def _created(
         if not separate_full_blocks:
             partial, full = partial | full, None
         return BlockMask.from_kv_blocks(
-            *_lists(partial, where),
-            *((None, None) if full is None else _lists(full, where)),
+            *_torch_lists(partial, where),
+            *((None, None) if full is None else _torch_lists(full, where)),
             BLOCK_SIZE=block_size,
             mask_mod=function,
             seq_lengths=lengths,
@@ -331,7 +331,7 @@ class _PatternRule:
         return _PatternRule, self.given
 
 
-def _lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
+def _torch_lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return torch's block lists: (number of True key blocks of each query block, their indices), int32 on `device`.
 
     The indices ascend and are followed by those of the False blocks: a row [False, True, False] gives 1 and [1, 0, 2].

@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Up to `widths` values from `start` to `end`, to which the curve is rounded; short schedules may skip some."""
+        """Values to which the curve is rounded, at most `widths`, from `start` to `end`; few steps may skip some."""
         return tuple(dict.fromkeys(map(self._value, range(self._last_level + 1))))
 
     @property

@@ -59,14 +59,14 @@ from .group import (
 # L tokens of this rank's shard, N all tokens, D head dim
 
 
-def heads_of_ranks(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
+def heads_of_ranks(num_heads: int, num_tensor_heads: int, num_ranks: int) -> tuple[range, ...]:
     """Return, for each rank, the range of a tensor's heads that its query heads use; (4, 2, 4) -> heads 0, 0, 1, 1.
 
     num_heads: number of query heads, split evenly, in order, over the ranks; a multiple of num_ranks.
-    of: number of heads of the tensor: num_heads for queries; for keys and values a divisor of it, and then several
+    num_tensor_heads: heads of the tensor: num_heads for queries; for keys and values a divisor of it, and then several
         ranks may use one head.
     """
-    share, group = num_heads // num_ranks, num_heads // of
+    share, group = num_heads // num_ranks, num_heads // num_tensor_heads
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
 
 

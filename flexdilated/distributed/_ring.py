@@ -183,8 +183,8 @@ class Ring:
         mine: this rank's encoded keys and values.
         """
         lease, length = self.lease_buffer(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
-        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.view_of(x), len(self.own))]
-        receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
+        send = [(row, turn.target) for x in mine for row in _message_views(turn.sent.view_of(x), len(self.own))]
+        receive = [(row, turn.source) for x in lease.tensor for row in _message_views(x, length)]
         return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
     def lease_buffer(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
@@ -263,7 +263,7 @@ class Gradients:
         self.begun = None
 
 
-def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
+def _message_views(x: Tensor, length: int) -> Sequence[Tensor]:
     """Return views of x (B, G, S, ...), each the tensor of one message: (x,) if it is a whole shard, as S == length.
 
     Otherwise x is part of a contiguous shard, and there is one view, contiguous, per batch entry and KV head.

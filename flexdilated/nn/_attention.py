@@ -122,7 +122,7 @@ class BlockSparseAttention(nn.Module):
             raise ValueError(
                 "autotune must be False with a mesh, as it measures calls of one device; got autotune=True"
             )
-        self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
+        self.register_parameter("sinks", _sink_logits(pattern, require_bool("sinks", sinks), num_heads))
 
     @advises(keywords=OTHER_KEYWORDS, how="write layer(q, k, v)")
     def forward(
@@ -175,7 +175,7 @@ class BlockSparseAttention(nn.Module):
         return f"{own}, {engine_text(self.engine)}{sinks}{rest}{ranks_text(self.over_ranks)}"
 
 
-def _sinks(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:
+def _sink_logits(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:
     if wanted != (num_heads is not None):
         raise ValueError(
             f"sinks=True needs num_heads, the number of sinks, and num_heads needs sinks=True; got sinks={wanted}, "

@@ -231,7 +231,7 @@ class LongNetConfig:
                 raise TypeError(f"{name} must be a sequence of integers, such as (2048,); got {value!r}")
             object.__setattr__(self, name, None if value is None else tuple(value))
         if self.pattern is not None:
-            object.__setattr__(self, "pattern", _json(self.pattern))
+            object.__setattr__(self, "pattern", _pattern_json(self.pattern))
         self.attention_pattern.check_heads(self.num_heads)
         self._read_selection()
 
@@ -344,7 +344,7 @@ def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
     return pattern
 
 
-def _json(pattern: Pattern | Mixture | str) -> str:
+def _pattern_json(pattern: Pattern | Mixture | str) -> str:
     """Return a pattern, or its text, as JSON.
 
     Raises ValueError if it holds tensors, TypeError if it has custom functions.

@@ -71,16 +71,16 @@ def refine(
     require_int("moves", moves, minimum=0)
     listed = _listed_mask(pattern, importance)
     _check_numbers("scores", scores, tuple(importance.shape))
-    mass, promise = importance.detach().cpu().double(), scores.detach().cpu().double()
+    mass, potential = importance.detach().cpu().double(), scores.detach().cpu().double()
     block = pattern.block  # type: ignore[attr-defined]  # `_listed_mask` checks the kind
     droppable = listed & ~_most_massive_mask(mass, listed)
     if keep is not None:
         droppable &= ~_nonempty_mask("keep", keep, listed, block)
-    growable = ~listed & (promise > -torch.inf)
+    growable = ~listed & (potential > -torch.inf)
     if within is not None:
         growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
-    dropped, grown = _lowest_mask(droppable, mass, exchanged), _lowest_mask(growable, -promise, exchanged)
+    dropped, grown = _lowest_mask(droppable, mass, exchanged), _lowest_mask(growable, -potential, exchanged)
     if bool((exchanged == 0).all()):
         return Refinement(pattern, dropped.nonzero(), grown.nonzero())
     cache().forget(pattern)
@@ -160,7 +160,7 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
 
 
 def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H ..."]:
-    """Return a mask, True for the number[h] entries of each head h with the lowest `key` among those where `among` is.
+    """Return a mask, True for the number[h] entries of each head h with the lowest `key` where `among` is True.
 
     number[h] must not exceed the number of True entries of `among` in head h, and `key` must hold no NaN; it may be
     infinite. Of entries with equal keys the first is chosen: the lower query block, then the lower key block.

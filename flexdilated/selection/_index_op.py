@@ -121,7 +121,7 @@ def index_loss(
 
     Other arguments are as in `index_keys`; the call's `scale` is that of the attention.
     """
-    call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
+    call, teacher = SelectionCall.of(constants, q_offset), _with_key_heads_first(teacher_q, teacher_k)
     total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for some in _comparisons(call, bindings, q, k, table, teacher):
@@ -153,15 +153,15 @@ def index_loss_backward(
 
     grad: gradient of the sum that `index_loss` returns; other arguments are those of `index_loss`.
     """
-    call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
+    call, teacher = SelectionCall.of(constants, q_offset), _with_key_heads_first(teacher_q, teacher_k)
     dq, dk, dw = (torch.zeros_like(x, dtype=sum_dtype(x), memory_format=torch.contiguous_format) for x in (q, k, w))
     with torch.autocast(q.device.type, enabled=False):
         for some in _comparisons(call, bindings, q, k, table, teacher):
             shares, here = _mean_weights(some, *teacher, call.scale), some.queries
             own_q, keys, own_w = (x.detach().requires_grad_() for x in (q[:, :, here], some.keys_of(k), w[:, here]))
             with autograd_on():
-                lacks = _divergence(some, own_q, keys, own_w, shares)
-            dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(lacks, (own_q, keys, own_w), grad.to(lacks))
+                loss = _divergence(some, own_q, keys, own_w, shares)
+            dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(loss, (own_q, keys, own_w), grad.to(loss))
             some.add_gradients(dk, of_keys.to(dk.dtype))
     return dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
@@ -215,7 +215,9 @@ def _divergence(
 _LEAST = torch.finfo(torch.float32).tiny
 
 
-def _by_group(q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
+def _with_key_heads_first(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]
+) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
     """Return (q, k (G, B, M, D)), k contiguous, so that no chunk copies all keys."""
     return q, k.transpose(0, 1).contiguous()
 

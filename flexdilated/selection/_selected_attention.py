@@ -220,12 +220,12 @@ class SelectedAttention(nn.Module):
         options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
         q, (k,) = q.detach(), runs.gather(k.detach())
         exact_q, exact_k = (q, k) if teacher is None else (teacher[0].detach(), *runs.gather(teacher[1].detach()))
-        lacks, taught = [], []
+        divergences, counted = [], []
         for (start, own), (_, exact) in zip(runs.parts(q), runs.parts(exact_q), strict=True):
             each = distill_loss(self.selector, own, k, (exact, exact_k), q_offset=start, **options)
-            lacks.append(each[0])
-            taught.append(each[1])
-        return torch.stack(lacks).sum() / runs.total(torch.stack(taught).sum()).clamp(min=1)
+            divergences.append(each[0])
+            counted.append(each[1])
+        return torch.stack(divergences).sum() / runs.total(torch.stack(counted).sum()).clamp(min=1)
 
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
@@ -302,14 +302,14 @@ def distill_loss(
         candidates = _scores_by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
         logs = _scores_by_block(Selection(blocks, mass, mass, mass), num_blocks)
         total = masked_lse(logs, candidates)
-        taught = total > -torch.inf
-        target = (logs - total.masked_fill(~taught, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
+        counted = total > -torch.inf
+        target = (logs - total.masked_fill(~counted, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
         shares = target.exp()
     scores = _scores_by_block(student, num_blocks)
     own = log_shares(scores, candidates)
     # 0 * log 0 counts as 0.
-    lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
-    return lacks.sum(), taught.sum()
+    divergences = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
+    return divergences.sum(), counted.sum()
 
 
 def _scores_by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:

@@ -361,7 +361,7 @@ def work_of_ranks(
     num_heads_global: int | None = None,
     batch: int = 1,
 ) -> Int64[Tensor, " W"]:
-    """Return the number of (query, key) pairs of each rank's queries, over all query heads and batch entries.
+    """Return the number of pairs that the pattern allows for each rank's queries, over all query heads and entries.
 
     A pair counts once for each branch of a mixture that allows it.
 
