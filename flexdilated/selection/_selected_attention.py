@@ -45,13 +45,7 @@ class SelectedAttention(nn.Module):
     selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
     gradient: how the choice is trained. "none": not at all. "distill": by `distill_loss`, which the caller adds to the
         loss of the model. The output is that of "none", and the selector's scorer must be a module. "bias": through the
-        selector's scores, which are added to the logits, in inference as well. Let s(r, b) be the score of block b for
-        the query block r of query i, in the table of the head. The weight of key j is exp(scale * q_i · k_j + bias_ij)
-        / sum over j' of exp(scale * q_i · k_j' + bias_ij'), over the pairs of (chosen | always) & within; bias_ij =
-        s(r, b) if j is in a chosen block b and `always` does not allow (i, j), else 0. Gradients reach q and k through
-        the scores, too, and with a module as scorer also its parameters. The cost is that of `most` calls of `attend`
-        with one block per query block: each column of the table is one call, to whose lse the score is added, and the
-        calls are merged by lse.
+        selector's scores, which are added to the logits, in inference as well.
     engine: as in `attend`.
     mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
         rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order). The
@@ -59,6 +53,12 @@ class SelectedAttention(nn.Module):
         returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a query block
         starts, and a module must score each block and query block independently, as in a cache. bindings and `within`
         are for the whole sequence.
+
+    With "bias", the weight of key j for query i is proportional to exp(scale * q_i · k_j + bias_ij), over the pairs of
+    (chosen | always) & within. bias_ij is the score of j's block for i's query block, in the table of the head, if the
+    block is chosen and `always` does not allow (i, j); otherwise 0. Gradients reach q and k through the scores, too,
+    and the parameters of a scorer that is a module. Each of the table's `most` columns costs a call of `attend` with
+    one block per query block, to whose lse the scores are added; the calls are merged by lse.
 
     `torch.utils.checkpoint` recomputes the choice in the backward by equal operations on equal inputs: the choice is
     equal if the forward is deterministic. To reuse the first choice instead, save the op
