@@ -142,8 +142,8 @@ def attend(
     batch 1: all batch entries of q then share them.
 
     dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
-        branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
-        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
+        branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. Dropout does not
+        change the lse. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
         no dropout.
     scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all, may
         be learned.

@@ -224,7 +224,7 @@ def exchange_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
-    The transfer of gradients of received keys overlaps with the computation of those of this rank's keys.
+    The gradients of received keys are sent to their owners while the gradients of this rank's keys are computed.
 
     k_others, v_others: the received keys and values, which the forward returned.
     grad_lse: None if lse has no gradient.

@@ -179,7 +179,7 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """Return the mean over query blocks of KL(p ‖ softmax(s)), in nats; both are over the candidate blocks.
+        """Return the mean over query blocks of KL(p ‖ softmax(s)) over their candidate blocks, in nats.
 
         Query blocks without candidates, or whose p underflows, are left out of the mean. With a mesh the result is this
         rank's term of the mean over the query blocks of all ranks: the sum over ranks of the losses, and of their
