@@ -168,7 +168,7 @@ def _largest_scores(
 
 
 def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H N E"]:
-    """Return `out` with its first three dims ordered in memory as those of query, and the head dim contiguous."""
+    """Return `out` with batch entries, heads and tokens ordered in memory as in query, and the head dim contiguous."""
     order = [*sorted(range(3), key=query.stride, reverse=True), 3]
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
@@ -213,7 +213,7 @@ def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
 def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
     """Return the pattern of a BlockMask, kept from the last call if its lists, mask_mod and sizes are unchanged.
 
-    Raises TypeError if block_mask is no BlockMask, and ValueError if its sizes are not those of query and key.
+    Raises TypeError if block_mask is no BlockMask, and ValueError if its sizes do not fit query and key.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
@@ -334,7 +334,7 @@ class _PatternRule:
 def _torch_lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return torch's block lists: (number of True key blocks of each query block, their indices), int32 on `device`.
 
-    The indices ascend and are followed by those of the False blocks: a row [False, True, False] gives 1 and [1, 0, 2].
+    The indices ascend; those of False blocks come last, also ascending: a row [False, True, False] gives 1, [1, 0, 2].
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).to(device), order.to(device, torch.int32)

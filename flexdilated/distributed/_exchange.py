@@ -90,7 +90,7 @@ class Exchange:
 
     @contextmanager
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
+        """Context manager that starts to send this rank's keys and values, and to receive what its queries need.
 
         Yields a function that waits for the transfer and writes the received vectors into its argument: (k, v), each
         (B, G, R, D), with R tokens for the KV head that receives most. Padding of other heads is not written.

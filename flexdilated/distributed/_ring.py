@@ -118,8 +118,8 @@ Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 class Ring:
     """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them.
 
-    With codec "auto" the constructor makes a collective, in which the ranks agree on a codec: every rank must construct
-    its ring between the same two transfers.
+    With codec "auto" the constructor makes a collective, in which the ranks agree on a codec: all ranks must construct
+    their rings at one place in their sequence of transfers.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:

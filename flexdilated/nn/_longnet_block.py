@@ -167,7 +167,7 @@ class Block(nn.Module):
         return self.attention_out(_join_heads(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """Raise ValueError unless `selected` has the same mesh and sharding as the block's model.
+        """Raise ValueError unless `selected` has the mesh and the sharding of the block's model.
 
         Mesh and sharding define the positions of this rank's tokens.
         """

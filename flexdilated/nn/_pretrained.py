@@ -28,7 +28,7 @@ class Pretrained(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors into a folder, which is created if needed.
 
-        The weights are the state_dict, in its dtype. Constructor arguments other than those of `made_of`, such as the
+        The weights are the state_dict, in its dtype. Constructor arguments that `made_of` does not return, such as the
         device, a mesh or memory_dim, are not saved: give them to `from_pretrained`.
         Raises ImportError without safetensors (pip install 'flexdilated[pretrained]').
 

@@ -283,7 +283,7 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (column and row of each token, grid steps along x and y), shapes (M, 2) and (2,).
 
-    It is None if the places do not form a regular grid, if two tokens have the same place, or if the grid has more than
+    It is None if the places do not form a regular grid, if two tokens have one place, or if the grid has more than
     _MOST_CELLS cells.
 
     places: (x, y) of each token, shape (M, 2).

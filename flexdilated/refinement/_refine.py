@@ -38,12 +38,13 @@ def refine(
     within: Pattern | None = None,
     keep: Pattern | None = None,
 ) -> Refinement:
-    """Return a pattern with up to `moves` blocks of least importance per head replaced by those of highest score.
+    """Return a pattern with up to `moves` listed blocks per head, of least importance, replaced by unlisted ones.
 
-    The returned `Refinement` also has the dropped and the added blocks. Each head keeps its number of blocks. The rule
-    is RigL's (arXiv 1911.11134, section 3), which drops by least magnitude and grows by largest gradient; this function
-    drops by least attention mass and grows by largest score. Ties are resolved by lower query block, then lower key
-    block. The result depends on the arguments alone, so ranks with equal arguments get equal patterns.
+    The unlisted blocks of highest score are added. The returned `Refinement` also has the dropped and the added blocks.
+    Each head keeps its number of blocks. The rule is RigL's (arXiv 1911.11134, section 3), which drops by least
+    magnitude and grows by largest gradient; this function drops by least attention mass and grows by largest score.
+    Ties are resolved by lower query block, then lower key block. The result depends on the arguments alone, so ranks
+    with equal arguments get equal patterns.
 
     pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
         them, such as `causal()`, for attention.

@@ -138,7 +138,7 @@ def choose(
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
     """Return (indices into dim L of the chosen candidates of each query block, padded with -1; number of cuts).
 
-    A cut is a query block whose choice has more than `most` entries, of which those with the highest scores are kept.
+    A cut is a query block whose choice has more than `most` entries; the entries with the highest scores are kept.
 
     candidates: entries that may be chosen.
     ids: index of the block in each entry, which decides between equal scores.
@@ -148,7 +148,7 @@ def choose(
         entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
-    and NaN counts as -inf. Candidates with score inf have equal shares, and others then have none.
+    and NaN counts as -inf. Candidates with score inf have equal shares, and all other candidates then have share 0.
     """
     scores = comparable(scores)
     keys = _distinct_scores(scores, ids).masked_fill(~candidates, _NONE)

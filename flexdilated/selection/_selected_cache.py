@@ -57,7 +57,7 @@ class TableAttention(NamedTuple):
 
         not_always: complement of the selector's `always`; None without `always`.
         rule: pairs that the call allows.
-        bindings: run-time tensors of the call by name, None for none; those that only a coarse selector needs are
+        bindings: run-time tensors of the call by name, None for none; tensors that only a coarse selector needs are
             dropped.
         options: scale, q_offset and engine of `attend`.
         """

@@ -50,7 +50,7 @@ TokenCounts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i rec
 def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> TokenCounts:
     """Return {"exchange": counts, "ring": counts}; counts[i, j]: number of tokens that rank i receives from rank j.
 
-    The counts are those of the forward, summed over KV heads. An exchange sends the tokens that rank i needs. A ring
+    The counts are for the forward, summed over KV heads. An exchange sends the tokens that rank i needs. A ring
     sends each contiguous range of rank j's positions whole, in all KV heads, if rank i needs a token of it.
 
     heads: num_heads and, if not all heads are on this device, head_offset and num_heads_global.
@@ -223,8 +223,8 @@ def rank_loads(
 
     Nothing is run and no process group is needed.
 
-    size: batch, heads, head dims and dtype of the call; its tokens are those of the sharding. Keys and values travel
-        padded to the wider head dim.
+    size: batch, heads, head dims and dtype of the call; the sharding gives the tokens. Keys and values are sent padded
+        to the wider head dim.
     codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern

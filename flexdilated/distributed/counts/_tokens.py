@@ -197,7 +197,7 @@ def _needed_bounds(
 
 
 def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
-    """Return `groups` with those merged for which `_tokens_of_branches` is equal; their numbers of KV heads add up.
+    """Return `groups`, merged where `_tokens_of_branches` is equal; their numbers of KV heads add up.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
 
@@ -309,7 +309,7 @@ class KVNeeds:
         """Make the `KVNeeds` of a pattern over a sequence of num_tokens tokens.
 
         num_heads, num_kv_heads: numbers of query and key/value heads on this device.
-        head_offset: index of the first of these query heads among those of all devices.
+        head_offset: index of the first of these query heads among the query heads of all devices.
         num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
 
         Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.

@@ -127,7 +127,7 @@ def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
     """Raise ValueError or TypeError for an invalid codec, error bound or dtype of keys and values.
 
-    error_bound must be above 0 and below 1 for codec "auto", and None for others. dtype must be float64, float32,
+    error_bound must be above 0 and below 1 for codec "auto", else None. dtype must be float64, float32,
     bfloat16 or float16, the last not with codec "bf16".
     """
     if codec is not None and not isinstance(codec, str):

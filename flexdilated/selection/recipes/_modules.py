@@ -61,7 +61,7 @@ class CoarseToFineAttention(nn.Module):
     A last block of fewer than `block` keys is never pooled: each of its keys is a term.
 
     The result equals dense attention if keys are constant within blocks, or if `top` covers all blocks. The pooled
-    terms, of the second kind, are computed for all blocks; those of the `top` blocks are then subtracted. This is
+    terms, of the second kind, are computed for all blocks; the terms of the `top` blocks are then subtracted. This is
     numerically stable: by Jensen's inequality the terms of a block's keys sum to at least its pooled term, so no small
     difference remains.
 

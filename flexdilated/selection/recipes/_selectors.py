@@ -42,7 +42,7 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
 
 @advises()
 def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
-    """Return Quest's `BlockSelector`: each query of each head reads the last page and those of highest score bounds.
+    """Return Quest's `BlockSelector`: each query of each head reads the last page and the pages with the best bounds.
 
     A page is a key block. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
     channel over its keys: an upper bound of the scores of its keys. The last page is the query's own. The paper uses
