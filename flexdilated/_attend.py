@@ -142,8 +142,8 @@ def attend(
     batch 1: all batch entries of q then share them.
 
     dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
-        branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
-        without dropout. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
+        branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. Dropout does not
+        change the lse. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
         no dropout.
     scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all, may
         be learned.
@@ -172,8 +172,8 @@ def attend(
     block_size: tokens of a block of block-sparse masks, or (queries, keys). None: on CPU chosen for the pattern, with
         "flash" the size that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
-        passed on unchecked. Excluded are BACKEND, which engine determines, and options that the block lists and lengths
-        of the call determine.
+        passed on unchecked. They may not hold BACKEND, which engine determines, nor options that the block lists and
+        lengths of the call determine.
     autotune: True to time the planner's token orders and block sizes for this call the first time, and use the fastest
         from then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results
         are used.
@@ -248,7 +248,7 @@ def checked_call(
     scale: Scale,
     bindings: Mapping[str, Tensor] | None,
 ) -> tuple[Tensor, Call, list[Tensor], float]:
-    """Check these arguments of `attend`; return (q, `Call`, run-time tensors, factor on the scores).
+    """Return (q, `Call`, run-time tensors, factor on the scores) for these arguments of `attend`, after checking them.
 
     The `Call` has the pattern, without zero padding, and the sizes. If scale is a tensor, the returned q is multiplied
     by it, and the factor is 1. The run-time tensors, of the pattern or of `bindings`, are sorted by name; for a q on
@@ -273,7 +273,10 @@ def checked_call(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to the dtype of autocast, if it is enabled for the device of q; float64 and integers are kept."""
+    """Return (q, k, v), cast to the dtype of autocast if it is enabled for the device of q.
+
+    float64 and integer tensors are not cast. If one of the three is no tensor, all are returned unchanged.
+    """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v  # later checks refuse other types
     dtype = autocast_dtype(q.device)

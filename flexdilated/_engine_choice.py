@@ -97,7 +97,7 @@ def planned_engine(
 
     engine: "portable", the device's default, or None: the default or, if that cannot serve the call, "portable".
     device: kind of device, such as "cpu"; "cuda" is assumed to have Triton.
-    head_dim: the smaller one of queries and values.
+    head_dim: the smaller of the head dims of queries and values.
 
     Raises ValueError for another engine, and if the engine cannot serve the call.
     """
@@ -136,7 +136,7 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
-    """Return the tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
+    """Return the tensors other than q, k and v that may carry a derivative: sinks, then the tensors score_mod reads."""
     found = [] if features.sinks is None else [features.sinks]
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]
 
@@ -145,7 +145,7 @@ def feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
 def check_transforms(inputs: list[Tensor]) -> Tensor:
     """Raise ValueError if an input is mapped by vmap or carries a forward-mode or torch.func derivative.
 
-    `own_op` raises the error; as an op it also runs in a graph. The result is an empty tensor.
+    `own_op` raises the error. This function is an op, so that a compiled graph checks too; it returns an empty tensor.
     """
     return inputs[0].new_empty(0)
 

@@ -76,7 +76,7 @@ class OverRanks:
     def sharding_of(self, length: int) -> Sharding:
         """Return `sharding` or, if it is None, a sharding into contiguous shards of `length` tokens on each rank.
 
-        Raises ValueError if it is None and length is 0.
+        Raises ValueError if `sharding` is None and length is 0.
         """
         from .distributed.group import equal_shards
 
@@ -85,7 +85,7 @@ class OverRanks:
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
         """Return the positions, in the whole sequence, of the `length` tokens on this rank.
 
-        Raises ValueError if `sharding` assigns another number of tokens to this rank, or if it is None and length is 0.
+        Raises ValueError if `sharding` assigns another number of tokens to this rank, or is None and length is 0.
         """
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
@@ -110,9 +110,9 @@ class OverRanks:
         """Compute attention of this rank's queries over the keys of all ranks.
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
-        it, and run its backward.
+        this method, and run its backward.
 
-        sharding: for this call only; None: as `sharding_of` returns it.
+        sharding: assignment of tokens to ranks for this call; None: `sharding_of(L)`.
         options: further keywords of `distributed.attend`, such as scale.
 
         Raises as `distributed.attend` does, and ValueError with "heads" unless the number of ranks divides H.

@@ -104,7 +104,7 @@ class MeasuredOption:
 
     The times are for one batch entry on this machine.
 
-    option: name of the way. That of a way for one branch of a mixture begins with the branch: "branch 1: natural".
+    option: name of the way; for one branch of a mixture it begins with the branch, such as "branch 1: natural".
     """
 
     option: str
@@ -128,8 +128,8 @@ class PlanReport(PlanSize):
     model_memory, checkpointed_memory: memory of a LongNet of `layers` layers with this attention and no vocabulary,
         without and with gradient checkpointing in training; None without `layers`.
 
-    Pairs and FLOPs are sums over all heads and batch entries; those in `options` are for one batch entry. Memory is
-    computed on first use.
+    Pairs and FLOPs are sums over all heads and batch entries, but `options` counts one batch entry. Memory is computed
+    on first use.
     """
 
     useful_pairs: int

@@ -76,7 +76,7 @@ class PlanSize:
         return planned_engine(self.named_engine, *size, score_mod=self.score_mod, drops=drops)
 
     def reads_table(self, bound: Bound) -> bool:
-        """True if the engine reads a table of keys or blocks in the pattern of `bound`, without block lists for it."""
+        """True if the engine reads the pattern's table of chosen keys or blocks directly, without block lists."""
         return reads_table(bound, self.engine)
 
     @property
@@ -114,7 +114,7 @@ class PlanSize:
     def memory_of(self, call: AttentionSize, planned: Plan | None = None) -> AttentionMemory:
         """Predict the memory of a call: `inference_peak` without dropout, all other fields with dropout_p.
 
-        planned: the plan of the call by `engine`, if there is one already.
+        planned: the plan of the call by `engine`, if the caller has one; None: it is made here if needed.
         """
 
         def predicted(drops: bool) -> AttentionMemory:

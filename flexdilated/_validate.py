@@ -280,8 +280,8 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
 def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
     """Return (queries, factor on the scores) for the argument `scale` of q (B, H, N, D).
 
-    If it is a tensor, of one number for each head (H,) or one for all, the queries are q times it, computed in float32
-    or wider and rounded to the dtype of q, and the factor is 1. Else the queries are q, and the factor is
+    If scale is a tensor, of one number for each head (H,) or one for all, the queries are q times scale, computed in
+    float32 or wider and rounded to the dtype of q, and the factor is 1. Else the queries are q, and the factor is
     `resolve_scale(scale, head_dim)`.
 
     Raises TypeError or ValueError for other tensors, and as `resolve_scale`.
@@ -335,9 +335,9 @@ def offset_as_int(name: str, value: object) -> int:
 
 
 def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
-    """Check offsets and heads of a call; return the number of query heads over all devices.
+    """Return the number of query heads over all devices, after checking offsets and heads of a call.
 
-    That is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
+    The number is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
     negative offsets, for more heads than num_heads_global and, except while torch.compile traces, for a pattern that
     does not accept this number of heads.
     """
@@ -369,8 +369,8 @@ def run_time_tensors(
     batch: number of batch entries of the call.
     has_values: False for a call with meta tensors; the result is then empty.
 
-    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table
-    that may be meant for batch entries but is read as one of tables of heads.
+    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table of
+    selected blocks with 3 dims if dim 0, of groups of heads, equals a batch above 1 and so may be meant for entries.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

@@ -63,9 +63,9 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
 
     values: on the device of q; they get a gradient. For `masks.sparse(matrix)`: (E,) or (H, E), in the order of the E
         values of the matrix, entries of value 0 included. For `masks.selected_keys(table)` with one table of L keys for
-        each query, (N, L) or (H, N, L); with one for each query of each batch entry, (B, N, L) or (B, H, N, L). With H
-        heads, those of all devices; without, or with H = 1, one value serves all heads.
-    pattern: the pattern of which these are the pairs; `attend` may combine it with others, whose pairs get no value.
+        each query, (N, L) or (H, N, L); with one for each query of each batch entry, (B, N, L) or (B, H, N, L). H is
+        the number of heads of all devices; without the dim H, or with H = 1, all heads share the values.
+    pattern: the pattern that lists the pairs; `attend` may combine it with others, whose pairs get no value.
 
     `entries` reads the pairs: in a function that torch.compile compiles, the graph breaks here. The score_mod reads
     `values` in each call.

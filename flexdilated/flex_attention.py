@@ -2,8 +2,8 @@
 
     from flexdilated.flex_attention import create_block_mask, flex_attention
 
-In place of `torch.nn.attention.flex_attention`, which has no backward on CPU and forms all scores where it is not
-compiled. What rules and score functions read is recorded in each call.
+It replaces `torch.nn.attention.flex_attention`, which has no backward on CPU and, uncompiled, forms all scores. Each
+call records the mask_mod and score_mod again, with the tensors that they read.
 """
 
 from __future__ import annotations
@@ -75,24 +75,25 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as `torch.nn.attention.flex_attention.flex_attention`, computed by `attend`, forward and backward.
 
-    Returns the output (B, H, N, E), in memory in query's order; with return_lse (output, natural lse (B, H, N)); with
-    return_aux (output, `AuxOutput`). A query without keys has output 0, and lse and largest score -inf.
+    Returns the output (B, H, N, E), with dims ordered in memory as in query; with return_lse (output, natural lse
+    (B, H, N)); with return_aux (output, `AuxOutput`). A row without keys has output 0, and lse and largest score -inf.
 
     score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach all tensors that it reads.
-    block_mask: from `create_block_mask`, or one of torch's; None for all pairs. Lists that do not follow from its
-        mask_mod are kept, as in `masks.custom`.
+    block_mask: from `create_block_mask` here or in torch; None for all pairs. Its block lists count even if they do not
+        follow from its mask_mod: see `masks.custom`.
     scale: factor on the scores; None for 1 / sqrt(D).
     enable_gqa: True allows G to be a divisor of H.
     kernel_options: as in torch, where Triton serves the device; without effect elsewhere.
-    return_aux: lse, and max_scores, each query's largest score after score_mod (B, H, N), without a gradient.
+    return_aux: names the fields of `AuxOutput` to compute: lse, and max_scores (B, H, N), the largest score of each row
+        after score_mod, without a gradient. Fields that it does not name are None.
 
-    Lists, rule and score_mod are read in each call, for which the host waits for an accelerator, and later changes have
-    no effect on its backward. In a function that torch.compile compiles, torch's own flex_attention is called where it
-    trains (CUDA, XPU), or for an inference without return_lse and return_aux; elsewhere the graph breaks at this call,
-    which runs eagerly.
+    Each call reads block lists, mask_mod and score_mod, so the host waits for an accelerator; later changes of them
+    have no effect on the call's backward. In a function that torch.compile compiles, torch's own flex_attention is
+    called on CUDA and XPU, and for inference without lse and max_scores; otherwise the graph breaks here, and the call
+    runs eagerly.
 
-    Raises ValueError for tensors that do not fit each other or the block_mask; TypeError for functions that
-    `masks.custom` cannot record.
+    Raises ValueError for tensors that do not fit each other or the block_mask, and for return_lse with return_aux;
+    TypeError for functions that `masks.custom` cannot record.
 
     >>> q, k, v = torch.randn(3, 1, 2, 256, 16, requires_grad=True)
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
@@ -154,7 +155,10 @@ def _out_and_aux(
 def _largest_scores(
     query: Tensor, key: Tensor, pattern: Pattern, score_mod: ScoreMod | None, scale: float | None
 ) -> Float[Tensor, "B H N"]:
-    """Return each query's largest score after score_mod, of a call that `attend` has checked."""
+    """Return the largest score of each row after score_mod, -inf for a row without keys. `attend` has checked the call.
+
+    Tensors without values, which are on the meta device or of a FakeTensorMode, give only -inf.
+    """
     q, k, _ = expand_batch(*autocast(query, key, key))
     if 0 in (*q.shape, *k.shape) or q.is_meta or isinstance(q, _torch_private.FakeTensor):
         return q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
@@ -164,29 +168,27 @@ def _largest_scores(
 
 
 def _in_order_of(query: Float[Tensor, "B H N D"], out: Float[Tensor, "B H N E"]) -> Float[Tensor, "B H N E"]:
-    """Return out with its batch entries, heads and tokens in memory in the order of query's, each row contiguous."""
+    """Return `out` with batch entries, heads and tokens ordered in memory as in query, and the head dim contiguous."""
     order = [*sorted(range(3), key=query.stride, reverse=True), 3]
     return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
-_READ = "_flexdilated_read"  # attribute of a BlockMask
+_KNOWN = "_flexdilated_pattern"  # attribute of a BlockMask
 
 
-class _Read(NamedTuple):
-    """What a BlockMask held when it was read last.
+class _KnownPattern(NamedTuple):
+    """The pattern of a BlockMask, with the values from which it was made, to see later if they have changed.
 
-    lists: copies of them.
-    others: a text of its rule, for a number of batch entries, and of its sizes.
-    pattern: the pattern of all these.
+    lists: copies of the block lists.
+    rule_and_sizes: text of the mask_mod's operations for a number of batch entries, with lengths and block size.
     """
 
     lists: list[Tensor]
-    others: str
+    rule_and_sizes: str
     pattern: Pattern
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled as None: the copy is read anew."""
-        return type(None), ()
+        return type(None), ()  # a copied or unpickled BlockMask has None here, so that its pattern is made again
 
 
 def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
@@ -209,9 +211,9 @@ def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
 
 
 def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
-    """Return the pattern of a BlockMask, which is read again in each call, but made only if anything has changed.
+    """Return the pattern of a BlockMask, kept from the last call if its lists, mask_mod and sizes are unchanged.
 
-    Raises TypeError unless it is one, and ValueError if it is for other sizes than those of query and key.
+    Raises TypeError if block_mask is no BlockMask, and ValueError if its sizes do not fit query and key.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
@@ -220,14 +222,14 @@ def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
         )
     _check_sizes(block_mask, query, key)
     entries, lists = max(1, len(query)), block_lists(block_mask)
-    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), getattr(block_mask, _READ, None)
-    others = f"{digest_of_mask_mod(block_mask.mask_mod, entries)}, {sizes}"
-    if known is not None and known.others == others and _all_equal(known.lists, lists):
+    sizes, known = (block_mask.seq_lengths, block_mask.BLOCK_SIZE), getattr(block_mask, _KNOWN, None)
+    rule_and_sizes = f"{digest_of_mask_mod(block_mask.mask_mod, entries)}, {sizes}"
+    if known is not None and known.rule_and_sizes == rule_and_sizes and _all_equal(known.lists, lists):
         return known.pattern
     pattern = pattern_of_block_mask(block_mask, entries)
     with suspended_torch_modes():
         # With the mask, which its pattern may hold: a dict of masks would keep both.
-        setattr(block_mask, _READ, _Read([table.clone() for table in lists], others, pattern))
+        setattr(block_mask, _KNOWN, _KnownPattern([table.clone() for table in lists], rule_and_sizes, pattern))
     return pattern
 
 
@@ -254,11 +256,11 @@ def create_block_mask(
     _compile: bool = False,
     separate_full_blocks: bool = True,
 ) -> BlockMask:
-    """Return torch's BlockMask of a rule, with the lists that torch's `create_block_mask` has, in bounded memory.
+    """Return torch's BlockMask of a mask_mod, with the lists of torch's `create_block_mask`, made in bounded memory.
 
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
-    B, H: batch entries and query heads with lists of their own; None for 1. With B None or 1, all entries share the
-        lists of the rule at entry 0, as in torch.
+    B, H: numbers of batch entries and of query heads that have separate lists; None for 1. With B None or 1, all
+        entries share the lists of the mask_mod at b = 0, as in torch.
     Q_LEN, KV_LEN: numbers of queries and keys.
     device: of the lists; None for the accelerator, if there is one, as in torch.
     BLOCK_SIZE: tokens of a block, or (queries, keys).
@@ -273,11 +275,11 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
     (1, 1, 256, 256)
     """
-    create: Any = torch.compiler.disable(_created)  # always, as in `flex_attention`
+    create: Any = torch.compiler.disable(_new_block_mask)  # always, as in `flex_attention`
     return create(mask_mod, (B or 1, H or 1), (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks)
 
 
-def _created(
+def _new_block_mask(
     mask_mod: MaskMod | Pattern,
     shape: tuple[int, int],
     lengths: tuple[int, int],
@@ -304,8 +306,8 @@ def _created(
         if not separate_full_blocks:
             partial, full = partial | full, None
         return BlockMask.from_kv_blocks(
-            *_lists(partial, where),
-            *((None, None) if full is None else _lists(full, where)),
+            *_torch_lists(partial, where),
+            *((None, None) if full is None else _torch_lists(full, where)),
             BLOCK_SIZE=block_size,
             mask_mod=function,
             seq_lengths=lengths,
@@ -313,7 +315,7 @@ def _created(
 
 
 class _PatternRule:
-    """A pattern for these sizes as a mask_mod, with its tensors on this device. It is pickled as the pattern."""
+    """A mask_mod that computes a pattern bound to the given sizes, with its tensors on `device`; it can be pickled."""
 
     def __init__(
         self, pattern: Pattern, batch: int, num_heads: int, num_queries: int, num_keys: int, device: torch.device
@@ -329,7 +331,10 @@ class _PatternRule:
         return _PatternRule, self.given
 
 
-def _lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (number of blocks in each row, their numbers, followed by those of all others), as torch lists blocks."""
+def _torch_lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return torch's block lists: (number of True key blocks of each query block, their indices), int32 on `device`.
+
+    The indices ascend; those of False blocks come last, also ascending: a row [False, True, False] gives 1, [1, 0, 2].
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).to(device), order.to(device, torch.int32)

@@ -58,12 +58,12 @@ class Schedule:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Up to `widths` values from `start` to `end`, to which the curve is rounded; short schedules may skip some."""
+        """Values to which the curve is rounded, at most `widths`, from `start` to `end`; few steps may skip some."""
         return tuple(dict.fromkeys(map(self._value, range(self._last_level + 1))))
 
     @property
     def _last_level(self) -> int:
-        """The level of `end`, if that of `start` is 0: at most `widths` - 1, and 0 if `start` equals `end`."""
+        """Number of the level whose value is `end`; level 0 is `start`. At most `widths` - 1; 0 if they are equal."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:

@@ -157,8 +157,9 @@ def attend(
         range of a shard (up to two in zigzag order) whole to every rank that needs a key of it; a rank holds at most
         two shards of other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token and head),
-        or "auto": the narrowest with relative error of each key and value vector within `error_bound`, chosen by at
-        most one small collective in forward and backward each. Gradients are sent with at least 16 bits per number.
+        or "auto": the narrowest with relative error of each key and value vector within `error_bound`; to agree on it,
+        the ranks make at most one small collective in forward and backward each. Gradients are sent with at least 16
+        bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all ranks use the seed of
         rank 0, sent by one broadcast of 8 bytes; the dropped pairs are those of one device with that seed.
@@ -304,10 +305,10 @@ def _auto_schedule(
     num_heads_global: int,
     codec: CodecChoice,
 ) -> RankSchedule:
-    """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
+    """Return "exchange" or "ring", chosen by the bytes that the most loaded rank would receive and hold.
 
     Under torch.compile the choice is a constant of the graph. bindings: values of the pattern's run-time tensors,
-    sorted by name. Raises ValueError under torch.compile if there are any, because a trace does not have the values.
+    sorted by name. Raises ValueError under torch.compile if the pattern has run-time tensors, as a trace has no values.
     """
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])

@@ -90,7 +90,7 @@ class Exchange:
 
     @contextmanager
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
+        """Context manager that starts to send this rank's keys and values, and to receive what its queries need.
 
         Yields a function that waits for the transfer and writes the received vectors into its argument: (k, v), each
         (B, G, R, D), with R tokens for the KV head that receives most. Padding of other heads is not written.
@@ -180,10 +180,11 @@ class Exchange:
 def exchange_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attend with this rank's queries to the keys of all ranks; returns (out, lse, received k, received v).
+    """Return (out, lse, received k, received v) of attention of this rank's queries to the keys of all ranks.
 
-    The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
-    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys.
+    Their shapes are (B, H, L, D), (B, H, L) and twice (B, G, R, D). R is the number of tokens received for the KV head
+    that receives most; the other heads are padded, uninitialised. The transfer of keys overlaps with attention to this
+    rank's keys.
 
     bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
@@ -223,7 +224,7 @@ def exchange_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
-    The transfer of gradients of received keys overlaps with the computation of those of this rank's keys.
+    The gradients of received keys are sent to their owners while the gradients of this rank's keys are computed.
 
     k_others, v_others: the received keys and values, which the forward returned.
     grad_lse: None if lse has no gradient.
@@ -247,8 +248,8 @@ def _(grad_out, grad_lse, q, k, v, *others):
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
     """Return (k, v), each with this rank's tokens, then tokens received from other ranks: (B, G, L + R, D).
 
-    A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Only the shape of q is used.
+    A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; the other
+    heads are padded at the end, uninitialised. Only the shape of q is used.
 
     bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed, which is not
         read.
@@ -331,14 +332,14 @@ def exchange(
     call: PlainCall,
     features: Features,
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
-    """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
+    """Return (out, lse or None) of attention of this rank's queries to the keys of all ranks.
 
     Every rank must make this call, and run its backward.
 
     call: the pattern, the engine and other plain arguments.
     bindings: the pattern's run-time tensors, for the whole sequence, sorted by name; if there is dropout, followed by
         its seed.
-    features: without return_lse the lse may be None; dropout is that of `call`, and that of `features` is not read.
+    features: without return_lse the lse may be None. Dropout is taken from `call` and `bindings`, not from `features`.
 
     One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward
     another returns the gradients, which the owners add up in float32 or wider. With engines "aten" and "portable" the

@@ -43,9 +43,9 @@ class ExchangePlan:
     local: positions that this rank holds.
     num_tokens: tokens of all ranks.
 
-    A token counts once per KV head; no rank sends to itself. The vectors of a message are ordered by KV head, then by
-    token as in these ranges. Received vectors go into one tensor (B, G, R, D), where R is the length of the head with
-    most vectors; the padding of shorter heads is never read.
+    A token counts once per KV head; no rank sends to itself. The vectors of a message are ordered by KV head, then in
+    the order of the positions above. Received vectors go into one tensor (B, G, R, D), where R is the number of vectors
+    in the head that has most; the padding of the other heads is never read.
     """
 
     received: Tokens
@@ -69,7 +69,7 @@ class ExchangePlan:
         """Return the plan of one rank, from the cache of plans if it is there.
 
         num_heads, num_kv_heads: on this device.
-        head_offset: index of the first of these query heads among those of all devices.
+        head_offset: index of the first of these query heads among the query heads of all devices.
         num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
 
         Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.

@@ -59,13 +59,14 @@ from .group import (
 # L tokens of this rank's shard, N all tokens, D head dim
 
 
-def heads_of_ranks(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
-    """Return, for each rank, the range of a tensor's heads that it needs.
+def heads_of_ranks(num_heads: int, num_tensor_heads: int, num_ranks: int) -> tuple[range, ...]:
+    """Return, for each rank, the range of a tensor's heads that its query heads use; (4, 2, 4) -> heads 0, 0, 1, 1.
 
     num_heads: number of query heads, split evenly, in order, over the ranks; a multiple of num_ranks.
-    of: number of heads of the tensor: num_heads, or that of key/value heads, each of which several ranks may need.
+    num_tensor_heads: heads of the tensor: num_heads for queries; for keys and values a divisor of it, and then several
+        ranks may use one head.
     """
-    share, group = num_heads // num_ranks, num_heads // of
+    share, group = num_heads // num_ranks, num_heads // num_tensor_heads
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
 
 
@@ -172,17 +173,18 @@ def tokens_to_heads(
     wants: list[bool],
     widen: bool,
 ) -> list[Tensor]:
-    """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
+    """Return a tensor (B, Y, N, D), this rank's heads of all tokens by position, for each shard (B, X, L, D).
 
-    The shards, such as q, k and v, have one dtype and are sent in one all-to-all. The num_heads query heads are split
-    evenly over the ranks; each head of a shard is sent to the ranks that need it, see `heads_of_ranks`.
+    A shard has all heads of this rank's tokens. The shards, such as q, k and v, have one dtype and are sent in one
+    all-to-all. The num_heads query heads are split evenly over the ranks; each head of a shard is sent to the ranks
+    that need it, see `heads_of_ranks`.
 
     sharding: `Sharding.numbers()`.
     group: a process group's name.
     pattern: in JSON; ranks first check that pattern, dropout_p, wants and sizes are equal on all ranks. "" skips the
         check.
-    wants: whether the call sends back a lse, whether it has gradients of the shards, and whether it has gradients of
-        other inputs: each is a message.
+    wants: three flags, read in the check only: the call sends back an lse; the shards have gradients; sinks, or tensors
+        that score_mod reads, have gradients.
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
         gradients are sent and summed in that dtype.
     """
@@ -206,12 +208,14 @@ def _(shards, num_heads, sharding, group, pattern, dropout_p, wants, widen):
 def heads_to_tokens(
     wholes: list[Tensor], heads: list[int], num_heads: int, sharding: list[int], group: str
 ) -> list[Tensor]:
-    """Convert (B, Y, N, D), this rank's heads of all tokens, to (B, X, L, D), all heads of this rank's tokens.
+    """Return a tensor (B, X, L, D), all heads of this rank's tokens, for each of `wholes` (B, Y, N, D).
+
+    The wholes have this rank's heads of all tokens, and one dtype, in which the results are returned. If several ranks
+    have the same head, their values for it are summed, in float32 or wider and in the order of the ranks.
 
     heads: number X of heads of each returned tensor.
 
-    Other arguments: as in `tokens_to_heads`. If several ranks have the same head, their values for it are summed, in
-    float32 or wider and in the order of the ranks.
+    Other arguments: as in `tokens_to_heads`.
     """
     rank, split, heads_of_tensors = _rank_sharding_and_heads(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
@@ -305,7 +309,7 @@ def _pieces_of_shards(
 ) -> PiecesByRank:
     """Return, for each rank r, views of this rank's tokens in the heads that r needs.
 
-    One view for each tensor and contiguous range of positions.
+    There is one view for each shard and contiguous range of positions, in this order.
 
     heads_of_tensors: for each shard, the heads that each rank needs.
     """
@@ -323,7 +327,7 @@ def _pieces_of_shards(
 def _pieces_of_wholes(wholes: Sequence[Tensor], split: Sharding) -> PiecesByRank:
     """Return, for each rank r, views of the tokens of r in this rank's heads.
 
-    One view for each tensor and contiguous range of positions.
+    There is one view for each of `wholes` and contiguous range of positions, in this order.
     """
     return [
         [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)] for peer in range(split.num_ranks)

@@ -118,8 +118,8 @@ Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 class Ring:
     """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them.
 
-    Construction is collective if the codec is "auto": every rank must construct its ring at the same point of its
-    calls, as the ranks agree on the codec then.
+    With codec "auto" the constructor makes a collective, in which the ranks agree on a codec: all ranks must construct
+    their rings at one place in their sequence of transfers.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -178,17 +178,17 @@ class Ring:
             visit(turn, turn.received, *lease.tensor)
 
     def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
-        """Start to send keys and values to the turn's target, and to receive from its source; return both transfers.
+        """Return pending transfers: keys and values sent to the turn's target, and received from its source.
 
         mine: this rank's encoded keys and values.
         """
         lease, length = self.lease_buffer(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
-        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.view_of(x), len(self.own))]
-        receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
+        send = [(row, turn.target) for x in mine for row in _message_views(turn.sent.view_of(x), len(self.own))]
+        receive = [(row, turn.source) for x in lease.tensor for row in _message_views(x, length)]
         return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
     def lease_buffer(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
-        """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
+        """Return the lease of a buffer (2, B, G, num_tokens, W) for a message of keys and values, or of dk and dv.
 
         W is the number of bytes of an encoded vector, and the dtype is uint8. If the codec leaves vectors unchanged, W
         is the head dim, and the dtype is that of `like`.
@@ -201,12 +201,12 @@ class Ring:
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
     def decoded(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
-        """Decode a received message, keys and values or their gradients; return a lease of them, (2, B, G, S, D).
+        """Return a lease of the decoded message (2, B, G, S, D): (k, v) or (dk, dv).
 
-        The buffer of the message is released unless it is itself the result.
+        If nothing is to be decoded or cast, it is the lease of the message itself; else that lease is released.
 
         transfer: the message, which must have arrived.
-        codec: that of the message.
+        codec: the codec with which it was sent.
         like: a tensor (B, G, L, D) in the dtype before encoding.
         dtype: of the result.
         """
@@ -224,9 +224,9 @@ class Ring:
 
 
 class Gradients:
-    """Accumulates dk and dv (B, G, L, D), the gradients of this rank's keys and values, in place.
+    """Adds to dk and dv (B, G, L, D), in place, the gradients of this rank's keys and values that other ranks send.
 
-    In each turn another rank sends the contribution of its queries, which is added.
+    In each turn one other rank sends the gradients from its queries.
     """
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
@@ -263,12 +263,10 @@ class Gradients:
         self.begun = None
 
 
-def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
-    """Return views of x (B, G, S, ...) for messages: x if it is a whole shard, else one per batch entry and head.
+def _message_views(x: Tensor, length: int) -> Sequence[Tensor]:
+    """Return views of x (B, G, S, ...), each the tensor of one message: (x,) if it is a whole shard, as S == length.
 
-    length: number of tokens of the whole shard.
-
-    If x is part of a contiguous shard, each view is contiguous.
+    Otherwise x is part of a contiguous shard, and there is one view, contiguous, per batch entry and KV head.
     """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 
@@ -281,7 +279,7 @@ def _encoded(x: Tensor, codec: Codec) -> Tensor:
 def ring_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor]:
-    """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
+    """Return (out (B, H, L, D), lse (B, H, L)) of attention of this rank's queries to the keys of all ranks.
 
     Every rank must make this call, and run its backward.
 

@@ -122,7 +122,7 @@ class BlockSparseAttention(nn.Module):
             raise ValueError(
                 "autotune must be False with a mesh, as it measures calls of one device; got autotune=True"
             )
-        self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
+        self.register_parameter("sinks", _sink_logits(pattern, require_bool("sinks", sinks), num_heads))
 
     @advises(keywords=OTHER_KEYWORDS, how="write layer(q, k, v)")
     def forward(
@@ -139,7 +139,7 @@ class BlockSparseAttention(nn.Module):
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output; 0 for a query that may attend to no key.
+        """Return the attention output; it is 0 for a query that may attend to no key.
 
         Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. With a mesh
         the sharding determines positions, and an offset other than None or 0 raises ValueError.
@@ -175,7 +175,7 @@ class BlockSparseAttention(nn.Module):
         return f"{own}, {engine_text(self.engine)}{sinks}{rest}{ranks_text(self.over_ranks)}"
 
 
-def _sinks(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:
+def _sink_logits(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:
     if wanted != (num_heads is not None):
         raise ValueError(
             f"sinks=True needs num_heads, the number of sinks, and num_heads needs sinks=True; got sinks={wanted}, "
@@ -222,9 +222,10 @@ def pattern_from_arguments(
 ) -> Pattern | Mixture:
     """Return `pattern`, intersected with causal order if `causal`; for None the `dilated_pattern` of the branches.
 
-    how: a correct call, for the text of the TypeError that is raised if there are neither a pattern nor branches.
+    how: a correct call, as text for the TypeError.
 
-    Raises ValueError for a pattern together with branches, or with offsets or heads other than the defaults.
+    Raises TypeError without a pattern if segment_lengths or dilation_rates is None, and ValueError for a pattern with
+    any of the two, or with offsets or heads other than the defaults.
     """
     if pattern is None:
         if segment_lengths is None or dilation_rates is None:

@@ -121,7 +121,7 @@ class LongNetBackbone(Pretrained):
         self.reset_parameters()
 
     def made_of(self) -> dict[str, Any]:
-        """Constructor arguments that `save_pretrained` stores, by name."""
+        """Return the constructor arguments that `save_pretrained` stores, by name."""
         return {"config": self.config}
 
     def reset_parameters(self) -> None:
@@ -154,7 +154,7 @@ class LongNetBackbone(Pretrained):
         memory_padding_mask: Bool[Tensor, "B M"] | None = None,
         bindings: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "B N out"]:
-        """Features (B, N, E) of tokens in [0, vocab_size), or of embedded inputs with vocab_size=None.
+        """Return features (B, N, E) of tokens in [0, vocab_size), or of embedded inputs with vocab_size=None.
 
         A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
 
@@ -163,7 +163,8 @@ class LongNetBackbone(Pretrained):
         caches: from `new_caches`; `tokens`, without padding, then continue the sequences of earlier calls with these
             caches, each from its own position; None for no earlier tokens.
         memory: the sequence to which every token also attends, in a model with memory_dim; None in a model without.
-        memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
+        memory_padding_mask: True for tokens of the memory to which no token may attend; for both masks, None means no
+            padding.
         bindings: values of the run-time tensors that the pattern of the configuration names, for the whole sequence, as
             in `attend`.
 
@@ -201,7 +202,7 @@ class LongNetBackbone(Pretrained):
         ]
 
     def project_memory(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
-        """Project a memory (B, M, E_memory) to the keys and values of every block, for `features`.
+        """Return keys and values of a memory (B, M, E_memory) for every block, as `features` takes them.
 
         In a model without memory_dim, `memory` must be None, and the result is None.
 
@@ -230,7 +231,7 @@ class LongNetBackbone(Pretrained):
         memory: Memory | None = None,
         bindings: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """Features (B, N, E) after the last norm, in the order of `tokens`.
+        """Return features (B, N, E) after the last norm, in the order of `tokens`.
 
         padding: `forward`'s key_padding_mask.
         memory: from `project_memory`.
@@ -288,7 +289,7 @@ class LongNetBackbone(Pretrained):
         return block
 
     def _embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Input (B, N, E) of the first block: token ids are embedded; embedded inputs are used unchanged.
+        """Return the input (B, N, E) of the first block: embedded token ids, or embedded inputs as they came.
 
         Learned positions are added if the model has them, then dropout is applied.
 
@@ -310,7 +311,7 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """Permutation of the num_tokens tokens of a call without caches; None for the natural order."""
+        """Return the permutation of the num_tokens tokens of a call without caches; None for the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":

@@ -124,7 +124,7 @@ class LongNet(LongNetBackbone):
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Logits (..., V) of the features x; a model without a vocabulary returns x."""
+        """Return logits (..., V) of the features x, or x in a model without a vocabulary."""
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
@@ -172,7 +172,7 @@ class LongNetClassifier(Pretrained):
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
         bindings: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "B C"]:
-        """Outputs (B, num_outputs) of sequences of token ids, or of embedded inputs.
+        """Return outputs (B, num_outputs) of sequences of token ids, or of embedded inputs.
 
         key_padding_mask: True for padding, which is neither attended to nor pooled; each sequence needs at least one
             other token, which is not checked.
@@ -253,7 +253,7 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B N V"]:
-        """Logits (B, N, V) of the token that follows each of `tokens`, the decoder's input.
+        """Return logits (B, N, V) of the token that follows each of `tokens`, the decoder's input.
 
         source: token ids or embedded inputs of the encoder.
         source_padding_mask, key_padding_mask: True for padding of `source` and of `tokens`, to which no token attends;
@@ -303,7 +303,7 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1; got top_p={self.top_p}")
 
     def draw(self, logits: Float[Tensor, "B V"]) -> Int64[Tensor, " B"]:
-        """Draw one token id per sequence from the logits; the most likely one if temperature is 0."""
+        """Return one token id per sequence, drawn from the logits; the most likely one if temperature is 0."""
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -330,7 +330,7 @@ def generate(
     stop: int | None = None,
     prefill_chunk: int = 8192,
 ) -> Int64[Tensor, "B new"]:
-    """Draw the tokens that follow `tokens`, and return these new tokens only.
+    """Return only the new tokens, drawn one by one, that follow `tokens`.
 
     Their number is max_new_tokens, or less if all sequences have drawn `stop` earlier.
 

@@ -28,14 +28,14 @@ class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each sum is
-    norm(a * x + f(x)) instead, f being attention or feed-forward. Queries, keys and values come from one projection.
+    norm(a * x + f(x)) instead, where f is attention or feed-forward. One projection makes queries, keys and values.
 
     over_ranks: settings of a model whose tokens are sharded over ranks; None for one device.
     selected: attention that chooses its keys from the data, to use instead of the pattern; None to use the pattern.
     memory_dim: width of the memory; None: no attention to a memory.
     scales: (a, gain of the initial weights of the projections whose results are added to x); None for
         `residual_scales(config)`.
-    drop_path: probability, in training, that a sequence skips f, drawn for each sum.
+    drop_path: probability, in training, that a sequence skips attention or feed-forward, drawn for each of them.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Block(nn.Module):
         memory_pattern: Pattern | Mixture | None = None,
         visible: Pattern | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """Output of the block for x, whose tokens are in the order of `layout` (None: natural order).
+        """Return the output of the block for x, whose tokens are in the order of `layout` (None: natural order).
 
         rotary: rotary factors at the tokens' positions; None for no rotation.
-        cache: holds keys and values of the earlier tokens, to which those of x are appended; it attends by its own
-            pattern, not by `pattern`. None: x has no earlier tokens.
-        memory: from `keys_values`, attended to by `memory_pattern`; if either is None, that attention is skipped.
+        cache: keys and values of the earlier tokens; the keys and values of x are appended in place. It attends by the
+            pattern it was made with, not by `pattern`. None: x has no earlier tokens.
+        memory: from `keys_values`; x attends to it by `memory_pattern`. If either is None, that attention is skipped.
         visible: pattern of the keys that are not padding, for `selected` only, because `pattern` already excludes
             padding; None for no padding.
 
@@ -128,7 +128,7 @@ class Block(nn.Module):
         return self._add_half(x, self.ffn_norm, self._feed_forward)
 
     def keys_values(self, memory: Float[Tensor, "B M E_memory"]) -> KeysValues:
-        """(keys, values) of a memory for this block's attention to it, each (B, G, M, D)."""
+        """Return (keys, values) of a memory for this block's attention to it, each (B, G, M, D)."""
         assert self.memory_kv is not None
         k, v = self.memory_kv(memory).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
         return k, v
@@ -167,7 +167,7 @@ class Block(nn.Module):
         return self.attention_out(_join_heads(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """Raise ValueError unless `selected` has the same mesh and sharding as the block's model.
+        """Raise ValueError unless `selected` has the mesh and the sharding of the block's model.
 
         Mesh and sharding define the positions of this rank's tokens.
         """
@@ -198,9 +198,9 @@ class Block(nn.Module):
 
 
 def skip_entries(x: Float[Tensor, "B N E"], probability: float) -> Float[Tensor, "B N E"]:
-    """Stochastic depth: zero each batch entry with this probability, and divide the other entries by 1 - probability.
+    """Return x with each batch entry zeroed with this probability, and the other entries divided by 1 - probability.
 
-    Source: arXiv 1603.09382.
+    Source: stochastic depth, arXiv 1603.09382.
     """
     if probability == 0:
         return x
@@ -279,7 +279,7 @@ class RotaryFactors(NamedTuple):
 def rotary_factors(
     config: LongNetConfig, positions: Int64[Tensor, "*batch N"], dtype: torch.dtype
 ) -> RotaryFactors | None:
-    """Rotary and xPos factors at these positions; None for a model with neither.
+    """Return rotary and xPos factors at these positions; None for a model with neither.
 
     xPos multiplies queries by ζ^(n/s - c) and divides keys by it, where ζ < 1 is a factor of each pair of channels, n
     the position, s `xpos_scale`, and c = 63 a shift that cancels in scores and keeps the powers in float32's range.
@@ -314,6 +314,6 @@ def rotary_table(
 
 
 def rotate(x: Float[Tensor, "B N H D"], table: RotaryTable) -> Float[Tensor, "B N H D"]:
-    """Rotate each head's channels by a table from `rotary_table`, in the table's dtype; the result has x's dtype."""
+    """Return x with each head's channels rotated by a table from `rotary_table`: computed in its dtype, cast to x's."""
     cos, signed_sin = (part.unsqueeze(-2) for part in table)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin).to(x.dtype)

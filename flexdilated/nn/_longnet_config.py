@@ -162,7 +162,7 @@ class LongNetConfig:
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
         order with the lower predicted cost on the device, for a sequence of the longest segment length, or of 8,192
         tokens with `pattern`; but the natural order for a pattern with run-time tensors or a limited number of tokens.
-        With caches, a mesh or a selection the order is natural; "residue" is an error with the latter two.
+        With caches, a mesh or a selection the order is natural; "residue" with a mesh or a selection is an error.
     checkpoint: True keeps only the blocks' inputs for the backward, which runs each block again.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
@@ -231,12 +231,15 @@ class LongNetConfig:
                 raise TypeError(f"{name} must be a sequence of integers, such as (2048,); got {value!r}")
             object.__setattr__(self, name, None if value is None else tuple(value))
         if self.pattern is not None:
-            object.__setattr__(self, "pattern", _json(self.pattern))
+            object.__setattr__(self, "pattern", _pattern_json(self.pattern))
         self.attention_pattern.check_heads(self.num_heads)
         self._read_selection()
 
     def _read_selection(self) -> None:
-        """Make a mapping `SelectedLayers`; raise for a selection that does not fit the other fields."""
+        """Replace a mapping in the field `selection` by `SelectedLayers`.
+
+        Raises ValueError or TypeError for a selection that does not fit the other fields.
+        """
         if isinstance(self.selection, Mapping):
             known = [each.name for each in fields(SelectedLayers)]
             if strangers := [name for name in self.selection if name not in known]:
@@ -341,8 +344,11 @@ def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
     return pattern
 
 
-def _json(pattern: Pattern | Mixture | str) -> str:
-    """JSON of a pattern or of its text; raises ValueError if it holds tensors, TypeError if it has custom functions."""
+def _pattern_json(pattern: Pattern | Mixture | str) -> str:
+    """Return a pattern, or its text, as JSON.
+
+    Raises ValueError if it holds tensors, TypeError if it has custom functions.
+    """
     read = _pattern_of(pattern)
     if held := read.given_tensors():
         names = ", ".join(map(repr, held))

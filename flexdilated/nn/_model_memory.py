@@ -90,7 +90,7 @@ def training_step(model: LongNet, x: Tensor) -> Tensor:
 
 
 def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
-    """Memory of a LongNet of this size on sequences of num_tokens tokens, found by a run on meta tensors.
+    """Return the memory of a LongNet of this size for sequences of num_tokens tokens, found by a run on meta tensors.
 
     attention: memory of the attention in one block, whose sizes are `attention_size(size, num_tokens)`.
     checkpoint: as in `LongNetConfig`.
@@ -112,7 +112,7 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
 
 
 def attention_size(size: ModelSize, num_tokens: int) -> AttentionSize:
-    """Sizes of the attention in one block of the model.
+    """Return the sizes of the attention in one block of the model.
 
     q, k and v are laid out in memory as (B, N, heads, D), as projections return them.
     """

@@ -55,7 +55,7 @@ class MultiheadProjections(DisablesFusedEncoder):
     out_proj: nn.Linear
 
     def heads_of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Float[Tensor, "B H N D"], ...]:
-        """Project the inputs; return (q, k, v), each (B, H, tokens, D), with B = 1 for unbatched inputs.
+        """Return (q, k, v), projected from the inputs, each (B, H, tokens, D), with B = 1 for unbatched inputs.
 
         Raises ValueError or TypeError for inputs that do not fit the module or each other.
         """
@@ -64,11 +64,11 @@ class MultiheadProjections(DisablesFusedEncoder):
         return q, k, v
 
     def padding_mask_shape(self, key: Tensor) -> tuple[int, ...]:
-        """Shape that a padding mask for `key` must have: (B, M), or (M,) for unbatched keys."""
+        """Return the shape that a padding mask for `key` must have: (B, M), or (M,) for unbatched keys."""
         return tuple(key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1])
 
     def output_of(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
-        """Join the heads of `out` and apply the output projection.
+        """Return the output projection of `out` with its heads joined.
 
         dims: number of dims of the result: 2 for (N, E), if B = 1; 3 for (B, N, E) with batch_first, else (N, B, E).
         """

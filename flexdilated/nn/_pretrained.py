@@ -22,13 +22,13 @@ class Pretrained(nn.Module):
     """Base class that adds `save_pretrained` and `from_pretrained` to models that implement `made_of`."""
 
     def made_of(self) -> dict[str, Any]:
-        """Constructor arguments to save, by name: configurations and plain data."""
+        """Return the constructor arguments to save, by name: configurations and plain data."""
         raise NotImplementedError  # every model overrides it
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors into a folder, which is created if needed.
 
-        The weights are the state_dict, in its dtype. Constructor arguments other than those of `made_of`, such as the
+        The weights are the state_dict, in its dtype. Constructor arguments that `made_of` does not return, such as the
         device, a mesh or memory_dim, are not saved: give them to `from_pretrained`.
         Raises ImportError without safetensors (pip install 'flexdilated[pretrained]').
 
@@ -71,9 +71,9 @@ class Pretrained(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """Load the model that `save_pretrained` wrote into a folder, in evaluation mode.
+        """Return the model that `save_pretrained` wrote into a folder, in evaluation mode.
 
-        device, dtype: of its weights; dtype None keeps the saved dtype.
+        device, dtype: of the model's weights; dtype None keeps the saved dtype.
         options: further constructor arguments, such as a mesh.
 
         Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model class, for
@@ -101,7 +101,7 @@ def _safetensors() -> Any:
 
 
 def _read_arguments(cls: type[nn.Module], path: Path) -> dict[str, Any]:
-    """Read the constructor arguments of `cls` from the config.json at `path`.
+    """Return {name: value} of the constructor arguments of `cls` in the config.json at `path`.
 
     Raises ValueError if the file is invalid or of another class.
     """

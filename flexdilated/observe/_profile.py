@@ -17,7 +17,7 @@ _ROWS = 50  # of each table
 
 
 def folder_from_environment() -> Path | None:
-    """The folder that FLEXDILATED_PROFILE names, which need not exist yet; None if the variable is empty or not set.
+    """Return the folder that FLEXDILATED_PROFILE names, which may not exist yet; None for an empty or unset variable.
 
     Raises ValueError for a path that is no folder, or that cannot be made or written to.
     """
@@ -70,7 +70,7 @@ def _stop_and_write(folder: Path, profiler: profile, seconds: float) -> None:
 
 
 def _peak_lines(on_device: bool) -> str:
-    """Text with one line for each known peak: resident memory (on Linux) and, with on_device, accelerator memory."""
+    """Return text, a line for each known peak: resident memory (on Linux) and, with on_device, accelerator memory."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     peaks = [("resident", 1024 * int(line.split()[1])) for line in lines if line.startswith("VmHWM:")]

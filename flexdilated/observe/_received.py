@@ -48,7 +48,7 @@ def attention_received(
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
 ) -> Float[Tensor, "B H M"]:
-    """Attention that each key receives: sum over queries of multiplicity * exp(score - lse), per query head.
+    """Return the attention that each key receives: sum over queries of multiplicity * exp(score - lse), per query head.
 
     multiplicity: number of the pattern's branches that allow the pair.
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
@@ -63,7 +63,7 @@ def attention_received(
     and has no gradient. Half-precision inputs are computed in float32 on CPU; on accelerators engine="flex" rounds the
     result for them to half precision.
 
-    engine: as in `attend`, except "flash", and "flex" on CPU, which lack the gradient that this needs.
+    engine: as in `attend`, except "flash", which has no gradient of v alone, and "flex" on CPU, which has no backward.
     block_size: as in `attend`.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
@@ -96,7 +96,7 @@ def attention_received(
 
 
 def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, scale: float) -> Tensor:
-    """Attention received, (B, H, M), from the backward op of `attend` with the given lse.
+    """Return attention received, (B, H, M), from the backward op of `attend` with the given lse.
 
     The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
     """
@@ -116,7 +116,7 @@ def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor],
 def _received_by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, engine: str, scale: float
 ) -> Tensor:
-    """Attention received, (B, H, M), from the gradient of v through the engine.
+    """Return attention received, (B, H, M), from the gradient of v through the engine.
 
     The engine computes an lse over the keys in k only and without sinks, so each row's cotangent is multiplied by
     exp(the engine's lse - `lse`).
@@ -168,7 +168,7 @@ def plot_attention_received(
     k_offset: int = 0,
     title: str | None = None,
 ) -> Figure:
-    """Draw the result of `attention_received` for batch entry `batch`, as a matplotlib figure: `figure.savefig(path)`.
+    """Return a matplotlib figure of the result of `attention_received` for batch entry `batch`; save it by `savefig`.
 
     Without coordinates it draws one color strip per head along the sequence, and below these a curve of the mean over
     heads, and one per head for at most 8 heads. Above 1,024 tokens, neighbours are averaged. With coordinates it draws
@@ -281,12 +281,12 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
 
 
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(column and row of each token, grid steps along x and y), shapes (M, 2) and (2,).
+    """Return (column and row of each token, grid steps along x and y), shapes (M, 2) and (2,).
+
+    It is None if the places do not form a regular grid, if two tokens have one place, or if the grid has more than
+    _MOST_CELLS cells.
 
     places: (x, y) of each token, shape (M, 2).
-
-    Returns None if the places do not form a regular grid, if two tokens have the same place, or if the grid has more
-    than _MOST_CELLS cells.
     """
     gaps = [along.unique().diff() for along in places.T]
     step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])
@@ -299,7 +299,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _color_scale(values: Tensor) -> ScalarMappable:
-    """Logarithmic color scale from the 1st to the 99th percentile of the values above 0."""
+    """Return a logarithmic color scale from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
@@ -309,12 +309,12 @@ def _color_scale(values: Tensor) -> ScalarMappable:
 
 
 def _ends(least: float, most: float) -> tuple[float, float]:
-    """Ends of a logarithmic scale: (least, most), or values a factor of 4 apart if these are nearly equal."""
+    """Return the ends of a logarithmic scale: (least, most), or (least / 2, most * 2) if they are within 1 %."""
     return (least, most) if most >= 1.01 * least else (least / 2, most * 2)
 
 
 def _colors(values: Tensor, shades: ScalarMappable) -> Tensor:
-    """RGBA color of each value on the scale `shades`; grey for 0."""
+    """Return the RGBA color of each value on the scale `shades`; grey for 0."""
     colors = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
     colors[values == 0] = torch.tensor(_NOTHING, dtype=colors.dtype)
     return colors

@@ -65,11 +65,11 @@ class Stats:
     measured: int
 
     def to_data(self) -> dict[str, Any]:
-        """All fields as a dict of dicts, lists, numbers and text, for JSON."""
+        """Return all fields as a dict of dicts, lists, numbers and text, for JSON."""
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """Text with three sections: plan cache, buffer pools, and plans.
+        """Return text with three sections: plan cache, buffer pools, and plans.
 
         The section "Plans" has the sources of the machine constants, and the number of calls whose options `autotune`
         measured.
@@ -83,7 +83,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Statistics of this process at this moment: plan cache, buffer pools, and sources of the plans' machine constants.
+    """Return statistics of this process now: plan cache, buffer pools, and sources of the plans' machine constants.
 
     Builds, imports and measures nothing. Raises ValueError if the cache's environment variables are invalid.
 

@@ -44,7 +44,7 @@ def block_mass(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Float[Tensor, "H R C"]:
-    """Mean share of attention that each query block gives to each key block, per head.
+    """Return the mean share of attention that each query block gives to each key block, per head.
 
     The share of one query is the sum over the block's keys of multiplicity * exp(score - lse), where the multiplicity
     of a pair is the number of branches of the pattern that allow it. A query block has the mean of the shares of its
@@ -105,12 +105,12 @@ def pooled_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "H R C"]:
-    """Mean score of all pairs of each query block and each key block, per head; with `lse`, less the queries' mean lse.
+    """Return the mean score of all pairs of each query block and key block, per head; with `lse`, less the mean lse.
 
     The scores are computed for all blocks, as scale * (mean of q) · (mean of k), without forming pairs, and averaged
-    over batch entries. By them, `fd.refine` chooses among the blocks that a block list leaves out.
+    over batch entries. `fd.refine` takes them to choose among the blocks that a block list leaves out.
 
-    block: tokens of a block, or (of queries, of keys); the last block may be shorter.
+    block: tokens of a block, or (of queries, of keys); block 0 begins with token 0, and the last may be shorter.
     lse: of a call with the current pattern; None: subtract nothing. In each batch entry, the mean lse of the query
         block's queries with keys is subtracted, which makes query blocks comparable: if all queries have keys,
         exp(score) times the number of keys in the block is a lower bound of the mass that the block would add. Entries
@@ -163,22 +163,22 @@ class _BlockAxis:
         return -(-(self.ahead + self.tokens) // self.side)
 
     def split(self, x: Float[Tensor, "B X N D"], fill: float = 0.0) -> Float[Tensor, "B X R S D"]:
-        """x with its token dim split into (R blocks, S = side), padded with `fill` at positions without a token."""
+        """Return x with its token dim split into (R blocks, S = side), and `fill` at positions without a token."""
         behind = self.blocks * self.side - self.ahead - self.tokens
         padded = pad(x, (0, 0, self.ahead, behind), value=fill) if self.ahead or behind else x
         return padded.unflatten(2, (self.blocks, self.side))
 
     def mean(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B X R D"]:
-        """Mean over the tokens of each block."""
+        """Return the mean over the tokens of each block."""
         return self.split(x).sum(3) / self.split(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Position of each place in each block: `block` has indices of blocks, `places` indices within a block."""
+        """Return positions: of the blocks with the indices `block`, at each of the indices `places` within a block."""
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 
     def holds(self, position: Tensor) -> Tensor:
-        """True for positions in [offset, offset + tokens)."""
+        """Return a mask, True for positions in [offset, offset + tokens)."""
         return (position >= self.offset) & (position < self.offset + self.tokens)
 
     def clamp(self, position: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class _BlockAxis:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Tensors of some batch entries, split into blocks.
+    """Tensors of some batch entries, split into blocks of S queries and T keys, padded with zeros.
 
     shifts: lse, but inf for padding and for queries without keys.
     rows, columns: query and key blocks.
@@ -218,7 +218,7 @@ def _extend_to_block_starts(bound: Bound, rows: _BlockAxis, columns: _BlockAxis)
 
 @outside_torch_modes
 def _nonempty_blocks(bound: Bound, sides: tuple[int, int]) -> Blocks:
-    """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
+    """Return the blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
 
     They are cached unless they depend on the values of run-time tensors.
     """
@@ -233,7 +233,7 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
     """Add to `mass`, in place, `times` times the shares of one branch, summed over queries and batch entries.
 
     bound: the branch, for queries and keys from the starts of blocks.
-    blocks: those in which the branch has pairs.
+    blocks: the blocks in which the branch has pairs.
     given: the tensors of some batch entries.
     """
     mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
@@ -254,7 +254,7 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Attention that query block row[i] gives to key block column[i]: shares, summed over queries and batch entries.
+    """Return the share of attention of query block row[i] in key block column[i], summed over queries and entries.
 
     heads: indices of the h heads among this device's; the result has n numbers for each.
     rule: function (query positions, key positions) -> allowed pairs, equal for all `heads`; None allows all pairs.

@@ -38,12 +38,13 @@ def refine(
     within: Pattern | None = None,
     keep: Pattern | None = None,
 ) -> Refinement:
-    """In each head, replace up to `moves` listed blocks of least importance by the unlisted blocks of highest score.
+    """Return a pattern with up to `moves` listed blocks per head, of least importance, replaced by unlisted ones.
 
+    The unlisted blocks of highest score are added. The returned `Refinement` also has the dropped and the added blocks.
     Each head keeps its number of blocks. The rule is RigL's (arXiv 1911.11134, section 3), which drops by least
-    magnitude and grows by largest gradient; here by least attention mass and by largest score. Ties are resolved by
-    lower query block, then lower key block. The result depends on the arguments alone, so ranks with equal arguments
-    get equal patterns.
+    magnitude and grows by largest gradient; this function drops by least attention mass and grows by largest score.
+    Ties are resolved by lower query block, then lower key block. The result depends on the arguments alone, so ranks
+    with equal arguments get equal patterns.
 
     pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
         them, such as `causal()`, for attention.
@@ -51,8 +52,8 @@ def refine(
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
     moves: number of blocks to replace in each head, at least 0; fewer if fewer blocks can be dropped or added.
     within: blocks in which this pattern has no pair are never added; None allows all.
-    keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each query
-        block, so a query block with blocks keeps at least one.
+    keep: blocks in which this pattern has a pair are never dropped. The most important block of each query block is not
+        dropped either, so a query block with blocks keeps at least one.
 
     within and keep are evaluated for R and C whole blocks of the list's size. If any block moved, cache entries of the
     old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
@@ -71,16 +72,16 @@ def refine(
     require_int("moves", moves, minimum=0)
     listed = _listed_mask(pattern, importance)
     _check_numbers("scores", scores, tuple(importance.shape))
-    mass, promise = importance.detach().cpu().double(), scores.detach().cpu().double()
+    mass, potential = importance.detach().cpu().double(), scores.detach().cpu().double()
     block = pattern.block  # type: ignore[attr-defined]  # `_listed_mask` checks the kind
     droppable = listed & ~_most_massive_mask(mass, listed)
     if keep is not None:
         droppable &= ~_nonempty_mask("keep", keep, listed, block)
-    growable = ~listed & (promise > -torch.inf)
+    growable = ~listed & (potential > -torch.inf)
     if within is not None:
         growable &= _nonempty_mask("within", within, listed, block)
     exchanged = torch.minimum(droppable.sum((1, 2)), growable.sum((1, 2))).clamp(max=moves)
-    dropped, grown = _lowest_mask(droppable, mass, exchanged), _lowest_mask(growable, -promise, exchanged)
+    dropped, grown = _lowest_mask(droppable, mass, exchanged), _lowest_mask(growable, -potential, exchanged)
     if bool((exchanged == 0).all()):
         return Refinement(pattern, dropped.nonzero(), grown.nonzero())
     cache().forget(pattern)
@@ -133,7 +134,7 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive_mask(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """True for each query block's listed block with most mass; the first among ties, none if no block is listed."""
+    """Return a mask, True for each query block's listed block with most mass, the first of ties; False without one."""
     rows = listed.flatten(0, 1)
     return _lowest_mask(rows, -mass.flatten(0, 1), rows.any(-1).long()).view_as(listed)
 
@@ -144,7 +145,7 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
     block: tokens of a block of queries, and of keys.
     name: the argument that holds the pattern, for errors.
 
-    Raises TypeError if it is no pattern.
+    Raises TypeError unless `pattern` is a pattern, and no mixture.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"{name} must be None or a pattern that is not a mixture; got {pattern!r:.80}")
@@ -160,10 +161,10 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
 
 
 def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H ..."]:
-    """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
+    """Return a mask, True for the number[h] entries of each head h with the lowest `key` where `among` is True.
 
-    Returns True for the selected blocks. number[h] must not exceed the number of True blocks in head h, and `key` must
-    hold no NaN; it may be infinite. Ties are resolved by lower query block, then lower key block.
+    number[h] must not exceed the number of True entries of `among` in head h, and `key` must hold no NaN; it may be
+    infinite. Of entries with equal keys the first is chosen: the lower query block, then the lower key block.
     """
     order = key.masked_fill(~among, torch.nan).flatten(1).sort(dim=1, stable=True).indices  # NaN sorts behind inf
     chosen = torch.arange(order.shape[1]) < number[:, None]
@@ -246,7 +247,10 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def importance(self) -> Float[Tensor, "H R C"]:
-        """Weighted mean mass of each block, 0 without updates, float32, in a new tensor. Waits for a pending update."""
+        """Return the weighted mean mass of each block, float32, in a new tensor; 0 for a block without updates.
+
+        Waits for a pending update.
+        """
         self._settle()
         return torch.where(self.weight > 0, self.average / self.weight, 0.0)
 

@@ -58,20 +58,20 @@ class QueryBlocks(NamedTuple):
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """(first position, number) of the queries of each query block in `part`, a range of query block indices."""
+        """Return (first position, number) of the queries of each query block in `part`, a range of their indices."""
         begin = torch.arange(part.start, part.stop) * self.query_block - self.lead
         first, stop = begin.clamp(min=0), (begin + self.query_block).clamp(max=self.num_queries)
         return first + self.q_offset, stop - first
 
     def keys_of(self) -> tuple[Int64[Tensor, " C"], Int64[Tensor, " C"]]:
-        """(first position, number) of the keys of each block."""
+        """Return (first position, number) of the keys of each key block."""
         first = torch.arange(self.num_key_blocks) * self.block
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
         """Yield consecutive ranges of query block indices that together cover all query blocks.
 
-        A range is small enough to bound the memory of its masks of pairs and of `numbers` values per query block.
+        They are short, to bound memory: each query block needs `numbers` values, and a mask of all keys.
         """
         most = min((1 << 20) // max(numbers, self.num_key_blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
@@ -122,11 +122,13 @@ class SelectionCall(NamedTuple):
         return QueryBlocks(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.all_queries)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
-        """Number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
+        """Return the number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def patterns_with_values(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Mixture of `within` and `always`, or `within` alone without `always`, with values for the run-time tensors.
+        """Return the mixture `within` + `always`, only to hold both, with the values of their run-time tensors.
+
+        Without `always` it is `within`.
 
         bindings: the run-time tensors that the patterns name, sorted by name.
         extent: one past the last query position, and one past the last key position.
@@ -159,11 +161,11 @@ class SelectionRule(NamedTuple):
         return self.within.text + ("" if self.always is None else self.always.text)
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor:
-        """True for pairs that `within` allows; q and k are positions, which broadcast."""
+        """Return a mask, True for pairs that `within` allows; q and k are positions, which broadcast."""
         return self._holds(self.within, q, k)
 
     def without_always(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """Mask of the pairs in `seen`, a mask, that `always` does not allow; q and k are positions, which broadcast."""
+        """Return the mask `seen` with False for pairs that `always` allows; q and k are positions, which broadcast."""
         return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
     def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ class PartialViews(NamedTuple):
     The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
 
     place: query block * C + key block of each box, ascending; C: number of key blocks.
-    at: index of each box, in the order of `place`, in the flattened groups.
+    at: for each box, in the order of `place`, its index in the flattened groups.
     block: key block of each group.
     row: query block of each box in the groups; 0 for padding.
     mask: for each box in the groups, the keys of the block that the query block sees; False for padding.
@@ -194,7 +196,7 @@ class PartialViews(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Boxes (query block, key block) of a chunk of query blocks under one rule; query block 0 begins the chunk.
+    """Boxes (query block, key block) of a chunk of query blocks, numbered from 0 in the chunk, under one rule.
 
     A query block sees the keys that are visible to one of the queries by which it is scored.
 
@@ -227,7 +229,7 @@ class Boxes(NamedTuple):
         return tree_map_only(Tensor, lambda x: x.to(device), self)
 
     def gains(self, rows: QueryBlocks, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
-        """Number of pairs that each chosen block adds for one head; 0 for block -1.
+        """Return the number of pairs that each chosen block adds for one head; 0 for block -1.
 
         part: the query blocks of this chunk.
         blocks: chosen blocks of each of these query blocks, padded with -1.
@@ -246,7 +248,7 @@ class Boxes(NamedTuple):
 def found_in(
     ascending: Int64[Tensor, " x"], places: Int64[Tensor, "*some"]
 ) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
-    """(index in `ascending`, True if present) for each of `places`; the index is arbitrary if the place is absent.
+    """Return (index in `ascending`, True if present) for each of `places`; the index is arbitrary if it is absent.
 
     `ascending` must not be empty.
     """
@@ -255,7 +257,7 @@ def found_in(
 
 
 def boxes_of(rule: SelectionRule, rows: QueryBlocks, part: range, device: torch.device) -> Boxes:
-    """Boxes (query block, key block) of the query blocks in `part`, on the device.
+    """Return the boxes (query block, key block) of the query blocks in `part`, on the device.
 
     They are cached, unless `rows` has more than 2^26 boxes in total.
     """
@@ -292,7 +294,7 @@ class _EvaluatedBoxes(NamedTuple):
 
 
 def _build_boxes(rule: SelectionRule, rows: QueryBlocks, part: range) -> Boxes:
-    """Classify the boxes of the query blocks in `part`, by bounds on the patterns, else pair by pair."""
+    """Return the boxes of the query blocks in `part`; states that bounds leave open are evaluated pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.num_key_blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
@@ -343,7 +345,7 @@ def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor,
 def _visibility(
     rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _EvaluatedBoxes
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
-    """(mask of the queries of each query block that see a key, mask of the keys that some query block sees).
+    """Return (mask of the queries of each query block that see a key, mask of the keys that some query block sees).
 
     The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
     else the first one of each query block. The second mask is None if all keys are seen.
@@ -368,9 +370,9 @@ def _visibility(
 
 
 def _partial_views(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> PartialViews:
-    """Group candidate boxes with keys that their query block does not see; a group has one key block, at most 64 boxes.
+    """Return candidate boxes with hidden keys, in groups of one key block and at most 64 boxes each.
 
-    partial: indices of these boxes in `some`.
+    partial: indices of these boxes in `some`; at least one.
     C: number of key blocks.
     """
     row, block = some.row[partial], some.block[partial]

@@ -136,9 +136,9 @@ def choose(
     amount: float,
     most: int,
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
-    """Choose among the candidates of each query block; return (indices into dim L, padded with -1; number of cuts).
+    """Return (indices into dim L of the chosen candidates of each query block, padded with -1; number of cuts).
 
-    A cut is a query block whose choice has more than `most` entries, of which those with the highest scores are kept.
+    A cut is a query block whose choice has more than `most` entries; the entries with the highest scores are kept.
 
     candidates: entries that may be chosen.
     ids: index of the block in each entry, which decides between equal scores.
@@ -148,7 +148,7 @@ def choose(
         entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
-    and NaN counts as -inf. Candidates with score inf have equal shares, and others then have none.
+    and NaN counts as -inf. Candidates with score inf have equal shares, and all other candidates then have share 0.
     """
     scores = comparable(scores)
     keys = _distinct_scores(scores, ids).masked_fill(~candidates, _NONE)
@@ -175,9 +175,9 @@ def choose(
 
 
 def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:
-    """Log-sum-exp, over the last dim, of the scores at which `where` (broadcast) is True.
+    """Return the log-sum-exp, over the last dim, of the scores at which `where` (broadcast) is True.
 
-    A row without such scores has -inf, with gradient 0.
+    It is -inf, with gradient 0, where no score counts.
     """
     top, total = _top_and_sum(scores, where)
     empty = total == 0
@@ -185,9 +185,9 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def log_shares(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows L"]:
-    """Logarithms of softmax shares over the last dim, of the scores at which `where` (broadcast) is True.
+    """Return logarithms of softmax shares over the last dim, of the scores at which `where` (broadcast) is True.
 
-    At other entries, and in rows without such scores, values mean nothing.
+    Values at the other scores are arbitrary.
     """
     top, total = _top_and_sum(scores, where)
     # Not `scores - masked_lse`: beside a large score, the sum of a lse rounds the logarithm of the number of ties away.
@@ -195,12 +195,15 @@ def log_shares(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def comparable(scores: Float[Tensor, "*rows L"]) -> Float[Tensor, "*rows L"]:
-    """The scores with NaN as -inf, and inf as the largest finite number, of which a softmax has shares."""
+    """Return the scores with NaN as -inf, and inf as the largest finite number, so that their softmax is no NaN."""
     return scores.nan_to_num(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max, neginf=-torch.inf)
 
 
 def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"], Float[Tensor, "*rows 1"]]:
-    """(highest score where `where` is True, without gradient, or 0 if none is above -inf; sum of exp(score - it))."""
+    """Return (highest score h where `where` is True, without gradient, 0 if none is above -inf; sum of exp(score - h)).
+
+    The sum is over the scores where `where` is True.
+    """
     shown = scores.masked_fill(~where, -torch.inf)
     top = shown.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -208,7 +211,7 @@ def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"
 
 
 def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids."""
+    """Return distinct float64 sort keys in the order of the float32 scores; of equal scores a lower id sorts higher."""
     # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0

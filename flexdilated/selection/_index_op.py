@@ -32,8 +32,8 @@ class _Comparison(NamedTuple):
     queries: range of indices into the queries of the call.
     keys: range of indices into the keys of the call, with which all these queries are compared; None for a table.
     candidates: mask of the keys that count for each query.
-    at: with a table, index of the L keys of each query; an entry that does not count holds a key that does, or 0 if the
-        query has none. None without a table.
+    at: with a table, indices of the L keys of each query; where `candidates` is False, it repeats a key of the query
+        that counts, or is 0 if there is none. None without a table.
     """
 
     queries: slice
@@ -42,7 +42,7 @@ class _Comparison(NamedTuple):
     at: Int64[Tensor, "B n L"] | None
 
     def keys_of(self, k: Float[Tensor, "B M d"]) -> Float[Tensor, "B _ L d"]:
-        """Keys with which each query is compared; dim 1 has size 1 if all queries share them.
+        """Return the keys with which each query is compared; dim 1 has size 1 if all queries share them.
 
         Keys of the range that count for no query are 0, as their NaN would reach gradients.
         """
@@ -66,7 +66,7 @@ class _Comparison(NamedTuple):
 def index_scores(
     q: Float[Tensor, "B h n d"], k: Float[Tensor, "B _ L d"], w: Float[Tensor, "B n h"]
 ) -> Float[Tensor, "B n L"]:
-    """Index score of each query and key, in float32 or wider; if dim 1 of k has size 1, all queries have these keys."""
+    """Return index scores of queries and keys, in float32 or wider; all queries share the keys if dim 1 of k is 1."""
     wide = sum_dtype(q)
     q, k, w = q.transpose(1, 2).to(wide), k.to(wide), w.to(wide)
     products = (q.flatten(1, 2) @ k[:, 0].mT).unflatten(1, q.shape[1:3]) if k.shape[1] == 1 else q @ k.mT
@@ -75,7 +75,7 @@ def index_scores(
 
 @own_op("flexdilated::index_keys")
 def index_keys(q: Tensor, k: Tensor, w: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
-    """Table (B, 1, N, most) of the visible keys with the highest index scores, in descending order, padded with -1.
+    """Return a table (B, 1, N, most) of the visible keys with the highest index scores, descending, padded with -1.
 
     q (B, h, N, d), k (B, M, d), w (B, N, h): index queries and keys, and the weights of the index heads.
     bindings: run-time tensors of the pattern, sorted by name.
@@ -111,7 +111,7 @@ def index_loss(
     constants: str,
     q_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """(sum over queries of KL(p ‖ softmax of the index scores), in nats; number of queries that have keys).
+    """Return (sum over queries of KL(p ‖ softmax of the index scores), in nats; number of queries that have keys).
 
     p is the mean over heads of the attention weights; it and the softmax are over the keys in the table, or over all
     keys that the pattern allows. Only q, k and w have gradients.
@@ -121,7 +121,7 @@ def index_loss(
 
     Other arguments are as in `index_keys`; the call's `scale` is that of the attention.
     """
-    call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
+    call, teacher = SelectionCall.of(constants, q_offset), _with_key_heads_first(teacher_q, teacher_k)
     total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for some in _comparisons(call, bindings, q, k, table, teacher):
@@ -149,19 +149,19 @@ def index_loss_backward(
     constants: str,
     q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and w.
+    """Return the gradients of q, k and w.
 
-    grad: gradient of the sum; other arguments are those of `index_loss`.
+    grad: gradient of the sum that `index_loss` returns; other arguments are those of `index_loss`.
     """
-    call, teacher = SelectionCall.of(constants, q_offset), _by_group(teacher_q, teacher_k)
+    call, teacher = SelectionCall.of(constants, q_offset), _with_key_heads_first(teacher_q, teacher_k)
     dq, dk, dw = (torch.zeros_like(x, dtype=sum_dtype(x), memory_format=torch.contiguous_format) for x in (q, k, w))
     with torch.autocast(q.device.type, enabled=False):
         for some in _comparisons(call, bindings, q, k, table, teacher):
             shares, here = _mean_weights(some, *teacher, call.scale), some.queries
             own_q, keys, own_w = (x.detach().requires_grad_() for x in (q[:, :, here], some.keys_of(k), w[:, here]))
             with autograd_on():
-                lacks = _divergence(some, own_q, keys, own_w, shares)
-            dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(lacks, (own_q, keys, own_w), grad.to(lacks))
+                loss = _divergence(some, own_q, keys, own_w, shares)
+            dq[:, :, here], of_keys, dw[:, here] = torch.autograd.grad(loss, (own_q, keys, own_w), grad.to(loss))
             some.add_gradients(dk, of_keys.to(dk.dtype))
     return dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype)
 
@@ -199,9 +199,9 @@ def _divergence(
     w: Float[Tensor, "B n h"],
     shares: Float[Tensor, "B n L"],
 ) -> Float[Tensor, ""]:
-    """Sum over a chunk of queries of KL(shares ‖ softmax of the index scores over the candidates), in nats.
+    """Return the sum over a chunk of queries of KL(shares ‖ softmax of the index scores over the candidates), in nats.
 
-    q, keys, w: those of the chunk.
+    q, keys, w: queries, keys and head weights of the chunk.
     """
     seen = some.candidates
     blind = ~seen.any(-1)  # queries without keys, whose NaN would reach gradients
@@ -215,15 +215,17 @@ def _divergence(
 _LEAST = torch.finfo(torch.float32).tiny
 
 
-def _by_group(q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
-    """Return (q, k with the key/value heads first), k contiguous, so that no chunk copies all keys."""
+def _with_key_heads_first(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]
+) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
+    """Return (q, k (G, B, M, D)), k contiguous, so that no chunk copies all keys."""
     return q, k.transpose(0, 1).contiguous()
 
 
 def _mean_weights(
     some: _Comparison, q: Float[Tensor, "B H N D"], k: Float[Tensor, "G B M D"], scale: float
 ) -> Float[Tensor, "B n L"]:
-    """Attention weights of a chunk of queries over their candidates, as a mean over heads; 0 without candidates."""
+    """Return the mean over heads of a chunk's attention weights over its candidates; 0 for queries without any."""
     wide, heads = sum_dtype(q), q.shape[1] // len(k)
     total = torch.zeros((), dtype=wide, device=q.device)
     for group, of_group in enumerate(k):  # one at a time: the keys of a table are a copy for each query
@@ -242,9 +244,10 @@ def _comparisons(
     table: Tensor | None,
     teacher: tuple[Tensor, Tensor],
 ) -> Iterator[_Comparison]:
-    """Yield chunks of queries with their keys in the loss: those in `table`, or all visible keys if it is None.
+    """Yield chunks of queries with their keys in the loss: the keys in `table`, or all visible keys if it is None.
 
-    Raises ValueError for a table on the host with numbers that are neither keys nor -1; elsewhere they count as -1.
+    A key that `table` repeats for a query counts once. Raises ValueError for a table on the host with numbers that are
+    neither keys nor -1; on accelerators such numbers count as -1.
     """
     heads = max(q.shape[1], teacher[0].shape[1])
     if table is None:
@@ -289,7 +292,7 @@ def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:
 
 
 def _sees(parts: Sequence[HeadPart], q_offset: int, some: slice, q: Tensor, k: Tensor) -> Bool[Tensor, "#B n M"]:
-    """Mask of the pairs that may be chosen; dim 0 has size 1 if all batch entries have one rule.
+    """Return a mask of the pairs that may be chosen; dim 0 has size 1 if all batch entries have one rule.
 
     parts: from `head_parts_of`.
     """

@@ -26,17 +26,17 @@ class Pools(NamedTuple):
 
 
 def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
-    """Mean, minimum and maximum of each block of `block` consecutive keys; the last block may have fewer keys."""
+    """Return mean, minimum and maximum of each block of `block` consecutive keys; the last block may be shorter."""
     return Pools(mean_of(k, block), *extrema_of(k, block))
 
 
 def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
-    """Mean of each block of `block` consecutive keys, in float32 or wider; the last block may have fewer keys."""
+    """Return the mean of each block of `block` consecutive keys, in float32 or wider; the last block may be shorter."""
     return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _split_into_blocks(k, block)], 2)
 
 
 def extrema_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
-    """(minimum, maximum) of each channel over each key block; tied keys share the gradient equally."""
+    """Return (minimum, maximum) of each channel over each key block; tied keys share the gradient equally."""
     parts = _split_into_blocks(k, block)
     least, greatest = (
         torch.cat([extremum_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax)
@@ -45,9 +45,11 @@ def extrema_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "
 
 
 def extremum_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """Reduce `dim` by torch.amin or torch.amax, in float32 or wider; tied elements share the gradient equally.
+    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; tied elements share the gradient equally.
 
     torch's own gradient does so, too, but its rule for ties may change between versions.
+
+    reduce: torch.amin or torch.amax.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return reduce(x, dim).to(sum_dtype(x))
@@ -58,7 +60,7 @@ def extremum_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def _split_into_blocks(k: Tensor, block: int) -> list[Tensor]:
-    """Split keys into blocks: return [all whole blocks (B, G, C, block, D), shorter last block (B, G, 1, n, D)].
+    """Return the keys as [all whole blocks (B, G, C, block, D), shorter last block (B, G, 1, n, D)].
 
     Either tensor is left out if it has no keys.
     """
@@ -70,7 +72,7 @@ def _split_into_blocks(k: Tensor, block: int) -> list[Tensor]:
 def summaries(
     q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
-    """One query for each query block in `part`, in float32 or wider.
+    """Return one query for each query block in `part`, in float32 or wider.
 
     With `rows.all_queries` it is the mean of the query block's queries that see a key, else the query block's first
     query; it is 0 if none of these sees a key.
@@ -92,7 +94,7 @@ def summaries(
 def queries_by_block(
     q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range
 ) -> Float[Tensor, "B H n query_block D"]:
-    """Queries of the query blocks in `part`, in float32 or wider, padded with 0 beyond the call's queries."""
+    """Return the queries of the query blocks in `part`, in float32 or wider; 0 beyond the call's queries."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
     if shown.shape[2] != stop - start:
@@ -108,7 +110,7 @@ _MOST_ELEMENTS = 1 << 21  # largest number of elements of an intermediate tensor
 
 
 def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
-    """Pooled keys of each block that a named scorer needs: (mean,), (minimum, maximum), or () if it needs none."""
+    """Return the pooled keys of each block that a named scorer needs: (mean,), (minimum, maximum), or ()."""
     if scorer == "mean":
         return (mean_of(k, block),)
     return extrema_of(k, block) if scorer == "minmax" else ()
@@ -125,7 +127,7 @@ def scores_of(
     part: range,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Score of each key block for each query block in `part`, by the scorer that `call` names.
+    """Return the score of each key block for each query block in `part`, by the scorer that `call` names.
 
     pools: result of `pools_for`.
     boxes: the boxes of these query blocks under `rule`.
@@ -153,7 +155,7 @@ def scores_of(
 def _scores_of_partial_views(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], boxes: PartialViews, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Score of each box in `boxes`, in the order of `boxes.place`, by pools of only the keys that its query block sees.
+    """Return the score of each box, in the order of `boxes.place`, by pools of only the keys that its query block sees.
 
     queries: one for each query block, with the scale applied.
     block: tokens of a key block.
@@ -185,7 +187,7 @@ def _scores_of_partial_views(
 
 
 def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(negative part, positive part) of q; a zero is in both, with half the gradient in each."""
+    """Return (negative part, positive part) of q; a zero is in both, with half the gradient in each."""
     # The derivative of max(q * greatest, q * least) at 0 is taken to be the mean of greatest and least.
     halved = torch.where(q == 0, 0.5 * q, q)
     return halved.masked_fill(q > 0, 0.0), halved.masked_fill(q < 0, 0.0)
@@ -194,14 +196,14 @@ def _split_by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
 def scores_at_lists(
     scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None
 ) -> Float[Tensor, "b h n L"]:
-    """Scores of the blocks that `lists` has for each query block, arbitrary for block -1; `scores` if it is None."""
+    """Return the scores of the blocks in `lists`, arbitrary for block -1; all scores if `lists` is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Expand dim 1 of x, with one entry per group of consecutive heads, to one entry for each of `heads` heads."""
+    """Return x with dim 1, one entry per group of consecutive heads, expanded to an entry for each of `heads` heads."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -214,7 +216,7 @@ def _replace_scores(
     rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Replace the scores of `boxes`, (query block, key block) pairs with hidden keys, by `own`; return all scores.
+    """Return all scores, with `own` for the pairs (query block, key block) of `boxes`, which have hidden keys.
 
     lists: the L blocks of each query block; None if `scores` has all blocks.
     """
@@ -226,7 +228,7 @@ def _replace_scores(
 
 
 def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float[Tensor, "b h n m"]:
-    """Dot products of every query with every key of its key/value head."""
+    """Return the dot products of every query with every key of its key/value head."""
     groups = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     return (groups @ k.to(q.dtype).mT).view(*q.shape[:3], k.shape[2])
 
@@ -234,9 +236,9 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
 def _products_at_lists(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
-    """Dot products of each query block's query and the pooled keys of the blocks that `lists` has for it, in each head.
+    """Return the dot products of each query block's query and the pooled keys of its blocks in `lists`, for each head.
 
-    The result is arbitrary for block -1.
+    They are arbitrary for block -1.
     """
     lists = for_heads(lists, max(lists.shape[1], pool.shape[1]))
     heads = for_heads(pool, lists.shape[1])
@@ -246,7 +248,7 @@ def _products_at_lists(
 
 
 def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: int) -> list[range]:
-    """Split `part` into ranges of few query blocks, to bound the memory of the scores of one range.
+    """Return consecutive ranges that make up `part`, each of few query blocks, to bound the memory of its scores.
 
     There is one score for each tile of stride x stride pairs.
     """
@@ -258,7 +260,7 @@ def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: i
 def _log_shares(
     call: SelectionCall, q: Tensor, k: Tensor, rule: SelectionRule, rows: QueryBlocks, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """log of the share of attention that each query block gives to each key block.
+    """Return the log of the share of attention that each query block gives to each key block.
 
     It is estimated from tiles of stride x stride pairs. For each run of `stride` queries, a softmax over its tiles is
     summed per block; the sums are averaged over the query block. A tile's score is the mean score of the visible pairs
@@ -286,7 +288,7 @@ def _log_shares(
 
 
 def _positions(rows: QueryBlocks, part: range, device: torch.device) -> Int64[Tensor, " n"]:
-    """Positions of the queries of the blocks in `part`, as if each block had all of its query_block queries."""
+    """Return positions of the queries of the blocks in `part`, as if each block had all of its query_block queries."""
     start = rows.q_offset - rows.lead
     return torch.arange(start + part.start * rows.query_block, start + part.stop * rows.query_block, device=device)
 
@@ -294,7 +296,7 @@ def _positions(rows: QueryBlocks, part: range, device: torch.device) -> Int64[Te
 def _sees(
     rule: SelectionRule, rows: QueryBlocks, queries: Int64[Tensor, " n"], keys: Int64[Tensor, " m"]
 ) -> Bool[Tensor, "n m"]:
-    """Mask of the pairs that `within` allows; False for positions outside the call."""
+    """Return a mask of the pairs that `within` allows; False for positions outside the call."""
     last = rows.q_offset + rows.num_queries - 1
     inside = ((queries >= rows.q_offset) & (queries <= last))[:, None] & (keys < rows.num_keys)
     q, k = queries.clamp(rows.q_offset, last)[:, None], keys.clamp(max=rows.num_keys - 1)
@@ -304,12 +306,14 @@ def _sees(
 def _log_mean_shares(
     scores: Float[Tensor, "b h m t"], shown: Bool[Tensor, "m t"], per: int, group: int
 ) -> Float[Tensor, "b h n C"]:
-    """log of each block's share of a softmax over dim t, averaged over the `group` lines (dim m) of each query block.
+    """Return the log of each key block's share of a softmax over dim t, averaged over dim m within each query block.
 
-    shown: entries in the softmax.
+    The average is of shares, before the log. It excludes entries of dim m without shown scores; if all are excluded,
+    the result is -inf.
+
+    shown: True for scores in the softmax.
     per: number of entries of dim t in a block.
-
-    The average is of shares, before the log; lines without shown entries are excluded.
+    group: number of entries of dim m in a query block.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

@@ -36,7 +36,7 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def of_tables(self, x: Tensor, heads: int) -> Tensor:
-        """View of x with only this part's batch entries and, in dim 1, only the tables that serve its heads.
+        """Return a view of x with only this part's batch entries and, in dim 1, only the tables that serve its heads.
 
         Dim 1 of x has the tables, each of which serves equally many consecutive query heads.
 
@@ -51,7 +51,7 @@ class HeadPart(NamedTuple):
 
 @outside_torch_modes
 def head_parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
-    """Split the batch entries and query heads of a call into parts with one rule each.
+    """Return parts of the batch entries and query heads of a call, with one rule each, that together cover the call.
 
     bindings: run-time tensors of the patterns, sorted by name.
 
@@ -122,7 +122,7 @@ def _scores_and_candidates(
     pools: tuple[Tensor, ...],
     given: Tensor | None,
 ) -> Scored:
-    """(scores, mask of candidates) of the query blocks `some` for each table.
+    """Return (scores, mask of candidates), each (B, T, n, L), of the query blocks `some` for each table.
 
     lists, boxes: of these query blocks, from `query_block_chunks`.
     pools: result of `pools_for`.
@@ -191,11 +191,12 @@ def choose_blocks(
     call: SelectionCall,
     pools: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(chosen blocks, their indices among the L blocks that a query block may choose from, their scores, density, cut).
+    """Return (blocks, indices, scores, density, cut): chosen blocks, their indices in dim L, and their scores.
 
-    Blocks and indices are padded with -1, scores with -inf.
+    Each of these three is (B, T, R, most); blocks and indices are padded with -1, scores with -inf. Dim L has the
+    blocks that a query block may choose from, all C or those inside its coarse blocks. density and cut are as in
+    `Selection`.
 
-    density, cut: as in `Selection`.
     given: scores from a module, or None.
     coarse: blocks chosen by the coarse selector, or None.
     bindings: run-time tensors of the patterns, sorted by name.
@@ -240,7 +241,7 @@ def select_blocks(
     constants: str,
     q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Custom op around `choose_blocks`: (blocks, indices, scores, density, cut).
+    """Return (blocks, indices, scores, density, cut) of `choose_blocks`, as a custom op.
 
     given, coarse, bindings: as in `choose_blocks`.
     constants, q_offset: `SelectionCall.arguments`.
@@ -271,7 +272,7 @@ def select_blocks_backward(
     constants: str,
     q_offset: int,
 ) -> list[Tensor]:
-    """[gradient of q, gradient of k], or [gradient of `given`] if a module made the scores.
+    """Return [gradient of q, gradient of k], or [gradient of `given`] if a module made the scores.
 
     grad: gradient of the chosen scores.
     places: indices of the chosen blocks, the second result of `select_blocks`; other arguments are those of
@@ -301,7 +302,7 @@ def _(grad, q, k, given, *others):
 def _zero_where_blind(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(q, k) with zeros at queries that see no key and at keys that no query block in `some` sees.
+    """Return (q, k) with zeros at queries that see no key and at keys that no query block in `some` sees.
 
     NaN at these places would otherwise reach gradients.
     """
@@ -319,7 +320,7 @@ def _zero_where_blind(
 def _visibility(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
-    """(mask of queries that see a key, mask of keys that some query block sees), for the query blocks `some`.
+    """Return (mask of queries that see a key, mask of keys that some query block sees), for the query blocks `some`.
 
     None stands for a mask of True only. Where query blocks are scored by their first query, the first mask has
     this query's value at all queries of its query block.
@@ -361,7 +362,7 @@ select_blocks_backward.register_autograd(refusing_backward("the scores of a sele
 def selection_visibility(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int
 ) -> tuple[Tensor, Tensor]:
-    """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some query block sees).
+    """Return (mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that a query block sees).
 
     Where query blocks are scored by their first query, the first mask has this query's value at all queries of its
     query block.
@@ -393,7 +394,7 @@ def _(q, k, bindings, *arguments):
 
 @own_op("flexdilated::selection_pairs")
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
-    """Number of pairs that the call's `within` allows, over all heads and batch entries, as int64 of shape ().
+    """Return the number of pairs that the call's `within` allows, over all heads and batch entries, int64 of shape ().
 
     bindings: run-time tensors of the patterns, sorted by name.
     constants, q_offset: `SelectionCall.arguments`.

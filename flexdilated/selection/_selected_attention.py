@@ -45,13 +45,7 @@ class SelectedAttention(nn.Module):
     selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
     gradient: how the choice is trained. "none": not at all. "distill": by `distill_loss`, which the caller adds to the
         loss of the model. The output is that of "none", and the selector's scorer must be a module. "bias": through the
-        selector's scores, which are added to the logits, in inference as well. Let s(r, b) be the score of block b for
-        the query block r of query i, in the table of the head. The weight of key j is exp(scale * q_i · k_j + bias_ij)
-        / sum over j' of exp(scale * q_i · k_j' + bias_ij'), over the pairs of (chosen | always) & within; bias_ij =
-        s(r, b) if j is in a chosen block b and `always` does not allow (i, j), else 0. Gradients reach q and k through
-        the scores, too, and with a module as scorer also its parameters. The cost is that of `most` calls of `attend`
-        with one block per query block: each column of the table is one call, to whose lse the score is added, and the
-        calls are merged by lse.
+        selector's scores, which are added to the logits, in inference as well.
     engine: as in `attend`.
     mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
         rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order). The
@@ -59,6 +53,12 @@ class SelectedAttention(nn.Module):
         returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a query block
         starts, and a module must score each block and query block independently, as in a cache. bindings and `within`
         are for the whole sequence.
+
+    With "bias", the weight of key j for query i is proportional to exp(scale * q_i · k_j + bias_ij), over the pairs of
+    (chosen | always) & within. bias_ij is the score of j's block for i's query block, in the table of the head, if the
+    block is chosen and `always` does not allow (i, j); otherwise 0. Gradients reach q and k through the scores, too,
+    and the parameters of a scorer that is a module. Each of the table's `most` columns costs a call of `attend` with
+    one block per query block, to whose lse the scores are added; the calls are merged by lse.
 
     `torch.utils.checkpoint` recomputes the choice in the backward by equal operations on equal inputs: the choice is
     equal if the forward is deterministic. To reuse the first choice instead, save the op
@@ -111,7 +111,7 @@ class SelectedAttention(nn.Module):
         sinks: Float[Tensor, " H"] | None = None,
         return_selection: bool = False,
     ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Selection]:
-        """Attention output in the shape of q, or (output, `Selection`) with return_selection.
+        """Return the attention output in the shape of q, or (output, `Selection`) with return_selection.
 
         Query i has position q_offset + i and key j position j. With a mesh q_offset must be 0, and the sharding gives
         the positions.
@@ -158,7 +158,7 @@ class SelectedAttention(nn.Module):
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
     def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> QueryRuns:
-        """Check the inputs; return the ranges of positions of the queries, and with a mesh its ranks and the sharding.
+        """Return the `QueryRuns` of this rank's queries, after checking the inputs; without a mesh they are one run.
 
         call: the keyword arguments enable_gqa, scale, q_offset and within of `forward`.
         """
@@ -179,7 +179,7 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """Mean over query blocks of KL(p ‖ softmax(s)), in nats; p and the softmax are over the candidate blocks.
+        """Return the mean over query blocks of KL(p ‖ softmax(s)) over their candidate blocks, in nats.
 
         Query blocks without candidates, or whose p underflows, are left out of the mean. With a mesh the result is this
         rank's term of the mean over the query blocks of all ranks: the sum over ranks of the losses, and of their
@@ -220,12 +220,12 @@ class SelectedAttention(nn.Module):
         options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
         q, (k,) = q.detach(), runs.gather(k.detach())
         exact_q, exact_k = (q, k) if teacher is None else (teacher[0].detach(), *runs.gather(teacher[1].detach()))
-        lacks, taught = [], []
+        divergences, counted = [], []
         for (start, own), (_, exact) in zip(runs.parts(q), runs.parts(exact_q), strict=True):
             each = distill_loss(self.selector, own, k, (exact, exact_k), q_offset=start, **options)
-            lacks.append(each[0])
-            taught.append(each[1])
-        return torch.stack(lacks).sum() / runs.total(torch.stack(taught).sum()).clamp(min=1)
+            divergences.append(each[0])
+            counted.append(each[1])
+        return torch.stack(divergences).sum() / runs.total(torch.stack(counted).sum()).clamp(min=1)
 
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
@@ -281,7 +281,7 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """(sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of query blocks in the sum).
+    """Return (sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of blocks in the sum).
 
     p is the exact share of a query block's attention in each key block. Both p and the softmax are normalised over the
     query block's candidate blocks. Query blocks without candidates, or whose p underflows, are left out of the sum.
@@ -302,18 +302,18 @@ def distill_loss(
         candidates = _scores_by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
         logs = _scores_by_block(Selection(blocks, mass, mass, mass), num_blocks)
         total = masked_lse(logs, candidates)
-        taught = total > -torch.inf
-        target = (logs - total.masked_fill(~taught, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
+        counted = total > -torch.inf
+        target = (logs - total.masked_fill(~counted, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
         shares = target.exp()
     scores = _scores_by_block(student, num_blocks)
     own = log_shares(scores, candidates)
     # 0 * log 0 counts as 0.
-    lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
-    return lacks.sum(), taught.sum()
+    divergences = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
+    return divergences.sum(), counted.sum()
 
 
 def _scores_by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
-    """Score of each of num_blocks blocks; -inf for blocks that are not chosen in `found`."""
+    """Return the score of each of num_blocks blocks; -inf for blocks that are not chosen in `found`."""
     columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
     at = torch.where(found.blocks < 0, num_blocks, found.blocks)
     return columns.scatter(-1, at, found.scores)[..., :num_blocks]
@@ -333,11 +333,11 @@ class QueryRuns(NamedTuple):
     sharding: Sharding | None = None
 
     def parts(self, q: Float[Tensor, "B H L D"]) -> list[tuple[int, Tensor]]:
-        """(first position, queries) of each run."""
+        """Return (first position, queries) of each run."""
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def gather(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """Gather keys (or keys and values) from all ranks; without a mesh they are returned unchanged.
+        """Return keys (or keys and values) of the whole sequence, gathered from all ranks; without a mesh, `keys`.
 
         One all-gather serves all tensors, so that the backward has one collective, too.
         """
@@ -348,7 +348,7 @@ class QueryRuns(NamedTuple):
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
-        """Sum of `number` over the ranks; `number` itself without a mesh."""
+        """Return the sum of `number` over the ranks; `number` itself without a mesh."""
         if self.over is None:
             return number
         from ..distributed import unshard
@@ -369,7 +369,7 @@ def runs_of_rank(
     within: Pattern | None,
     gradient: str,
 ) -> QueryRuns:
-    """Check a call with a mesh; return the runs (ranges of positions) of this rank's queries, with ranks and sharding.
+    """Return the `QueryRuns` of this rank's queries in a call with a mesh, after checking the call.
 
     The checks exchange the settings of the call, but no tokens. Raises ValueError on all ranks if their calls differ or
     a run of any rank begins within a query block, and for a q_offset other than 0.
@@ -399,14 +399,14 @@ def runs_of_rank(
 def _ranges_of_rank(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.
+    """Return (starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.
 
     place: name, size, own rank and device type of the group of ranks.
     numbers: the sharding as integers.
     side: largest query_block, at a multiple of which each range must start.
     facts: (name, value) pairs that must be equal on all ranks.
 
-    Raises ValueError on all ranks if `facts` differ between them, or a range starts elsewhere.
+    Raises ValueError on all ranks if `facts` differ between ranks, or a range of any rank starts elsewhere.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 
@@ -427,7 +427,7 @@ def _ranges_of_rank(
 def joined_selection(
     found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]
 ) -> Selection:
-    """Concatenate the selections of several ranges of queries into one.
+    """Return one selection for several ranges of queries, with their tables concatenated.
 
     The result's density is the mean of the ranges' densities, weighted by the number of pairs that `within` allows. The
     result's cut is the mean of the ranges' cuts, weighted by the number of query blocks.

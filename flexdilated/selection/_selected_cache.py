@@ -57,7 +57,7 @@ class TableAttention(NamedTuple):
 
         not_always: complement of the selector's `always`; None without `always`.
         rule: pairs that the call allows.
-        bindings: run-time tensors of the call by name, None for none; those that only a coarse selector needs are
+        bindings: run-time tensors of the call by name, None for none; tensors that only a coarse selector needs are
             dropped.
         options: scale, q_offset and engine of `attend`.
         """
@@ -72,7 +72,7 @@ class TableAttention(NamedTuple):
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Only for a selector with `always`: without it, the result is `rule`, although there are no such pairs.
+        Do not use it if the selector has no `always`: there are no such pairs then, but the result is `rule`.
         """
         return self.rule if self.selector.always is None else self.selector.always & self.rule
 
@@ -83,7 +83,7 @@ class TableAttention(NamedTuple):
         return (chosen if self.selector.always is None else chosen | self.selector.always) & self.rule
 
     def chosen_only(self, most: int) -> Pattern:
-        """Pattern chosen & ~always & rule: pairs that are attended to only because the table has their block.
+        """Return the pattern chosen & ~always & rule: pairs attended to only because the table has their block.
 
         most: width of the table, in blocks per query block.
         """
@@ -94,7 +94,7 @@ class TableAttention(NamedTuple):
         return selected_blocks(self.table, block=(self.selector.query_block, self.selector.block), most=most)
 
     def num_pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
-        """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
+        """Return the number of pairs that `rule` allows, over all heads and batch entries: a density's denominator."""
         call = self.selector.call(self.rule, self.options["q_offset"], 1.0)
         both = self.selector.with_always(self.rule)
         return selection_pairs(
@@ -104,7 +104,7 @@ class TableAttention(NamedTuple):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """Attention to the pairs of a pattern: (output in the dtype of the log-sum-exp, log-sum-exp).
+        """Return (output, lse) of attention to the pairs of a pattern, both in the dtype of the lse.
 
         blocks: the table of chosen blocks; None for a pattern without a table.
         """
@@ -122,7 +122,7 @@ class TableAttention(NamedTuple):
         blocks: Int64[Tensor, "B T R most"],
         scores: Float[Tensor, "B T R most"] | None,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """Attention to pairs that are attended to only because the table has their block: (output, log-sum-exp).
+        """Return (output, lse) of attention to the pairs of `chosen_only`, both in the dtype of the lse.
 
         blocks: the table.
         scores: score of each block in the table, added to the logits of the block's keys; None adds nothing.
@@ -137,7 +137,7 @@ class TableAttention(NamedTuple):
         return merge(found)
 
     def _scores_of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
-        """Scores of the query block that contains each query, repeated for the heads that share a table."""
+        """Return the scores of each query's query block, repeated for the heads that share a table."""
         side, first = self.selector.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
@@ -165,12 +165,12 @@ class SelectorState(NamedTuple):
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
     def cropped(self, tokens: int) -> SelectorState:
-        """State after only the first `tokens` keys; pools and the last query block's choice are kept unchanged."""
+        """Return the state for only the first `tokens` keys; pools and the last query block's choice are unchanged."""
         coarse = None if self.coarse is None else self.coarse.cropped(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
     def select(self, entries: Int64[Tensor, " C"]) -> SelectorState:
-        """State with only these batch entries (indices), in this order."""
+        """Return the state with only these batch entries (indices), in this order."""
         at = entries.to(self.blocks.device)
         pools = tuple(pool.index_select(0, at) for pool in self.pools)
         coarse = None if self.coarse is None else self.coarse.select(entries)
@@ -197,10 +197,10 @@ def advance(
     k: Float[Tensor, "B G M D"],
     scale: float,
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
-    """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
+    """Return (chosen blocks, their scores, new state) for the next queries in decoding.
 
     known: state before these queries; None before the first token.
-    k: keys of all tokens so far, those of these queries included.
+    k: keys of all tokens so far, of the tokens of q, too.
     """
     first = k.shape[2] - q.shape[2]
     coarse = inner = None
@@ -240,7 +240,7 @@ def _choice(
 def _pools(
     selector: BlockSelector, known: SelectorState | None, k: Float[Tensor, "B G M D"]
 ) -> tuple[Float[Tensor, "B G C D"], ...]:
-    """Pooled keys of all blocks of k: taken from `known` for blocks that were complete in it, else computed."""
+    """Return the pooled keys of all blocks of k: from `known` for blocks that were complete in it, else computed."""
     done = 0 if known is None else known.tokens // selector.block
     new = k[:, :, done * selector.block :]
     if isinstance(selector.scorer, nn.Module):
@@ -308,7 +308,7 @@ class SelectedCache(KVCache):
 
 
 def _selector_state(cohort: Cohort) -> SelectorState | None:
-    """State of the selector after the cohort's tokens; None before the first call of `attend`."""
+    """Return the state of the selector after the cohort's tokens; None before the first call of `attend`."""
     assert cohort.state is None or isinstance(cohort.state, SelectorState)
     return cohort.state
 

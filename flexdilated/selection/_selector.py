@@ -150,7 +150,7 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None = None,
         within: Pattern | None = None,
     ) -> Selection:
-        """Choose key blocks for each query block; returns a `Selection`.
+        """Return a `Selection` of key blocks for each query block.
 
         Query i has position q_offset + i, key j position j; query head h reads key/value head h // (H / G).
 
@@ -183,7 +183,7 @@ class BlockSelector(nn.Module):
         return self.selected(q, k, coarse, own, call)
 
     def rule(self, within: Pattern | None) -> Pattern:
-        """Intersection of the selector's `within` and this `within`; None adds no restriction."""
+        """Return the intersection of the selector's `within` and this `within`; None adds no restriction."""
         return self.within if within is None else self.within & _require_set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
@@ -200,11 +200,11 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """Check a call; return (blocks chosen by the coarse selector or None, run-time tensors, other arguments).
+        """Return (blocks chosen by the coarse selector or None, run-time tensors, other arguments) of a call.
+
+        The run-time tensors are those of this selector without the coarse one, sorted by name.
 
         bindings, within: as in `forward`.
-
-        The run-time tensors are those of this selector, sorted by name.
         """
         coarse = None
         if self.coarse is not None:
@@ -224,7 +224,7 @@ class BlockSelector(nn.Module):
     def selected(
         self, q: Tensor, k: Tensor, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
     ) -> Selection:
-        """Choose blocks; coarse, bindings and call are the result of `prepared`."""
+        """Return the `Selection` of a call; coarse, bindings and call are the result of `prepared`."""
         given = None
         if isinstance(self.scorer, nn.Module):
             given = self.by_module(self.scorer, q, k, bindings, call)
@@ -241,7 +241,7 @@ class BlockSelector(nn.Module):
         call: SelectionCall,
         pools: Pools | None = None,
     ) -> Float[Tensor, "B X R C"]:
-        """Scores of all blocks from the module `scorer`, for each query head (X = H) or key/value head (X = G).
+        """Return scores of all blocks from the module `scorer`, for each query head (X = H) or key/value head (X = G).
 
         bindings, call: as `prepared` returns them.
         pools: pools of the blocks of k; None computes them, with keys that no query block sees pooled as zeros.
@@ -276,7 +276,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """Arguments of a call except tensors; rule: the pairs that the call allows, from the method `rule`."""
+        """Return the arguments of a call except tensors; rule: the pairs that it allows, from the method `rule`."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,

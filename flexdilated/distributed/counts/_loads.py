@@ -50,7 +50,7 @@ TokenCounts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i rec
 def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> TokenCounts:
     """Return {"exchange": counts, "ring": counts}; counts[i, j]: number of tokens that rank i receives from rank j.
 
-    The counts are those of the forward, summed over KV heads. An exchange sends the tokens that rank i needs. A ring
+    The counts are for the forward, summed over KV heads. An exchange sends the tokens that rank i needs. A ring
     sends each contiguous range of rank j's positions whole, in all KV heads, if rank i needs a token of it.
 
     heads: num_heads and, if not all heads are on this device, head_offset and num_heads_global.
@@ -75,7 +75,7 @@ def choose_schedule(
     batch: int = 1,
     wire_vector_bytes: int | None = None,
 ) -> ScheduleChoice:
-    """Choose "exchange" or "ring" for attention over ranks, by the bytes that the most loaded rank receives and holds.
+    """Return the choice of "exchange" or "ring", by the bytes that the most loaded rank would receive and hold.
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
     needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
@@ -105,7 +105,7 @@ def choose_schedule(
 
 
 def choice_of(counts: TokenCounts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
+    """Return the choice of "exchange" or "ring", by the bytes that the most loaded rank would receive and hold.
 
     The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more.
 
@@ -219,12 +219,12 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the bytes that each rank receives in a call of `distributed.attend`, and the allowed pairs of its queries.
+    """Return the bytes that each rank receives in a call of `distributed.attend`, and the allowed pairs of its queries.
 
     Nothing is run and no process group is needed.
 
-    size: batch, heads, head dims and dtype of the call; its tokens are those of the sharding. Keys and values travel
-        padded to the wider head dim.
+    size: batch, heads, head dims and dtype of the call; the sharding gives the tokens. Keys and values are sent padded
+        to the wider head dim.
     codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern

@@ -158,24 +158,24 @@ def _tokens_of_branches(
     total = torch.zeros(own_chunks.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
-        head, tail = _needed_bounds(branch, chunks, own_chunks)
+        low, high = _needed_bounds(branch, chunks, own_chunks)
         _, *holders = _containing_branches(group, index)
-        known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
-        # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
-        total += _num_active(branch, known_head, torch.minimum(head, known_tail))
-        total += _num_active(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
-        covered.append((torch.maximum(head, known_head), torch.minimum(tail, known_tail)))
+        known_low, known_high = covered[holders[0]] if holders else (chunks.start, chunks.stop)
+        # Count the beginning of each chunk up to `low` and its end from `high`, less tokens that are already counted.
+        total += _num_active(branch, known_low, torch.minimum(low, known_high))
+        total += _num_active(branch, torch.maximum(torch.maximum(high, low), known_low), known_high)
+        covered.append((torch.maximum(low, known_low), torch.minimum(high, known_high)))
     return total
 
 
 def _needed_bounds(
     branch: DilatedBranch, chunks: Chunks, own_chunks: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """Return (head, tail), bounds of the keys that each of R ranks needs in each chunk of another rank.
+    """Return (low, high), bounds of the keys that each of R ranks needs in each chunk of another rank.
 
-    In chunk j the r-th of the R ranks needs the active keys at positions < head[r, j] or >= tail[r, j]. Active
-    positions equal the branch's offset modulo its rate. Keys before head are needed by the rank's queries in earlier
-    chunks, keys from tail on by its queries in later chunks. Queries of a chunk need keys back to the start of the
+    In chunk j the r-th of the R ranks needs the active keys at positions < low[r, j] or >= high[r, j]. Active
+    positions equal the branch's offset modulo its rate. Keys before low are needed by the rank's queries in earlier
+    chunks, keys from high on by its queries in later chunks. Queries of a chunk need keys back to the start of the
     chunk's first segment and, unless causal, up to the end of its last segment, if the chunk has an active query in
     that segment.
 
@@ -187,17 +187,17 @@ def _needed_bounds(
     looks_on = _num_active(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
     back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
-    head, tail = chunks.start, chunks.stop
+    low, high = chunks.start, chunks.stop
     each = torch.arange(len(chunks))
     for chunk in own_chunks[..., None]:  # chunk of queries of each rank; -1, no chunk, selects the last entry: no keys
         later = torch.where(chunk < each, on_to[chunk], 0)
-        head = torch.maximum(head, torch.minimum(later, chunks.stop))
-        tail = torch.minimum(tail, torch.maximum(torch.where(chunk > each, back_to[chunk], nowhere), chunks.start))
-    return head, tail
+        low = torch.maximum(low, torch.minimum(later, chunks.stop))
+        high = torch.minimum(high, torch.maximum(torch.where(chunk > each, back_to[chunk], nowhere), chunks.start))
+    return low, high
 
 
 def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups for which `_tokens_of_branches` counts equally many tokens, and add up their numbers of KV heads.
+    """Return `groups`, merged where `_tokens_of_branches` is equal; their numbers of KV heads add up.
 
     groups: (branches of a KV head, number of KV heads with these branches) pairs.
 
@@ -309,7 +309,7 @@ class KVNeeds:
         """Make the `KVNeeds` of a pattern over a sequence of num_tokens tokens.
 
         num_heads, num_kv_heads: numbers of query and key/value heads on this device.
-        head_offset: index of the first of these query heads among those of all devices.
+        head_offset: index of the first of these query heads among the query heads of all devices.
         num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
 
         Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
@@ -361,7 +361,7 @@ def work_of_ranks(
     num_heads_global: int | None = None,
     batch: int = 1,
 ) -> Int64[Tensor, " W"]:
-    """Return the number of (query, key) pairs of each rank's queries, over all query heads and batch entries.
+    """Return the number of pairs that the pattern allows for each rank's queries, over all query heads and entries.
 
     A pair counts once for each branch of a mixture that allows it.
 

@@ -91,7 +91,7 @@ class PlainCall(NamedTuple):
         return uninitialised_rows(q)
 
     def placed(self, placement: Placement) -> PlacedCall:
-        """Return the PlacedCall of this rank's queries over only those keys whose positions are in `placement`."""
+        """Return the PlacedCall of this rank's queries over only the keys at the positions in `placement`."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size, self.dropout_p)
 

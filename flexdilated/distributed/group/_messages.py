@@ -111,7 +111,7 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
     """Context manager that turns a failed transfer into a DistError with the rank, the transfer and the elapsed time.
 
     Wrap only transfers and waits for them. what: the transfer as the subject of a sentence, such as "the exchange of
-    keys". Raises torch.distributed.DistError for each RuntimeError but OutOfMemoryError, such as those of gloo and NCCL
+    keys". Raises torch.distributed.DistError for each RuntimeError except OutOfMemoryError. gloo and NCCL raise one
     when a peer has died or sends nothing within the group's timeout. (By default NCCL does not block in a wait; then
     its watchdog ends the process instead.)
     """

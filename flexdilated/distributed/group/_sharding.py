@@ -283,7 +283,7 @@ def _check_same_call(ranks: Ranks, call: str, x: Tensor, dim: int, split: Shardi
 
 
 def _tokens_of_runs(tokens: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
-    """Split a rank's tokens, along dim 0, into one view for each of the rank's runs; each view is one message."""
+    """Return a view of a rank's tokens, along dim 0, for each of the rank's runs; each view is one message."""
     return tokens.split([len(run) for run in runs])
 
 
@@ -338,7 +338,7 @@ def equal_shards(length: int, ranks: Ranks) -> Sharding:
 
 
 def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors or, if all are (B, heads, 0, D), uninitialised ones with a single token."""
+    """Return the tensors or, if all are (B, heads, 0, D), uninitialised tensors (B, heads, 1, D)."""
     if any(not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] for x in tensors):
         return tensors
     return tuple(x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in tensors)

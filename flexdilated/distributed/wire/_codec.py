@@ -127,7 +127,7 @@ def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
     """Raise ValueError or TypeError for an invalid codec, error bound or dtype of keys and values.
 
-    error_bound must be above 0 and below 1 for codec "auto", and None for others. dtype must be float64, float32,
+    error_bound must be above 0 and below 1 for codec "auto", else None. dtype must be float64, float32,
     bfloat16 or float16, the last not with codec "bf16".
     """
     if codec is not None and not isinstance(codec, str):
@@ -147,9 +147,9 @@ def choose_codec(
 ) -> Codec:
     """Return the first of int8, bf16 and None with |decoded − x| / |x| within the bound for each vector x of all ranks.
 
-    int8 is tried for head dims of which it takes fewer bytes than the codec that would follow; bf16 is tried for
-    float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0 but has an int8
-    scale below the normal numbers of float32, the result is `Codec(None)`.
+    int8 is skipped if a vector would take at least as many bytes as in the next codec, as with small head dims; bf16 is
+    tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0 but has
+    an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
 
     All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
     collective of 8 bytes, skipped if the bound rules out both encodings for all vectors. ranks=None: this process only.
@@ -211,7 +211,7 @@ def _vectors_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... 
 
 
 def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bytes of each vector as `dtype`; copies if strides or offset are not aligned to it."""
+    """Return x with the bytes of its last dim read as `dtype`: a view, or a copy if strides or offset are unaligned."""
     *strides, step = x.stride()
     if step != 1 or any(number % dtype.itemsize for number in (*strides, x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)

@@ -25,16 +25,16 @@ from .._choose import choose
 class VideoSparseAttention(nn.Module):
     """Attention of a video's tokens to the means of its cubes, and to the tokens of the best cubes; no parameters.
 
-    1. Coarse: each cube has a query, a key and a value, the means of those of its tokens. The cubes attend to each
-       other, and each token gets the output of its cube.
-    2. Fine: the tokens of a cube attend to those of the `top` cubes with the highest products of mean query and mean
-       key, chosen for each query head.
+    1. Coarse: a cube's query, key and value are the means over its tokens. Each cube attends to all cubes, and each
+       token gets the output of its cube.
+    2. Fine: the tokens of a cube attend to the tokens of the `top` cubes with the highest products of mean query and
+       mean key, chosen for each query head.
 
     The paper adds both under gates that are linear in the layer's input: gate_coarse * coarse + gate_fine * fine.
 
     grid: frames, rows and columns of tokens, in row-major order, or another number of axes.
     cube: tokens of a cube along each axis. Cubes begin at token 0 of each axis; where it is no multiple of the cube's
-        length, the last cubes are smaller. Means are over their tokens, and they cost as much as whole ones.
+        length, the last cubes have fewer tokens, but cost as much as whole ones.
     top: cubes that a token reads token by token; all, if there are fewer.
 
     Gradients pass through the means, and are exact for the chosen cubes; the choice has none.
@@ -103,7 +103,7 @@ class VideoSparseAttention(nn.Module):
         return coarse[:, :, self.place // self.is_token.shape[1]], fine[:, :, self.place]
 
     def _means(self, x: Float[Tensor, "B H C L D"]) -> Float[Tensor, "B H C D"]:
-        """Mean over the tokens of each cube."""
+        """Return the mean over the tokens of each cube."""
         weights = self.is_token.to(sum_dtype(x))
         sums = (x.to(weights.dtype) * weights.unsqueeze(-1)).sum(3)
         return (sums / weights.sum(1, keepdim=True)).to(x.dtype)
@@ -112,7 +112,7 @@ class VideoSparseAttention(nn.Module):
     def _chosen(
         self, queries: Float[Tensor, "B H C D"], keys: Float[Tensor, "B G C D"], scale: float
     ) -> Int64[Tensor, "B H C top"]:
-        """Cubes of the highest scores of mean queries and mean keys."""
+        """Return, for each cube of queries, the cubes whose mean keys have the highest scores with its mean query."""
         wide, ids = sum_dtype(keys), torch.arange(keys.shape[2], device=keys.device)
         grouped = queries.unflatten(1, (keys.shape[1], -1)).to(wide)
         scores = (scale * (grouped @ keys.unsqueeze(2).mT.to(wide))).flatten(1, 2)
@@ -125,7 +125,7 @@ class VideoSparseAttention(nn.Module):
 
 
 def _places(grid: tuple[int, ...], cube: tuple[int, ...]) -> Int64[Tensor, "C L"]:
-    """Tokens of each cube in row-major order of cubes and of tokens within them; -1 at places beyond the grid."""
+    """Return the tokens of each cube, in row-major order of cubes and of places in a cube; -1 outside the grid."""
     beyond = [each for length, size in zip(reversed(grid), reversed(cube), strict=True) for each in (0, -length % size)]
     places = pad(torch.arange(prod(grid)).view(grid), beyond, value=-1)
     for axis, size in enumerate(cube):

@@ -105,9 +105,7 @@ class LightningIndexer(nn.Module):
         within: Pattern | None = None,
         cache: KVCache | None = None,
     ) -> Int64[Tensor, "B 1 N top"]:
-        """Indices of the chosen keys of each query, in descending order of score, padded with -1.
-
-        It is a table for `masks.selected_keys`.
+        """Return a table for `masks.selected_keys`: each query's chosen keys, in descending order of score, then -1.
 
         x: the tokens.
         queries: input of the index queries; None: x.
@@ -145,7 +143,7 @@ class LightningIndexer(nn.Module):
         bindings: Mapping[str, Tensor] | None = None,
         within: Pattern | None = None,
     ) -> Float[Tensor, ""]:
-        """Mean over queries of KL(p ‖ softmax(I)), in nats: the loss that trains the indexer, and nothing else.
+        """Return the mean over queries of KL(p ‖ softmax(I)), in nats: a loss that trains only the indexer.
 
         p: the mean over heads of the attention weights. p and the softmax are over the chosen keys; without `chosen`,
             as in the paper's warm-up stage, they are over all keys that the patterns allow. Queries without keys are
@@ -197,7 +195,7 @@ class LightningIndexer(nn.Module):
     def _index_tensors(
         self, x: Tensor, queries: Tensor | None, rotary: Rotary | None, q_offset: int
     ) -> tuple[Float[Tensor, "B h N d"], Float[Tensor, "B N d"], Float[Tensor, "B N h"]]:
-        """(index queries, index keys, weights of the index heads with the scale of the score) of these tokens."""
+        """Return (index queries, index keys, weights of the index heads times the scale of the score) of the tokens."""
         queries, size = x if queries is None else queries, self.wk.in_features
         if x.dim() != 3 or x.shape[2] != size:
             raise ValueError(f"x must have shape (batch, tokens, {size}); got {tuple(x.shape)}")
@@ -213,7 +211,7 @@ class LightningIndexer(nn.Module):
         return q, k, w
 
     def _cosines_and_sines(self, x: Tensor, rotary: Rotary | None, q_offset: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles of each token's pairs of channels, each (B or 1, N, rope_dim / 2)."""
+        """Return (cosines, sines) of the angles of each token's pairs of channels, each (B or 1, N, rope_dim / 2)."""
         if rotary is None:
             positions = torch.arange(q_offset, q_offset + x.shape[1], device=x.device)
             angles = angles_at(positions, self.rope_dim, self.base).unsqueeze(0)

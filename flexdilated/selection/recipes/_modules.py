@@ -61,7 +61,7 @@ class CoarseToFineAttention(nn.Module):
     A last block of fewer than `block` keys is never pooled: each of its keys is a term.
 
     The result equals dense attention if keys are constant within blocks, or if `top` covers all blocks. The pooled
-    terms, of the second kind, are computed for all blocks; those of the `top` blocks are then subtracted. This is
+    terms, of the second kind, are computed for all blocks; the terms of the `top` blocks are then subtracted. This is
     numerically stable: by Jensen's inequality the terms of a block's keys sum to at least its pooled term, so no small
     difference remains.
 
@@ -102,7 +102,7 @@ class CoarseToFineAttention(nn.Module):
         enable_gqa: bool = False,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output in the shape of q.
+        """Return the attention output in the shape of q.
 
         Query i has position q_offset + i, key j position j.
 
@@ -135,10 +135,9 @@ class CoarseToFineAttention(nn.Module):
 def _joint_softmax(
     fine: tuple[Tensor, Tensor], pooled: tuple[Tensor, Tensor], twice: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "B H N D"]:
-    """Output of one softmax over the terms of `fine` and of `pooled`, except the terms of `twice`.
+    """Return the output of one softmax over the terms of `fine` and of `pooled`, without the terms of `twice`.
 
-    The terms of `twice` are some of those of `pooled`. Each argument is (output, log-sum-exp) of attention to its
-    terms.
+    Each argument is (output, lse) of attention to its terms; `pooled` contains the terms of `twice`.
     """
     outs, lses = zip(fine, pooled, twice, strict=True)
     # A row without keys has lse -inf in all three parts and keeps output 0.
@@ -232,7 +231,7 @@ class NativeSparseAttention(nn.Module):
         scale: float | None = None,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """Gated sum of the outputs of the three branches, in the shape of q.
+        """Return the gated sum of the outputs of the three branches, in the shape of q.
 
         k, v: keys and values of the branches compressed, selected and window, in this order; to use one k for all, pass
             k.expand(3, *k.shape).
@@ -265,9 +264,9 @@ class NativeSparseAttention(nn.Module):
         scale: float,
         q_offset: int,
     ) -> Int64[Tensor, "B G N top"]:
-        """Blocks of `block` keys that each query and key/value head chooses, padded with -1.
+        """Return the blocks of `block` keys that each query and key/value head chooses, padded with -1.
 
-        keys, lse: compressed keys, and the log-sum-exp of attention to them, which give the weights that score blocks.
+        keys, lse: compressed keys, and the lse of attention to them, from which the blocks are scored.
         num_keys: number of keys before compression.
 
         Computed in chunks of queries to bound memory.
@@ -299,7 +298,7 @@ class NativeSparseAttention(nn.Module):
         count: int,
         scale: float,
     ) -> Float[Tensor, "B G n C"]:
-        """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
+        """Return the score of each of `count` blocks for each query and key/value head, from attention to `keys`.
 
         The score is a sum over the query heads of the key/value head and over the windows that overlap the block: the
         window's attention weight times the number of its parts of `stride` keys inside the block.

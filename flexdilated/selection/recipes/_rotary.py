@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def angles_at(positions: Int64[Tensor, " n"], channels: int, base: float) -> Float[Tensor, "n channels/2"]:
-    """Angle position * base^(-2 i / channels) of each pair i of channels, in float64."""
+    """Return the angle position * base^(-2 i / channels) of each pair i of channels, in float64."""
     half = channels // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
     return positions[:, None] * rates
 
 
 def rotate(x: Float[Tensor, "... E"], cos: Float[Tensor, "... E/2"], sin: Float[Tensor, "... E/2"]) -> Tensor:
-    """Rotate each pair of channels of x; cos and sin are those of its angle."""
+    """Return x with each pair of channels rotated by the angle of which cos and sin are given, in the dtype of x."""
     first, second = x.chunk(2, -1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -19,7 +19,7 @@ from ._rotary import angles_at, rotate
 
 @advises()
 def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
-    """Mixture of Block Attention: each query of each head reads its own block and the best earlier blocks.
+    """Return MoBA's `BlockSelector`: each query of each head reads its own block and the best earlier blocks.
 
     The score of a block is q · mean of its keys, in float32. Of the blocks before the query's own, the `top` - 1 with
     the highest scores are chosen, or all if there are fewer. The query's own block is read up to the query.
@@ -29,7 +29,7 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
     within: the mask of the attention: causal(), or its intersection with patterns that hide further keys.
 
     Raises TypeError or ValueError for other values.
-    Source: MoBA, arXiv 2502.13189, section 2.2.
+    Source: MoBA (Mixture of Block Attention), arXiv 2502.13189, section 2.2.
 
     >>> q, k = torch.randn(2, 1, 4, 256, 64)
     >>> fd.selection.recipes.moba(block=32)(q, k).blocks.shape
@@ -42,7 +42,7 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
 
 @advises()
 def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
-    """Quest: each query of each head reads the last page and the pages with the highest upper bounds of scores.
+    """Return Quest's `BlockSelector`: each query of each head reads the last page and the pages with the best bounds.
 
     A page is a key block. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
     channel over its keys: an upper bound of the scores of its keys. The last page is the query's own. The paper uses
@@ -79,13 +79,13 @@ def xattention(
     threshold: float = 0.9,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """XAttention: a query block reads the fewest key blocks that get an estimated share `threshold` of its attention.
+    """Return XAttention's `BlockSelector`: a query block reads the fewest key blocks that reach a share of attention.
 
-    The score of a tile of stride × stride pairs is the mean score of its antidiagonal. A softmax over each line of
-    tiles, summed over the tiles of a block, is the block's share in that line, and the mean over lines is the block's
-    share. The first block and the query's own are always read, and their shares count; other blocks are added in
-    descending order of share until the sum reaches `threshold`. Pairs that `within` hides are left out of
-    antidiagonals; the paper's code keeps them in tiles on the diagonal.
+    Shares are estimated. The score of a tile of stride × stride pairs is the mean score of its antidiagonal. For each
+    run of `stride` queries, a softmax over its tiles is summed over the tiles of a key block; the mean of these sums
+    over the runs is the block's share. The first block and the query's own are always read, and their shares count;
+    other blocks are added in descending order of share until the sum reaches `threshold`. Pairs that `within` hides are
+    left out of antidiagonals; the paper's code keeps them in tiles on the diagonal.
 
     For prefill only, as the queries of a block choose together (`future_in_choice`). Random queries and keys attend
     everywhere, so `threshold` chooses nearly all blocks: test it on the queries and keys of a model.
@@ -125,7 +125,7 @@ def seer_attention(
     choose: TopK | TopP | Threshold,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """SeerAttention: a trained gate chooses key blocks for query blocks; for prefill only.
+    """Return SeerAttention's `BlockSelector`: a trained gate chooses key blocks for query blocks; for prefill only.
 
     The gate scores the mean query of each block of `gate.block` queries with the maximum, minimum and mean of each
     block of `gate.block` keys. The query's own block is always read. Pass q and k before the model's rotary embedding,
@@ -156,9 +156,10 @@ def seer_attention_r(
     choose: TopK | TopP | Threshold,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """SeerAttention-R: a trained gate chooses for each query; the query heads of a key/value head share the choice.
+    """Return SeerAttention-R's `BlockSelector`: a trained gate chooses key blocks for each query and key/value head.
 
-    Like `seer_attention`, but without pooling of queries, so that decoding chooses as training does.
+    The query heads of a key/value head share the choice. It is like `seer_attention`, but without pooling of queries,
+    so that decoding chooses as training does.
 
     gate: a `SeerGate` with share="group".
     choose: the paper uses a threshold, or a budget that includes the own block: fd.TopK(budget // block - 1).
@@ -243,7 +244,7 @@ class SeerGate(nn.Module):
     def forward(
         self, queries: Float[Tensor, "B H R D"], pools: Pools, positions: Int64[Tensor, " R"]
     ) -> Float[Tensor, "B T R C"]:
-        """Scores of all C key blocks for R query blocks; T = H or, with share="group", T = G.
+        """Return the scores of all C key blocks for R query blocks; T = H or, with share="group", T = G.
 
         queries: one per query block.
         pools: mean, least and greatest keys of each block, (B, G, C, D) each.
