@@ -58,8 +58,8 @@ class KVCache:
 
     num_heads: query heads on this device.
     capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
-    undo: number of tokens by which `crop` can go back from the furthest one seen: keys that only these tokens see are
-        not evicted yet.
+    undo: number of tokens by which `crop` can go back from the furthest one seen. Keys that only the last `undo`
+        tokens see are therefore not evicted yet.
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
         smaller calls are computed without an engine.
 
@@ -407,9 +407,13 @@ class KVCache:
         return {name: getattr(self, name) for name in names} | where
 
     def _checked_lengths(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
-        """Check the arguments of a call; return the number of new tokens of each batch entry.
+        """Return the number of new tokens of each batch entry, after checks of a call's arguments.
 
-        It is one number for all entries without `lengths`, and 0 if all lengths are 0. q: None for `append`.
+        The result is one number for all entries if `lengths` is None, and 0 if all lengths are 0.
+
+        q: None for `append`.
+
+        Raises TypeError or ValueError for tensors that do not fit the cache, and for tokens that the pattern rejects.
         """
         for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):

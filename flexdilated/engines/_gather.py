@@ -99,15 +99,15 @@ class StridedSide:
             self.view(x, run).add_(part)
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the vector in each slot to the slot's token in x, in place."""
+        """Write the vector in each slot to the slot's token in x, in place.
+
+        No two heads of the term may read one head of x.
+        """
         for run in self.runs:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots.
-
-        Returns True if none of them was True before.
-        """
+        """Set `reached` to True, in place, at the tokens of all slots; return True if it was False at all of them."""
         views = [self.view(reached, run) for run in self.runs]
         fresh = not any(bool(view.any()) for view in views)
         for view in views:
@@ -121,7 +121,7 @@ class StridedSide:
         part: Float[Tensor, "B H F S D"],
         part_lse: Float[Tensor, "B H F S"],
     ) -> None:
-        """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
+        """Merge the term's results (part, part_lse) into (out, lse) at the tokens of its slots, in place, by `merge_`.
 
         part, part_lse: output and natural log-sum-exp of the term.
         """
@@ -207,16 +207,13 @@ class PickedSide:
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots.
-
-        Returns True if none of them was True before.
-        """
+        """Set `reached` to True, in place, at the tokens of all slots; return True if it was False at all of them."""
         before = self.take(reached)
         self.put(reached, torch.ones_like(before))
         return not bool(before.any())
 
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
+        """Merge the term's results (part, part_lse) into (out, lse) at the tokens of its slots, in place, by `merge_`.
 
         part, part_lse: output and natural log-sum-exp of the term, (B, H, F, S, D) and (B, H, F, S).
         out, lse: (B, X, N, D) and (B, X, N).
@@ -227,9 +224,10 @@ class PickedSide:
         self.put(lse, sums[1])
 
     def _head_views(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
-        """Yield (view of some heads of x, flat token index of their slots, slice of the term's heads that read them).
+        """Yield (view of some heads of x, token in each slot of a head, slice of the term's heads that read the view).
 
-        No view has one head of x twice, so each can be written to.
+        The n = F * S tokens are those of fold 0, then of fold 1, and so on, and are equal for all heads of a view. No
+        view has one head of x twice, so each can be written to.
         """
         index = self.index.to(x.device, torch.int64).flatten(1)
         if len(index) > 1:
@@ -266,7 +264,10 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _without_repeats(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each head once if all occur equally often and equal ones are adjacent; else return `heads` unchanged."""
+    """Return each head once if all heads occur equally often and equal heads are adjacent; else return `heads`.
+
+    E.g. (0, 0, 3, 3) -> (0, 3), but (0, 0, 3) and (0, 3, 0, 3) are returned unchanged.
+    """
     # The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
@@ -274,12 +275,10 @@ def _without_repeats(heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def claim_rows(sides: Sequence[TokenGather], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
-    """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
+    """Return (fresh, complete) for query sides of terms, in the order in which the terms are computed.
 
-    Returns (fresh, complete): fresh[i] is True if no earlier side writes to a row of side i, `complete` if the fresh
-    sides write to all rows of all heads.
-
-    sides: query sides of terms, in the order of their computation.
+    fresh[i] is True if no earlier side writes to a row of sides[i]. `complete` is True if the fresh sides together
+    write to all rows: those of `heads` heads with `tokens` queries.
     """
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
@@ -381,8 +380,8 @@ def _located_side(
 ) -> StridedSide | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    The result is a StridedSide, of views, if the places in each fold are evenly spaced, the folds too, and both
-    distances are equal for all heads; else a PickedSide.
+    The result is a StridedSide if the places in a fold are evenly spaced, the folds are evenly spaced, and these two
+    distances are equal for all folds and heads; else it is a PickedSide.
 
     heads: the term's heads, or one of them for each key/value head.
     tensor_heads: head of the tensor that each of `heads` reads.

@@ -76,10 +76,11 @@ _library = torch.library.Library("flexdilated", "FRAGMENT")
 def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Return a decorator that makes a function the custom op `name`, which returns no views and refuses transforms.
 
-    As `torch.library.custom_op` for functions that modify no argument, with three differences. Results are detached:
-    autograd forbids in-place writes to a view among several outputs. Inputs with tangents, mapped dims or gradients
-    inside `torch.func`, which a custom op would ignore, raise ValueError, eagerly and in a trace. List arguments may be
-    None, which AOTInductor packages pass for an empty list, except the first argument, by which torch finds the kernel.
+    The op differs from one of `torch.library.custom_op` that modifies no argument in three ways. Its results are
+    detached: autograd forbids in-place writes to a view among several outputs. It raises ValueError, eagerly and in a
+    trace, for inputs with tangents, mapped dims or gradients inside `torch.func`, which a custom op would ignore. Each
+    list argument but the first may be None, which AOTInductor packages pass for an empty list; torch finds the kernel
+    by the first argument.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:

@@ -212,7 +212,7 @@ class AttentionMemory:
 
     queries: q.
     keys: k and v together.
-    outputs: out; its gradient takes as many again.
+    outputs: out; the gradient of out, which is not counted here, has as many bytes.
     lse: lse of all rows.
     kept: tensors that training keeps from the forward for the backward, including q, k, v, out and lse.
     inference_peak: peak of a forward that keeps nothing.
@@ -267,9 +267,9 @@ def attention_memory(
 ) -> AttentionMemory:
     """Predict the memory of `attend` on a kind of device, such as "cpu", without computing anything.
 
-    Up to 1,048,576 tokens it plans the call, and counts what is alive: for aten and portable in a run of the engine on
-    meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
-    inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
+    Up to 1,048,576 tokens it plans the call and counts the bytes that are alive: for aten and portable in a run of the
+    engine on meta tensors, for flex by the allocations of its compiled program. For more tokens it extrapolates
+    linearly. Allocations inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
 
     engine: "aten", "flex" or "portable"; None takes the device's default.
     drops: True with attention dropout, which aten lacks; not counted for flex.
@@ -380,12 +380,12 @@ _Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
 def _dry_run(
     size: AttentionSize, forward: _Forward, backward: _Backward, *, pads: bool
 ) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as an engine's code allocates them.
+    """Return (lse, kept, inference peak, forward peak, backward peak) of an engine, in bytes.
 
-    The code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
+    Its code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
 
-    forward: the code's, (q, k, v) -> (out, lse).
-    backward: the code's, (q, k, v, rows with out, lse and the gradient of out) -> (dq, dk, dv).
+    forward: the engine's function (q, k, v) -> (out, lse).
+    backward: the engine's function (q, k, v, rows with out, lse and the gradient of out) -> (dq, dk, dv).
     pads: True for an engine whose q, k and v must have one head dim: they are padded to the wider one.
     """
     order, (D, E) = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3), size.dims
@@ -460,7 +460,7 @@ def _portable_memory(
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
 
-    table: a table of single keys, with pairs that are not in the program; None for none.
+    table: table of single keys, whose pairs are not in the program; None if the pattern has none.
     """
     features = Features(1.0)
     if settings.drops:
@@ -581,7 +581,7 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
 
 @dataclass
 class _Balance:
-    """Bytes that are alive, and the most that were at one time."""
+    """Number of bytes that are alive, and the largest number of bytes that were alive at one time."""
 
     live: int = 0
     peak: int = 0
@@ -616,7 +616,7 @@ class _StepBytes(NamedTuple):
 def _count_kernel_backwards(
     balance: _Balance, steps: Sequence[_StepBytes], whole: Sequence[int], *, is_merged: bool
 ) -> None:
-    """Count in `balance` what the backward of all steps allocates and frees, from the last step to the first.
+    """Count in `balance` the bytes that the backward allocates and frees in all steps, from the last to the first.
 
     The steps' gradients of q, k and v are summed. The gradient of an operand that is a copy is scattered first, so it
     is added one step later than that of an operand that is read in place.

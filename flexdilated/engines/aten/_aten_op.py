@@ -59,13 +59,14 @@ def plan_aten(
     *,
     allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """Plan attention by a bound pattern, for tokens in the order of `layout`, on devices of a kind, such as "cpu".
+    """Return a plan of attention by a bound pattern, for tokens in the order of `layout`, on a kind of device.
 
-    On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
-    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal terms, as "aten"
-    has no other kernels there; layout, choice and allowed are not used.
+    On CPU, the plan has the options of `choice`, which were measured to be the fastest, or if `choice` is None, the
+    `allowed` options of lowest predicted cost. On CUDA, it has the cheapest options without block lists, whose terms
+    are dense or causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
 
-    operands: sizes on which costs depend; None for the device's usual ones.
+    kind: kind of device, such as "cpu".
+    operands: sizes on which costs depend; None for the device's usual sizes.
 
     Raises ValueError on CUDA for a branch without such an option.
     """
@@ -245,11 +246,11 @@ set_gradient(
 def _programs_for(
     call: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
-    """Return ([(batch entries, executable), ...], the call of further pairs or None), which together compute a call.
+    """Return ([(batch entries, executable), ...], second call or None), which together compute a call.
 
-    The executable is SingleKeys or QueryRows for tables of keys or blocks, RowProgram for calls on CPU with
-    `needs_no_plan` if they have no measured options, otherwise a Program. With a table, pairs that do not need it are a
-    second call, as (call, run-time tensors), to be merged by lse.
+    The executable is SingleKeys or QueryRows for a table of keys or blocks; RowProgram on CPU if `needs_no_plan` and
+    the call has no measured options; otherwise a Program. The second call has the pairs that are allowed without the
+    table. It is (call, run-time tensors), and its results are to be merged by lse.
     """
     selection = table_split_of(call)
     if selection is not None:

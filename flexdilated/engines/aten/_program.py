@@ -219,10 +219,10 @@ def _step(term: Term, queries: TokenGather, keys: TokenGather, block_size: tuple
 def _sort_terms(
     laid_out: list[tuple[TokenGather, TokenGather, Term]], bound: Bound
 ) -> list[tuple[TokenGather, TokenGather, Term]]:
-    """Sort the (queries, keys, term) of a program into the order in which its terms are computed.
+    """Return the (queries, keys, term) of a program in the order in which its terms are computed.
 
-    First come terms over every query and head, as the sum over terms can start from the result of one. Apart from
-    this, terms over equal keys are adjacent, to share one copy of the keys.
+    Terms over every query and head come first, as the sum over terms can start from the result of such a term. Among
+    these, and among the remaining terms, terms over equal keys are adjacent, to share one copy of the keys.
     """
     seen: dict[TokenGather, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
@@ -245,9 +245,9 @@ def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _portions_of(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """If a term's queries are copied, return it split into terms of at most `most_slots` slots; else (term,).
+    """Return the terms of at most `most_slots` slots into which a term is split; (term,) if its queries are not copied.
 
-    Slots count in all heads and folds. A term of one head and one fold may exceed the limit.
+    The slots of all heads and folds count. A term of one head and one fold may exceed the limit.
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)

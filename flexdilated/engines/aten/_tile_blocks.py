@@ -33,8 +33,7 @@ class _Portion:
 
     at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v.
     mask: additive, one per problem or one for all; None if every pair is allowed.
-    blind: True for queries that see no key, by `mask` and `KernelTensors.visible`; None without such queries, and if
-        `visible` is None.
+    blind: True for queries for which `mask` hides all keys; None if there are none or `KernelTensors.visible` is None.
     """
 
     call: KernelCall
@@ -137,7 +136,10 @@ def _tensor_indices(x: KernelTensors, heads: tuple[int, ...], together: int) -> 
 
 
 def _head_slices(heads: tuple[int, ...], most: int) -> Iterator[slice]:
-    """Cut ascending heads into runs of at most `most` evenly spaced ones; yield each run as a slice of head indices."""
+    """Yield slices of head indices, each of at most `most` heads, that together are the ascending `heads`.
+
+    E.g. heads (0, 2, 4, 5) with most 8 -> slices of 0, 2, 4 and of 5.
+    """
     begin = 0
     while begin < len(heads):
         step = heads[begin + 1] - heads[begin] if begin + 1 < min(len(heads), begin + most) else 1

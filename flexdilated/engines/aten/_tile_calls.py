@@ -140,7 +140,7 @@ class KernelCall:
         return self.queries.length * self.keys.length
 
     def parts(self, at_once: int) -> Iterator[KernelCall]:
-        """Cut the call into calls of at most `at_once` problems each."""
+        """Yield calls of at most `at_once` problems each, which together have the problems of this call."""
         for begin in range(0, len(self.row), at_once):
             end = begin + at_once
             own_masks = self.masks is not None and len(self.masks) > 1
@@ -223,7 +223,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 @dataclass(frozen=True)
 class _BlockLists:
-    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
+    """The m non-empty block lists of a `Blocks`: the key blocks of one query block, or of several that were joined.
 
     A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
@@ -331,7 +331,7 @@ def _batched_calls(lists: _BlockLists, blocks: Blocks, ids: Int64[Tensor, " E"])
 
 
 def _equal_rows(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
-    """Group the rows of a matrix by value: for each distinct row, the ascending indices of the rows equal to it."""
+    """Return, for each distinct row of a matrix, the ascending indices of the rows that are equal to it."""
     if not len(key):
         return ()
     _, group, sizes = key.unique(dim=0, return_inverse=True, return_counts=True)

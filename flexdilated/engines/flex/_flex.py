@@ -114,8 +114,9 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    Both kinds of functions are kept in LRU caches. Each compiled function has a separate code object: torch counts
-    recompilations per code object and stops compiling at a limit, which all callers of the code would share.
+    The returned functions and the compiled functions are kept in LRU caches. Each compiled function has a separate code
+    object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the code
+    would share.
 
     structure: key of a program, such as `FlexProgram.structure`.
     function: code to compile; None for the code that runs a FlexProgram.

@@ -35,8 +35,8 @@ class ListedKeys:
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     place: index, in the call's pattern, of the branch with the table.
     places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
-    on_triton: True if Triton's kernels compute the pairs, False if plain operations do; None: Triton's kernels if they
-        support the call. With a score_mod or dropout, plain operations always do.
+    on_triton: True if Triton's kernels compute the pairs, False if plain operations do, None if Triton's kernels do for
+        the tensors that they support. With a score_mod or dropout, plain operations compute the pairs in any case.
     """
 
     source: KeyLists | KeyTable | PaddedRows
@@ -144,8 +144,8 @@ class KeyTable:
     """A run-time table of single keys on an accelerator; only `lists` copies its values to the host.
 
     rows: keys of each query of the call, as positions, in any order; negative for none.
-    rule: further restricts the pairs.
-    groups: index of the table of each of t equal groups of consecutive heads, see `tables_of_heads`.
+    rule: mask that further restricts the table's pairs.
+    groups: result of `tables_of_heads`: item i is the table that the i-th of t equal groups of consecutive heads reads.
     """
 
     call: Call
@@ -261,10 +261,10 @@ def _(q, k, bindings, constants, q_offset, k_offset, width):
 def _shape_of_rows(
     call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, width: int
 ) -> tuple[int, int, int, int]:
-    """Return the shape of the result of `listed_rows`.
+    """Return (b, t, N, width), the shape of the result of `listed_rows`.
 
-    It has every batch entry and every head if the rest of the pattern, which restricts the table's pairs, has run-time
-    tensors: which entries and heads have equal keys then depends on values.
+    If the rest of the pattern, which restricts the table's pairs, has run-time tensors, b is the batch and t the number
+    of heads: values then decide which entries and heads have equal keys.
 
     Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
     """

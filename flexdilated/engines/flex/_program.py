@@ -46,7 +46,7 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 class Structure(torch.nn.Module):
     """Length-independent numbers of a term's kernel call.
 
-    A module, because compiled graphs have the numbers of modules as constants.
+    It is a module because the numbers of modules are constants of compiled graphs.
 
     queries, keys: rules of the gathers.
     sides: (queries, keys) of a block.
@@ -185,7 +185,7 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return (queries, keys) of square blocks for a term: small ones, of TILE or more, whose lists are still short.
+    """Return (queries, keys) of square blocks for a term: small blocks, of side TILE or more, whose lists are short.
 
     Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
     The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then

@@ -58,7 +58,7 @@ def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
 
 
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
-    """Return the number of gathered copies per query, with padding of tiles, rounded up; 1 if queries are not gathered.
+    """Return the number of gathered copies per query, tile padding included, rounded up; 1 if none are gathered.
 
     block: (queries, keys) of a selected block.
     q_offset: position of the first query.
@@ -76,7 +76,7 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
 class SelectedBlockSizes(torch.nn.Module):
     """Length-independent sizes of attention over a table of selected blocks.
 
-    A module, because a compiled graph has a module's numbers as constants.
+    It is a module because the numbers of modules are constants of compiled graphs.
 
     block: (queries, keys) of a selected block.
     unit: queries that are gathered as one unit, 0 if none are.
@@ -107,7 +107,7 @@ class CallOffsets(NamedTuple):
     head, query, key: tensors with the global index of the first head and the positions of the first query and key.
     row: index of the first query in its query block, a number.
     tables: index of each head's table of selected blocks; empty if head i has table i and there are no other tables.
-        `attend_selected` does not read it: its `rows` are already those of these tables.
+        `attend_selected` does not read it: its caller has chosen `rows` by it.
     """
 
     head: Int64[Tensor, ""]

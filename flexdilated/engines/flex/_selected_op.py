@@ -88,7 +88,8 @@ class PreparedCall:
     rest: mask that also applies to pairs in selected blocks.
     held: holders of the run-time tables that `rest` reads.
     where: offsets of the call.
-    classes: 2 for each (query block, key block) in which `rest` allows every pair, else 1; None if not known.
+    classes: for each (query block, key block), 2 if both are whole and `rest` allows every pair, else 1; None if not
+        known.
     skipped: number of rows in the table before the row of the first query.
     """
 
@@ -109,7 +110,7 @@ def prepare_call(
 ) -> PreparedCall:
     """Return the `PreparedCall` of a call with a table of selected blocks.
 
-    Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
+    It is cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
 
     blank_rest: True, for a trace, to use placeholders for the values of the rest's run-time tensors.
 

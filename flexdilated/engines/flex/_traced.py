@@ -87,8 +87,8 @@ def _(q, k, bindings, what, *arguments):
 def allow_gathers_in_graph() -> None:
     """Make torch.compile put `take_or_put` and `gather_vectors` into graphs without tracing into them.
 
-    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at
-    import, as it imports the whole compiler.
+    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. The call is not
+    made at import, because it imports the whole compiler.
     """
     for function in (take_or_put, gather_vectors):
         torch.compiler.allow_in_graph(function)

@@ -60,7 +60,7 @@ def add_gradients_of_part(
     dk: Float[Tensor, "B G M D"],
     dv: Float[Tensor, "B G M E"],
 ) -> None:
-    """Write the gradients of the part's queries to dq, and add those of their keys to dk and dv, which are float32.
+    """Write the gradients of the part's queries to dq; add the gradients of its keys and values to float32 dk and dv.
 
     The additions are atomic, in no fixed order.
 

@@ -87,7 +87,7 @@ class ListLengths(NamedTuple):
 
     @classmethod
     def at_most(cls, longest: int, lists: int) -> ListLengths:
-        """Return bounds for `lists` lists of at most `longest` blocks; all of these may have a mask."""
+        """Return bounds for `lists` lists of at most `longest` blocks, each of which may have a mask."""
         return cls([longest] * lists, [longest] * lists)
 
 
@@ -359,10 +359,10 @@ def largest_scores(
 ) -> Float[Tensor, "B H N"]:
     """Return each query's largest score after score_mod, in float32 or wider; -inf for a query without keys.
 
-    mask: with its full blocks in lists of their own.
+    mask: a BlockMask that lists full blocks apart from partial ones.
     scale, score_mod: as in `Weighting`.
 
-    Not differentiable. Memory is linear in tokens.
+    The result has no gradient. Memory is linear in tokens.
     """
     weighting = Weighting(scale, score_mod)
     problems = BlockProblems.of(mask, spans_of(mask, ListLengths.of(mask), q.shape[0] * q.shape[1]), q, k)
