@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
-        """Restore the Call from q, k and the values of `Call.arguments`.
+        """Return the Call that has these q and k and the values of `Call.arguments`.
 
         Sizes and offsets are converted to int, which makes symbolic ones constants in a torch.compile trace.
         """

@@ -109,5 +109,5 @@ def _as_int32(number: int) -> int:
 
 
 def _shift_right(x: Shaped[Tensor, "..."], by: int) -> Shaped[Tensor, "..."]:
-    """Shift the bits of 32-bit integers to the right and fill with zeros, also for negative numbers."""
+    """Return 32-bit integers with their bits shifted to the right, filled with zeros also for negative numbers."""
     return (x >> by) & ((1 << (32 - by)) - 1)

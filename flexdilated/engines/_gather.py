@@ -63,9 +63,9 @@ class StridedSide:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term: a view if there is one run and `layout.step` is 1.
+        """Return the tokens of x in all slots of the term, as a copy, or as a view.
 
-        Otherwise the result is a copy.
+        It is a view if there is one run and `layout.step` is 1.
         """
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
@@ -186,7 +186,7 @@ class PickedSide:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term, into a new tensor."""
+        """Return the tokens of x in all slots of the term, in a new tensor."""
         taken = [few.index_select(2, index) for few, index, _ in self._head_views(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -318,7 +318,7 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _head_runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Cut the heads of a term into head runs, each as long as possible.
+    """Return head runs, each as long as possible, that together are the heads of a term, in order.
 
     heads: head of the tensor that each head of the term reads.
     starts: `HeadRun.start` of each head of the term; the heads of a run have equal ones.

@@ -25,10 +25,10 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """Evaluate a mask, `rule`, in E listed blocks; return (index of each block's mask, the distinct dense masks).
+    """Return (index of each block's mask, distinct dense masks) of the mask `rule` in E listed blocks.
 
-    Mask 0 allows every pair and is that of full blocks. If the distinct masks exceed _MASK_BYTES, they are None and all
-    indices are 0.
+    Mask 0, of full blocks, allows every pair. If the distinct masks exceed _MASK_BYTES, they are None and all indices
+    are 0.
     """
     partial = (~blocks.full).nonzero().squeeze(1)
     distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]
@@ -218,7 +218,7 @@ def _hidden_mask(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
-    """Find the queries of a term that attend to no key and the keys that no query attends to.
+    """Return the queries of a term that attend to no key, and the keys that no query attends to.
 
     blocks: the term's block list for each batch entry, or one for all.
     """
@@ -235,7 +235,7 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
 
 
 def _join_masks(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
-    """Concatenate the masks of hidden slots of batch entries to (entries, heads, slots); None if all are None.
+    """Return the batch entries' masks of hidden slots as one, (entries, heads, slots); None if all are None.
 
     None in `sides` is an entry without hidden slots. A mask of a single head is repeated for all heads.
     """
@@ -246,7 +246,7 @@ def _join_masks(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tenso
 
 
 def hidden_of_term(term: Term) -> HiddenSlots:
-    """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
+    """Return the queries that attend to no key, and the keys that no query attends to, of a term without block lists.
 
     In a causal term, the keys after the last query are hidden. A term with CountedPairs may have hidden queries and
     keys. Other terms have neither.

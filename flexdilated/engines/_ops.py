@@ -55,7 +55,7 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
-    """Batching rule of an op that does not support vmap: raises ValueError."""
+    """Raise ValueError: the batching rule of an op that does not support vmap."""
     raise ValueError(f"attention {_NO_TRANSFORMS}")
 
 
@@ -116,9 +116,9 @@ _SEPARATOR = "\t"
 
 
 def write_constants(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
-    """Write constants of a call as one text, which `read_constants` reads.
+    """Return constants of a call as one text, which `read_constants` reads.
 
-    Custom ops take it as an argument, because a text is a constant of graphs and exported programs.
+    Custom ops take the text as an argument, because a text is a constant of graphs and exported programs.
 
     texts: strings without tabs, such as patterns in JSON, which are stored unchanged.
     values: other constants, stored by their repr.
@@ -127,7 +127,7 @@ def write_constants(texts: Sequence[str], values: Iterable[str | int | float | t
 
 
 def read_constants(constants: str) -> tuple[Any, ...]:
-    """Read a text made by `write_constants`: returns (*texts, *values)."""
+    """Return (*texts, *values), the arguments from which `write_constants` made this text."""
     values, *texts = constants.split(_SEPARATOR)
     return *texts, *_parsed_values(values)
 

@@ -432,9 +432,9 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
-    """Split the attention of a head group into parts that each read one view of the keys.
+    """Return the attention of a head group in parts, each of which reads one view of the keys.
 
-    seen: queries, the keys they see and the mask.
+    seen: the queries, the keys that they see, and the mask.
 
     If the keys are a tensor of positions, or would take more than a few views, the result is a single part, which
     gathers them by index. The parts have consecutive levels (output buffers) from `level` on.

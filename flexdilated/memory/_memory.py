@@ -496,10 +496,10 @@ def _portable_memory(
 def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionSize) -> _CallBytes:
     """Return the memory of two parts of a call that are computed one after the other and merged eagerly.
 
-    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower,
-    autograd keeps the converted ones.
+    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower than
+    float32, autograd keeps the converted outputs.
 
-    Parts and result: (lse, kept, inference peak, forward peak, backward peak), in bytes.
+    Both parts and the result are (lse, kept, inference peak, forward peak, backward peak), in bytes.
     """
     (*given, output), lse = size.nbytes, first[0]
     wide = output // size.dtype.itemsize * max(4, size.dtype.itemsize)
@@ -547,7 +547,7 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
 
     A step is one kernel call. Its out and float32 lse together are called a part; several parts are merged by lse. In
     the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
-    allocates only its result. The operands of the next step are gathered before those of a step are freed.
+    allocates only its result. A step's operands are freed after those of the next step are gathered.
 
     Training keeps all operands, the parts and the result of a merge. If there are several parts, it also keeps the
     merged rows of each part whose queries are gathered. If there are more than two parts, and at least one with

@@ -150,7 +150,7 @@ class TimedOption:
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
-    """Return the predicted seconds of an option for the batch size of x: of forward, or of both passes if `backward`."""
+    """Return the predicted seconds of an option for x's batch size: of forward, or of both passes if `backward`."""
     return option.cost.seconds * len(x.q) * (1 + option.machine.backward_ratio * backward)
 
 

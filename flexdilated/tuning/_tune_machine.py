@@ -66,7 +66,7 @@ class MeasuredMachine:
     spread: Mapping[str, float]
 
     def to_data(self) -> dict[str, Any]:
-        """Dict for JSON, the content of the file that `masks.set_machine` reads."""
+        """Return a dict for JSON, the content of the file that `masks.set_machine` reads."""
         constants = asdict(self.machine)
         about = {"measured_on": constants.pop("source"), "date": self.date, "spread": dict(self.spread)}
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, "constants": constants} | about
@@ -113,7 +113,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def device_text(device: torch.device) -> str:
-    """Text with the name of an accelerator, or a CPU's architecture, instruction set, threads, and torch's version."""
+    """Return a text with torch's version and an accelerator's name, or a CPU's architecture, capability and threads."""
     if not device_kind(device).on_host:
         named = getattr(getattr(torch, device.type, None), "get_device_name", None)  # torch.mps has none
         return f"{device.type if named is None else named(device)}, torch {torch.__version__}"

@@ -43,7 +43,7 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portion_limits_on(kind: str) -> dict[str, int]:
-    """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, for its defaults.
+    """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, where defaults apply.
 
     kind: kind of device, such as "cpu".
     """
@@ -78,7 +78,7 @@ def plan_aten(
 
 
 def _without_lists_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
-    """Move the first (cheapest) option without block lists to the front. Raises ValueError if every option has one."""
+    """Return the options with the first one without block lists moved to the front; ValueError if there is none."""
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
@@ -106,8 +106,8 @@ def aten(
 
     sinks: for each head the logit of an extra key with value 0; None for no sinks.
     bindings: run-time tensors of the pattern, sorted by name.
-    constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions of the first
-        query and key, they come from `Call.arguments`.
+    constants, q_offset, k_offset: `Call.arguments`: the pattern and further sizes as text, and the positions of the
+        first query and the first key.
 
     k and v are cast to the dtype of q. Each gradient has the dtype of its tensor: if k and v are wider than q, dk and
     dv are not rounded to the dtype of q, so that callers can add them up in full precision.
@@ -152,12 +152,12 @@ def _run_on_entries(
     inputs: Sequence[Tensor],
     likes: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Run each program on its batch entries; return the results for all entries, shaped as `likes`.
+    """Return the results of all batch entries, each shaped as its item of `likes`, by one program for some entries.
 
     programs: pairs (batch entries, program), which together cover the batch.
-    compute: function of a program and the inputs of its entries. It returns a tuple: a result for each of `likes`.
+    compute: function of a program and of `inputs` for its entries. It returns a tuple: a result for each of `likes`.
 
-    Results are in float32 or wider.
+    Results are in float32 or wider, but a single program for an EntryRange decides the dtypes of its results.
     """
     if len(programs) == 1 and isinstance(programs[0][0], EntryRange):
         return compute(programs[0][1], *inputs)
@@ -319,11 +319,11 @@ def _planned_programs(
 
 
 def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
-    """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
+    """Return (call, [(all entries, rule)]) of one sequence to which all batch entries are joined, or None.
 
-    None if it is not possible or not useful: if queries and keys are not at positions 0 to N - 1 in natural order, an
-    entry has more than SLOTS_AT_ONCE tokens over all heads, all entries have equal tables, or their rules cannot be
-    joined to one. Raises ValueError unless the rule has 1 or `batch` entries.
+    The result is None if joining is impossible or useless: if queries and keys are not at positions 0 to N - 1 in
+    natural order, if an entry has more than SLOTS_AT_ONCE tokens over all heads, if all entries have equal tables, or
+    if their rules cannot be joined to one. Raises ValueError unless the rule has 1 or `batch` entries.
     """
     tokens = call.num_queries
     rule.require_entries(batch)

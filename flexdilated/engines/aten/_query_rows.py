@@ -195,7 +195,10 @@ class QueryRows:
     def _add_grads(
         self, each: Problems, blocks: _KeyValues, whole: Sequence[Tensor], scale: float, totals: Sequence[Tensor]
     ) -> None:
-        """Add the gradients of a batch of problems to totals (dq, dk, dv); whole: (q, gradient of out, out, lse)."""
+        """Add the gradients of a batch of problems to `totals`, (dq, dk, dv), in place.
+
+        whole: (q, gradient of out, out, lse), of all queries.
+        """
         groups, dtype = whole[0].shape[2], totals[0].dtype
         keys, values = (each.clear_keys_(x) for x in self._keys_and_values(each, blocks))
         at = each.rows(whole[0].shape[1])
@@ -220,7 +223,7 @@ class QueryRows:
         return self.of.key_head(each.set)[:, None] * num_blocks + each.block
 
     def _keys_from_tokens(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
-        """Gather the key blocks of each problem from x (keys or values); its last token fills an incomplete block."""
+        """Return the key blocks of each problem from x (keys or values); x's last token fills an incomplete block."""
         side = self.of.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
         x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
@@ -270,5 +273,5 @@ def _stack_entries(entries: Sequence[Tensor]) -> Tensor:
 
 
 def gather_for_problems(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
-    """Gather the entries index[i] of x.flatten(0, 1) for each problem i, concatenated along their first dim."""
+    """Return, for each problem i, the items index[i] of x.flatten(0, 1), concatenated along their first dim."""
     return x.flatten(0, 1).index_select(0, index.flatten()).view(len(index), 1, -1, *x.shape[3:])

@@ -151,15 +151,15 @@ def _head_slices(heads: tuple[int, ...], most: int) -> Iterator[slice]:
 
 
 def _repeat_masks(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
-    """Repeat m > 1 masks for `times` heads or folds, n = times * m; a single mask is returned once, n = 1."""
+    """Return m > 1 masks repeated for `times` heads or folds, n = times * m; a single mask once, n = 1."""
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 
 def _as_problems(tiles: Tensor) -> Tensor:
-    """Reshape (X, n, slots, ...) to (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
+    """Return tiles (X, n, slots, ...) as (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
     return tiles.flatten(0, 1).unsqueeze(1)
 
 
 def _pad_slots(x: Tensor, slots: int) -> Tensor:
-    """Pad (B, G, F, K, ...) with zeros along K to size `slots`."""
+    """Return x (B, G, F, K, ...), padded with zeros along K to size `slots`."""
     return x if x.shape[3] == slots else pad(x, (0, 0) * (x.dim() - 4) + (0, slots - x.shape[3]))

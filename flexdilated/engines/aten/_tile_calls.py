@@ -92,10 +92,7 @@ class BlockRanges:
         self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        """View (X, S, ...) as (X, blocks, side, ...), so that an index selects a block.
-
-        An incomplete last block is left out.
-        """
+        """Return a view of x (X, S, ...) as (X, blocks, side, ...), without an incomplete last block."""
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
@@ -277,7 +274,10 @@ def _mask_fingerprints(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) ->
 
 
 def _join_query_blocks(lists: _BlockLists, blocks: Blocks) -> _BlockLists:
-    """Join consecutive query blocks with equal key blocks and no mask to lists of up to _MAX_JOINED_SLOTS queries."""
+    """Return the lists, with those of consecutive query blocks joined if they have equal key blocks and no mask.
+
+    A joined list has at most _MAX_JOINED_SLOTS queries.
+    """
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)

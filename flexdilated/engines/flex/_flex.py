@@ -130,7 +130,7 @@ def compiled_flex(
 
 
 def _pad_head_dim(x: Tensor) -> Tensor:
-    """Pad head dims below 24 to 24 with zeros, for CPU kernels."""
+    """Return x for CPU kernels: head dims below 24 are padded to 24 with zeros."""
     # For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
     # smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
     # first queries, whose results become 0 or NaN.

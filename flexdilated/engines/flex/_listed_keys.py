@@ -67,7 +67,7 @@ class ListedKeys:
         dtype: torch.dtype | None = None,
         recorded: bool = False,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """Return (out, natural lse) over the listed pairs, as `kernels._portable.attention`."""
+        """Return (out, natural lse) over the listed pairs; arguments are those of `kernels._portable.attention`."""
         if recorded or not self._takes_triton(weighting, q, k, v):
             return attention(self._problems(q, k, v), weighting, q, k, v, dtype=dtype, recorded=recorded)
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=sum_dtype(q) if dtype is None else dtype)
@@ -90,7 +90,10 @@ class ListedKeys:
         grad_out: Float[Tensor, "B H N E"],
         delta: Float[Tensor, "B H N"],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return (dq, dk, dv, [gradient of each learned tensor]), as `kernels._portable.gradients`."""
+        """Return (dq, dk, dv, [gradient of each learned tensor]) through the listed pairs.
+
+        Arguments and dtypes are those of `kernels._portable.gradients`.
+        """
         if torch.are_deterministic_algorithms_enabled() or not self._takes_triton(weighting, q, k, v):
             return gradients(self._problems(q, k, v), weighting, q, k, v, lse, grad_out, delta)
         dq = q.new_empty(q.shape)

@@ -29,7 +29,7 @@ class Portable:
     """Executable call of engine "portable": a program, features, and the pairs of a table of single keys.
 
     features: their score_mod is None, a `Recorded` or, in a graph, a function.
-    spans: in a graph, the spans of each step; None eagerly, where they follow from the lengths of its block lists.
+    spans: in a graph, the spans of each step; None eagerly, where the lengths of a step's block lists give its spans.
     of_table: the table's pairs, which are not in the program; None without a table.
     """
 

@@ -245,7 +245,7 @@ def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
 
 
 def _widen_lists(tables: Tables) -> Tables:
-    """Pad block lists to at least 2 entries: torch.compile takes a dim of size 1 for a constant."""
+    """Return tables whose block lists have width 2 or more: torch.compile takes a dim of size 1 for a constant."""
     return {
         name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
         for name, each in tables.items()

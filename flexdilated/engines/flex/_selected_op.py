@@ -51,10 +51,10 @@ class SelectedParts(NamedTuple):
 
 @graph_constant
 def selected_parts(text: str) -> SelectedParts | None:
-    """Split a pattern, given as JSON, into its table of selected blocks and the pairs allowed without the table.
+    """Return a pattern, given as JSON, split into its table of selected blocks and the pairs allowed without the table.
 
     A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
-    Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.
+    The result is None if the pattern has no such table, or if the table cannot be separated from the other pairs.
     """
     return _selected_parts(text)
 

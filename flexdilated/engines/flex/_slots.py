@@ -308,7 +308,8 @@ def _gather_by_index(
     heads: query heads of the term, None for all.
     groups: number of query heads for each head of the tensor.
 
-    Heads of a group with equal rows of the index are gathered once.
+    If the term has all query heads, and the heads that share a head of the tensor have equal tokens in their slots,
+    each head of the tensor is gathered once.
     """
     alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
     if heads is None and groups > 1:

@@ -30,7 +30,7 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    It has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
+    The name has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
     because a trace does not support tuples here. Sizes are converted to numbers, as a fake implementation would format
     a dynamic size as a symbol.
 

@@ -80,7 +80,7 @@ class ListLengths(NamedTuple):
 
     @classmethod
     def of(cls, mask: BlockMask) -> ListLengths:
-        """Read the lengths from the mask; on an accelerator, this waits for the device."""
+        """Return the lengths of a BlockMask's lists; on an accelerator, reading them waits for the device."""
         partial, count = _lengths(mask)
         counts, order = count.sort(descending=True, stable=True)
         return cls(counts.tolist(), partial[order].tolist())
@@ -244,7 +244,7 @@ class BlockProblems:
         q: Tensor,
         k: Tensor,
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """Return a mask, True for pairs that are not allowed: masked ones, and those after the last block or key.
+        """Return a mask, True for pairs that are not allowed: by the BlockMask's mask, or as `beyond` is True.
 
         None if every pair is allowed: no list has a block with a mask, and none is shorter than the span's length.
 
@@ -445,7 +445,7 @@ def _chunk_gradients(
 
 
 def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Compute exp(x) in place by exp2: on CPU, torch's exp takes up to 40 times as long where results underflow."""
+    """Write exp(x) to x and return it, by exp2: on CPU, torch's exp takes up to 40 times as long at underflow."""
     return x.mul_(log2(e)).exp2_()
 
 
@@ -456,7 +456,7 @@ def _gather_blocks(x: Float[Tensor, "n K D"], chunk: _BlockChunk | ListChunk) ->
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
-    """Cut the tokens of x into blocks of `side`, the last padded with `value`; n is batch * heads * blocks."""
+    """Return the tokens of x in n = batch * heads * blocks blocks of `side`, the last one padded with `value`."""
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
