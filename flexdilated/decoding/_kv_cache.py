@@ -310,7 +310,7 @@ class KVCache:
         """
         if type(other) is not type(self):
             raise TypeError(f"join takes another {type(self).__name__}; got {type(other).__name__}")
-        ours, theirs = self._made_with(), other._made_with()
+        ours, theirs = self._constructor_arguments(), other._constructor_arguments()
         unequal = [name for name, value in ours.items() if not _equal(value, theirs[name])]
         if unequal:
             raise ValueError(f"join takes a cache that was made with equal arguments; got another {unequal[0]}")
@@ -401,7 +401,7 @@ class KVCache:
         if num_tokens < cohort.seen:
             self._reader.check_crop(num_tokens)
 
-    def _made_with(self) -> dict[str, Any]:
+    def _constructor_arguments(self) -> dict[str, Any]:
         names, reader = ("pattern", "num_heads", "capacity", "undo", "scale", "engine"), self._reader
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
         return {name: getattr(self, name) for name in names} | where

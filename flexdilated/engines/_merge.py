@@ -187,7 +187,7 @@ class WholeRows:
         delta = _dot(self.grad_out, self.out, self.lse.dtype)
         return delta if self.grad_lse is None else delta - self.grad_lse
 
-    def with_column(
+    def with_lse_channel(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Float[Tensor, "B H N E"]]:
         """Return ((q, k, v), grad_out, out) for backward kernels that compute delta = sum(grad_out * out) themselves.

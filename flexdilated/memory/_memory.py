@@ -58,7 +58,7 @@ from ..masks.planning import (
 
 # B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
-NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
+META = torch.device("meta")  # its tensors have sizes and no memory
 # Longest call that is run on meta tensors. For more tokens every count is linear in the tokens: whole tensors are, and
 # gathers are bounded.
 LARGEST_RUN = 1 << 20
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()) if kwargs else args)}) > 1:
             args, kwargs = _on_meta(args), {name: _on_meta(x) for name, x in kwargs.items()}
         results = func(*args, **kwargs)
-        if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
+        if func is torch.ops.aten.empty_like.default and kwargs.get("device") == META:
             return results  # the engine needs only its strides
         for x in (tensors := tensors_in((results,))):
             self._track(x)
@@ -143,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
 def _on_meta(x: Any) -> Any:
     """Return an argument of an operation, with its tensors, also in lists and tuples, on the meta device."""
     if isinstance(x, Tensor):
-        return x.to(NOWHERE)
+        return x.to(META)
     return type(x)(map(_on_meta, x)) if isinstance(x, list | tuple) else x
 
 
@@ -237,7 +237,7 @@ class AttentionMemory:
         return self.queries + self.keys
 
     @property
-    def shown(self) -> int:
+    def inputs_and_results(self) -> int:
         """Bytes of q, k, v, out and lse."""
         return self.inputs + self.outputs + self.lse
 
@@ -393,7 +393,7 @@ def _dry_run(
         (size.batch, X, size.num_tokens, dim)
         for X, dim in ((size.num_heads, D), (size.kv_heads, D), (size.kv_heads, E))
     )
-    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
+    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=META) for shape in shapes)
     with torch.no_grad(), LiveBytes(q, k, v) as counted:
         operands = one_width(q, k, v) if pads else (q, k, v)
         out, lse = forward(*operands)
@@ -464,11 +464,11 @@ def _portable_memory(
     """
     features = Features(1.0)
     if settings.drops:
-        features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
+        features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=META)))
     steps = tuple(_step_on_meta(step) for step in program.steps)
-    score_mod = fixed_score_mod(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    score_mod = fixed_score_mod(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), META)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
-    run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
+    run = run.reading([x.detach().to(META) for x in run.tensors])
 
     on_triton = (
         device_kind(settings.device).engine == "flex"
@@ -515,8 +515,8 @@ def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionS
 def _step_on_meta(step: FlexStep) -> FlexStep:
     """Return the step with its indices and its mask_mod's arguments on the meta device; no pair is evaluated."""
     mask, mask_mod = copy(step.mask), step.mask.mask_mod
-    mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
-    return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
+    mask.mask_mod = lambda *places: mask_mod(*(x.to(META) for x in places))
+    return replace(step, mask=mask, indices=step.indices.on(META))
 
 
 def _with_few_steps(program: Program, key_bytes: int) -> Program:

@@ -141,7 +141,7 @@ class Program:
 
         whole: out, lse and their gradients, of rows that may have more keys than the program.
         """
-        operands, grad_out, out = whole.with_column(q, self._clear_keys(k), self._clear_keys(v))
+        operands, grad_out, out = whole.with_lse_channel(q, self._clear_keys(k), self._clear_keys(v))
         operands = tuple(self._to_plan_order(readable(x)) for x in operands)
         grad_out, out, lse = (self._to_plan_order(x) for x in (readable(grad_out), readable(out), whole.lse))
         totals: list[Tensor | None] = [None, None, None]
@@ -325,8 +325,8 @@ def in_format_of(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype and memory format of `like`, as the op's fake implementation declares; copy if needed."""
     strides = _strides_of_empty_like(like)
     # A kernel may return any stride for a dim of size 1.
-    lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
-    return x.as_strided(x.shape, strides) if lies and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
+    has_format = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
+    return x.as_strided(x.shape, strides) if has_format and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
 
 
 def _strides_of_empty_like(x: Tensor) -> tuple[int, ...]:

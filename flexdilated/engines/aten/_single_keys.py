@@ -63,7 +63,7 @@ class SingleKeys:
             dq, dk, dv, _ = gradients(problems, Weighting(scale), q, k, v, lse, whole.grad_out, whole.delta())
             return dq, dk, dv
         width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
-        (q, k, v), grad_out, out = whole.with_column(q, k, v)
+        (q, k, v), grad_out, out = whole.with_lse_channel(q, k, v)
         q, grad_out, out = (masked.clear_queries(x) for x in (q, grad_out, out))
         lse, k, v = masked.clear_queries(lse, torch.inf), masked.clear_keys(k), masked.clear_keys(v)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))

@@ -205,7 +205,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
     """Make the kernel calls that compute a term from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
-    lists = _join_query_blocks(_block_lists(blocks, ids, told_apart=masks is not None), blocks)
+    lists = _join_query_blocks(_block_lists(blocks, ids, masks_kept=masks is not None), blocks)
     calls = list(_batched_calls(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
     listed = (call.keys for call in calls if isinstance(call.keys, BlockRanges))
@@ -244,14 +244,14 @@ class _BlockLists:
         return _BlockLists(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-def _block_lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _BlockLists:
+def _block_lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, masks_kept: bool) -> _BlockLists:
     found, length = (blocks.table.long() * blocks.num_rows + blocks.row).unique_consecutive(return_counts=True)
     row, begin = found % blocks.num_rows, length.cumsum(0) - length
     masked = _sum_by_list((~blocks.full).long(), length) > 0
     num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
     last = blocks.column[begin + length - 1].long()
     short = ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
-    code = _mask_fingerprints(ids, length) if told_apart else torch.arange(len(row))
+    code = _mask_fingerprints(ids, length) if masks_kept else torch.arange(len(row))
     num_keys = length * blocks.k_block - short
     return _BlockLists(found // blocks.num_rows, row, begin, length, num_queries, num_keys, masked, code * masked)
 

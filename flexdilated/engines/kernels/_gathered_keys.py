@@ -183,7 +183,7 @@ def _load_keys(keys, place, count, keys_of_call):
 
 @triton.jit
 def _load(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Return channels FIRST to FIRST + WIDTH - 1 of the vectors of x at `offset`; 0 where not `there` and from DIM on."""
+    """Return WIDTH channels, from FIRST on, of the vectors of x at `offset`; 0 where not `there`, and from DIM on."""
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
 
