@@ -63,9 +63,9 @@ class KVCache:
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
         smaller calls are computed without an engine.
 
-    For inference only: not differentiable. Raises ValueError or TypeError for a pattern whose look-ahead is not limited
-    to chunks, for a pattern with run-time tensors or padding="zeros", and for tensors that do not fit the previous
-    tokens.
+    A cache is for inference only; it is not differentiable. Raises ValueError or TypeError for a pattern whose
+    look-ahead is not limited to chunks, for a pattern with run-time tensors or padding="zeros", and for tensors that do
+    not fit the previous tokens.
 
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones

@@ -63,10 +63,7 @@ class StridedSide:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Return the tokens of x in all slots of the term, as a copy, or as a view.
-
-        It is a view if there is one run and `layout.step` is 1.
-        """
+        """Return the tokens of x in all slots of the term: a view of a single head run of step 1, else a copy."""
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -321,7 +318,7 @@ def _head_runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun
     """Return head runs, each as long as possible, that together are the heads of a term, in order.
 
     heads: head of the tensor that each head of the term reads.
-    starts: `HeadRun.start` of each head of the term; the heads of a run have equal ones.
+    starts: `HeadRun.start` of each head of the term; the heads of a run have equal starts.
     """
     runs: list[HeadRun] = []
     begin = 0

@@ -158,10 +158,10 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
 
 
 def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """Return the peak bytes of this process during step(n), with those held before; None if it runs out of memory.
+    """Return the peak bytes of this process during step(n), bytes held before included; None if memory runs out.
 
-    On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
-    Raises ValueError where that is not possible.
+    On CPU the peak is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current
+    value. Raises ValueError where that is not possible.
     """
     is_cuda, found = device_kind(device).is_cuda, None
     if is_cuda:

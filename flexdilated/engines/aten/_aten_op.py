@@ -152,7 +152,7 @@ def _run_on_entries(
     inputs: Sequence[Tensor],
     likes: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return the results of all batch entries, each shaped as its item of `likes`, by one program for some entries.
+    """Return the results for all batch entries, each shaped as its item of `likes`; a program computes some entries.
 
     programs: pairs (batch entries, program), which together cover the batch.
     compute: function of a program and of `inputs` for its entries. It returns a tuple: a result for each of `likes`.

@@ -175,7 +175,6 @@ class Program:
         return x if self.visible is None else x.masked_fill(~self.visible[:, None, :, None], 0)
 
     def _to_plan_order(self, x: Tensor) -> Tensor:
-        """Return x with its tokens (dim 2) in the plan's order instead of the order of the tensors."""
         return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).invert(x, dim=2)
 
     def _to_given_order(self, x: Tensor) -> Tensor:

@@ -234,7 +234,7 @@ def listed_rows(
     Keys that the rest of the pattern forbids are left out. Keys are in ascending order, followed by -1 for none. The
     shape depends on the shapes of the run-time tensors only.
 
-    bindings: the run-time tensors of the pattern, which has no pairs outside the table, sorted by name.
+    bindings: the pattern's run-time tensors, sorted by name; the pattern must have no pairs outside the table.
     constants, q_offset, k_offset: `Call.arguments`.
     width: most keys of a query, as in `ListedParts`.
     """

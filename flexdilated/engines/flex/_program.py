@@ -309,7 +309,7 @@ def _make_step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    Always False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
+    It is False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False

@@ -210,7 +210,9 @@ def _take_or_fill(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, 
 class _TakeOrPut(torch.autograd.Function):
     """Autograd function that gathers a term's slots from a tensor's tokens or, if not `to_slots`, tokens from slots.
 
-    The gradient is the inverse gather. length: number of slots or tokens of the result.
+    The gradient is the inverse gather.
+
+    length: number of slots or tokens of the result.
     """
 
     @staticmethod

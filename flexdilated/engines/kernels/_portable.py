@@ -51,7 +51,7 @@ class Weighting(NamedTuple):
 class Span(NamedTuple):
     """Block lists that are computed in the same chunks.
 
-    begin, stop: their range in the descending order of length.
+    begin, stop: range of these lists, in descending order of length.
     length: upper bound of the number of blocks in a list.
     masked: upper bound of the number of blocks with a mask in a list; a block that the end of the tokens cuts off
         always has a mask.
@@ -445,7 +445,8 @@ def _chunk_gradients(
 
 
 def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Write exp(x) to x and return it, by exp2: on CPU, torch's exp takes up to 40 times as long at underflow."""
+    """Return x after an in-place exp, computed by exp2."""
+    # On CPU, torch's exp takes up to 40 times as long where results underflow.
     return x.mul_(log2(e)).exp2_()
 
 
