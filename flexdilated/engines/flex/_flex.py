@@ -123,10 +123,10 @@ def compiled_flex(
     """
 
     @lru_cache(maxsize=64)
-    def own(kind: Hashable) -> Kernel:
+    def compiled_for(key: Hashable) -> Kernel:
         return _compile(device, _call_program if function is None else function)
 
-    return own
+    return compiled_for
 
 
 def _pad_head_dim(x: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class ListLengths(NamedTuple):
     @classmethod
     def of(cls, mask: BlockMask) -> ListLengths:
         """Return the lengths of a BlockMask's lists; on an accelerator, reading them waits for the device."""
-        partial, count = _lengths(mask)
+        partial, count = _block_counts(mask)
         counts, order = count.sort(descending=True, stable=True)
         return cls(counts.tolist(), partial[order].tolist())
 
@@ -114,7 +114,7 @@ def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: 
     return tuple(found)
 
 
-def _lengths(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]:
+def _block_counts(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]:
     """Return (number of blocks with a mask, number of all blocks) of each block list of a BlockMask."""
     assert mask.full_kv_num_blocks is not None, "the masks of this package list full blocks apart"
     partial = mask.kv_num_blocks.flatten().long()
@@ -171,7 +171,7 @@ class BlockProblems:
     @classmethod
     def of(cls, mask: BlockMask, spans: Sequence[Span], q: Tensor, k: Tensor) -> BlockProblems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        partial, count = _lengths(mask)
+        partial, count = _block_counts(mask)
         place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
         assert whole is not None
