@@ -39,7 +39,7 @@ class Cohort:
 
     entries: indices of these entries in the cache's batch, ascending; the buffer has them in this order.
     seen: number of tokens seen, which is the position of the next token.
-    state: that of a subclass of `KVCache`; None for none.
+    state: state that a subclass of `KVCache` keeps for the cohort; None if it keeps none.
     """
 
     entries: tuple[int, ...]
@@ -74,11 +74,11 @@ class Cohort:
         return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Split the cohort by a number of each entry, such as its number of new tokens; return [(cohort, number)].
+        """Return [(cohort, number)]: new cohorts, each of the entries with one number, such as of new tokens.
 
-        numbers: one for all entries, or one for each entry of the cache's batch.
+        numbers: one number for all entries, or one for each entry of the cache's batch.
 
-        A returned cohort shares the buffer if it has all entries.
+        A returned cohort with all entries shares this cohort's buffer.
         """
         if isinstance(numbers, int):
             return [(self._select(range(len(self.entries)), self.entries), numbers)]

@@ -38,8 +38,8 @@ class HeldKeys:
     """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
     A run has consecutive positions at consecutive indices of the buffer's token dim. A full buffer is packed: keys that
-    no later query can see are dropped, and the other runs are moved together. Without a fixed capacity each token is
-    moved about once, on average over many tokens.
+    no later query can see are dropped, and the remaining runs are moved to the front. Without a fixed capacity, each
+    token is moved about once, on average over many tokens.
 
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their contents are not
         stored.
@@ -177,7 +177,7 @@ class HeldKeys:
             self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
-        """Return the slices of the buffer's token dim that contain the keys at `positions`, one slice per run.
+        """Return the slices of the buffer's token dim that have the keys at `positions`, one for each run with any.
 
         positions: an ascending range, all of whose positions must be held.
         """

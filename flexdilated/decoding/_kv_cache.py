@@ -58,14 +58,14 @@ class KVCache:
 
     num_heads: query heads on this device.
     capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
-    undo: number of tokens by which `crop` can go back from the furthest one seen: keys that only these tokens see are
-        not evicted yet.
+    undo: number of tokens by which `crop` can go back from the furthest one seen. Keys that only the last `undo`
+        tokens see are therefore not evicted yet.
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
         smaller calls are computed without an engine.
 
-    For inference only: not differentiable. Raises ValueError or TypeError for a pattern whose look-ahead is not limited
-    to chunks, for a pattern with run-time tensors or padding="zeros", and for tensors that do not fit the previous
-    tokens.
+    A cache is for inference only; it is not differentiable. Raises ValueError or TypeError for a pattern whose
+    look-ahead is not limited to chunks, for a pattern with run-time tensors or padding="zeros", and for tensors that do
+    not fit the previous tokens.
 
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
@@ -310,7 +310,7 @@ class KVCache:
         """
         if type(other) is not type(self):
             raise TypeError(f"join takes another {type(self).__name__}; got {type(other).__name__}")
-        ours, theirs = self._made_with(), other._made_with()
+        ours, theirs = self._constructor_arguments(), other._constructor_arguments()
         unequal = [name for name, value in ours.items() if not _equal(value, theirs[name])]
         if unequal:
             raise ValueError(f"join takes a cache that was made with equal arguments; got another {unequal[0]}")
@@ -401,15 +401,19 @@ class KVCache:
         if num_tokens < cohort.seen:
             self._reader.check_crop(num_tokens)
 
-    def _made_with(self) -> dict[str, Any]:
+    def _constructor_arguments(self) -> dict[str, Any]:
         names, reader = ("pattern", "num_heads", "capacity", "undo", "scale", "engine"), self._reader
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
         return {name: getattr(self, name) for name in names} | where
 
     def _checked_lengths(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
-        """Check the arguments of a call; return the number of new tokens of each batch entry.
+        """Return the number of new tokens of each batch entry, after checks of a call's arguments.
 
-        It is one number for all entries without `lengths`, and 0 if all lengths are 0. q: None for `append`.
+        The result is one number for all entries if `lengths` is None, and 0 if all lengths are 0.
+
+        q: None for `append`.
+
+        Raises TypeError or ValueError for tensors that do not fit the cache, and for tokens that the pattern rejects.
         """
         for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):

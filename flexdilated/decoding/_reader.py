@@ -39,7 +39,8 @@ class Reader:
 
     num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`; scale is a number or None.
 
-    Attributes: `sources` has the distinct rules of the heads of each branch, for `HeldKeys`; `ends` the ends of chunks.
+    Attribute `sources` is a list of the distinct rules of each branch's heads, for `HeldKeys`. Attribute `ends` has the
+    positions at which chunks end.
 
     Raises ValueError or TypeError for a pattern that has run-time tensors or padding='zeros', or whose look-ahead is
     not limited to chunks.
@@ -124,9 +125,9 @@ class Reader:
         held: HeldKeys,
         score_mod: ScoreMod | None = None,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """Return (output, natural log-sum-exp of the scores) of the queries q.
+        """Return (output, natural log-sum-exp of the scores) of the queries q; the output is in q's dtype or wider.
 
-        first: position of the first query; the next ones follow.
+        first: position of the first query; the queries are at consecutive positions.
         k, v: the buffers of `held`, which maps a position to the slot with its key and value.
         score_mod: as in `KVCache.attend`.
 
@@ -153,11 +154,11 @@ class Reader:
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
     def _score_mod_of_call(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
-        """Return a function that calls score_mod with global heads and positions.
+        """Return a function (score, b, h, q_idx, k_idx) that calls score_mod with global heads and positions.
 
-        Its own h and q_idx are indices of the heads and queries of one call; its k_idx is a position.
+        Its h and q_idx are the indices of a head and of a query in one call; its k_idx is already a position.
 
-        first: position of query 0.
+        first: position of the query with index 0.
         """
         heads = torch.arange(self.head_offset, self.head_offset + self.num_heads, device=device)
         return through(score_mod, at_offsets, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))

@@ -1,4 +1,4 @@
-"""Engines, which compute attention: executable plans, tables, few queries, lse merges, custom ops, dense reference."""
+"""The engines that compute a call's attention, and their shared parts: lse merges, dropout, score_mod, custom ops."""
 
 from ._call import Call
 from ._dropout import Dropout, with_seed, without_seed

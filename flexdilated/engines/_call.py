@@ -75,12 +75,15 @@ class Call(NamedTuple):
 
     @property
     def sizes_and_offsets(self) -> tuple[int, int, int, int, int, int]:
-        """(num_heads, num_kv_heads, num_queries, num_keys, q_offset, k_offset), which the text in `arguments` lacks."""
+        """Return (num_heads, num_kv_heads, num_queries, num_keys, q_offset, k_offset).
+
+        The text in `arguments` has none of these.
+        """
         return self.num_heads, self.num_kv_heads, self.num_queries, self.num_keys, self.q_offset, self.k_offset
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
-        """Restore the Call from q, k and the values of `Call.arguments`.
+        """Return the Call that has these q and k and the values of `Call.arguments`.
 
         Sizes and offsets are converted to int, which makes symbolic ones constants in a torch.compile trace.
         """
@@ -150,7 +153,7 @@ class Call(NamedTuple):
         return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def bound(self, rule: Expression | None = None) -> Bound:
-        """Return `rule`, or the call's pattern if None, as a Bound: with the call's offsets, heads and tokens."""
+        """Return a Bound of `rule`, or of the call's pattern if `rule` is None, with the call's offsets and sizes."""
         return (read_text(self.pattern) if rule is None else rule).bind(
             num_heads=self.num_heads,
             num_queries=self.num_queries,
@@ -174,11 +177,13 @@ class Call(NamedTuple):
         choice: Choice | None = None,
         operands: OperandSizes | None = None,
     ) -> Plan:
-        """Return a plan of how to compute `rule`, or the call's pattern if None, on this kind of device.
+        """Return the plan that computes `rule`, or the call's pattern if `rule` is None.
 
+        device: its type is used, its index is not.
         allowed: kinds of terms that the engine can run.
-        choice: the planner's options to take; None for those of lowest predicted cost; ignored with a placement.
-        operands: sizes of the tensors; None for the device's usual ones.
+        choice: options for the planner to use; None for the options of lowest predicted cost. A call with a placement
+            ignores it.
+        operands: sizes of the tensors; None for the device's usual sizes.
         """
         how: dict[str, Any] = {"device": device, "allowed": allowed, "operands": operands}
         if not self.placement:

@@ -85,12 +85,15 @@ class Dropout(NamedTuple):
 
 
 def with_seed(tensors: Sequence[Tensor], dropout: Dropout | None) -> tuple[list[Tensor], float]:
-    """Return (tensors, p), as custom ops take them: with dropout its seed is appended to the tensors, else p is 0."""
+    """Return (tensors, p), arguments of a custom op: with dropout, the last tensor is its seed, and p its probability.
+
+    Without dropout the tensors are unchanged, and p is 0.
+    """
     return ([*tensors], 0.0) if dropout is None else ([*tensors, dropout.seed], dropout.p)
 
 
 def without_seed(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], Dropout | None]:
-    """Return (tensors, dropout or None): the inverse of `with_seed`."""
+    """Return (tensors without the seed, dropout or None), from the results of `with_seed`."""
     return ([*tensors], None) if not p else ([*tensors[:-1]], Dropout(p, tensors[-1]))
 
 
@@ -106,5 +109,5 @@ def _as_int32(number: int) -> int:
 
 
 def _shift_right(x: Shaped[Tensor, "..."], by: int) -> Shaped[Tensor, "..."]:
-    """Shift the bits of 32-bit integers to the right and fill with zeros, also for negative numbers."""
+    """Return 32-bit integers with their bits shifted to the right, filled with zeros also for negative numbers."""
     return (x >> by) & ((1 << (32 - by)) - 1)

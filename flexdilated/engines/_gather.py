@@ -63,10 +63,7 @@ class StridedSide:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term: a view if there is one run and `layout.step` is 1.
-
-        Otherwise the result is a copy.
-        """
+        """Return the tokens of x in all slots of the term: a view of a single head run of step 1, else a copy."""
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -99,15 +96,15 @@ class StridedSide:
             self.view(x, run).add_(part)
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the vector in each slot to the slot's token in x, in place."""
+        """Write the vector in each slot to the slot's token in x, in place.
+
+        No two heads of the term may read one head of x.
+        """
         for run in self.runs:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots.
-
-        Returns True if none of them was True before.
-        """
+        """Set `reached` to True, in place, at the tokens of all slots; return True if it was False at all of them."""
         views = [self.view(reached, run) for run in self.runs]
         fresh = not any(bool(view.any()) for view in views)
         for view in views:
@@ -121,7 +118,7 @@ class StridedSide:
         part: Float[Tensor, "B H F S D"],
         part_lse: Float[Tensor, "B H F S"],
     ) -> None:
-        """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
+        """Merge the term's results (part, part_lse) into (out, lse) at the tokens of its slots, in place, by `merge_`.
 
         part, part_lse: output and natural log-sum-exp of the term.
         """
@@ -186,7 +183,7 @@ class PickedSide:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather from x the tokens in all slots of the term, into a new tensor."""
+        """Return the tokens of x in all slots of the term, in a new tensor."""
         taken = [few.index_select(2, index) for few, index, _ in self._head_views(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -207,16 +204,13 @@ class PickedSide:
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Set `reached` to True, in place, at the tokens of all slots.
-
-        Returns True if none of them was True before.
-        """
+        """Set `reached` to True, in place, at the tokens of all slots; return True if it was False at all of them."""
         before = self.take(reached)
         self.put(reached, torch.ones_like(before))
         return not bool(before.any())
 
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
+        """Merge the term's results (part, part_lse) into (out, lse) at the tokens of its slots, in place, by `merge_`.
 
         part, part_lse: output and natural log-sum-exp of the term, (B, H, F, S, D) and (B, H, F, S).
         out, lse: (B, X, N, D) and (B, X, N).
@@ -227,9 +221,10 @@ class PickedSide:
         self.put(lse, sums[1])
 
     def _head_views(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
-        """Yield (view of some heads of x, flat token index of their slots, slice of the term's heads that read them).
+        """Yield (view of some heads of x, token in each slot of a head, slice of the term's heads that read the view).
 
-        No view has one head of x twice, so each can be written to.
+        The n = F * S tokens are those of fold 0, then of fold 1, and so on, and are equal for all heads of a view. No
+        view has one head of x twice, so each can be written to.
         """
         index = self.index.to(x.device, torch.int64).flatten(1)
         if len(index) > 1:
@@ -266,7 +261,10 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _without_repeats(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each head once if all occur equally often and equal ones are adjacent; else return `heads` unchanged."""
+    """Return each head once if all heads occur equally often and equal heads are adjacent; else return `heads`.
+
+    E.g. (0, 0, 3, 3) -> (0, 3), but (0, 0, 3) and (0, 3, 0, 3) are returned unchanged.
+    """
     # The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
@@ -274,12 +272,10 @@ def _without_repeats(heads: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def claim_rows(sides: Sequence[TokenGather], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
-    """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
+    """Return (fresh, complete) for query sides of terms, in the order in which the terms are computed.
 
-    Returns (fresh, complete): fresh[i] is True if no earlier side writes to a row of side i, `complete` if the fresh
-    sides write to all rows of all heads.
-
-    sides: query sides of terms, in the order of their computation.
+    fresh[i] is True if no earlier side writes to a row of sides[i]. `complete` is True if the fresh sides together
+    write to all rows: those of `heads` heads with `tokens` queries.
     """
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
@@ -319,10 +315,10 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _head_runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[HeadRun, ...]:
-    """Cut the heads of a term into head runs, each as long as possible.
+    """Return head runs, each as long as possible, that together are the heads of a term, in order.
 
     heads: head of the tensor that each head of the term reads.
-    starts: `HeadRun.start` of each head of the term; the heads of a run have equal ones.
+    starts: `HeadRun.start` of each head of the term; the heads of a run have equal starts.
     """
     runs: list[HeadRun] = []
     begin = 0
@@ -381,8 +377,8 @@ def _located_side(
 ) -> StridedSide | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    The result is a StridedSide, of views, if the places in each fold are evenly spaced, the folds too, and both
-    distances are equal for all heads; else a PickedSide.
+    The result is a StridedSide if the places in a fold are evenly spaced, the folds are evenly spaced, and these two
+    distances are equal for all folds and heads; else it is a PickedSide.
 
     heads: the term's heads, or one of them for each key/value head.
     tensor_heads: head of the tensor that each of `heads` reads.

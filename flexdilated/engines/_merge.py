@@ -30,8 +30,8 @@ def merge(parts: Sequence[OutAndLse], scores: Sequence[Float[Tensor, "*#rows"]] 
     scores: logits, broadcast to the rows, of keys with value 0; -inf adds no key.
 
     A key that is in several parts counts once for each. out is summed in float32 or wider and has the dtype of the
-    first part. A row without keys has output 0, lse -inf and gradient 0. A single part without scores is returned as
-    given.
+    first part. A row without keys has output 0, lse -inf and gradient 0. Without scores, a single part is returned
+    unchanged.
 
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
@@ -156,9 +156,9 @@ def without_keys(
 def add_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """Add each head's sink, the logit of a key with value 0, to the softmax of its rows: returns (out, natural lse).
+    """Return (out, natural lse) after adding each head's sink, the logit of a key of value 0, to its rows' softmax.
 
-    For use where autograd does not record, unlike `with_sinks`: out is modified in place.
+    Unlike `with_sinks`, it modifies out in place, so autograd must not record.
     """
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     # A row without keys keeps output 0; lse - joined may be -inf - (-inf).
@@ -187,7 +187,7 @@ class WholeRows:
         delta = _dot(self.grad_out, self.out, self.lse.dtype)
         return delta if self.grad_lse is None else delta - self.grad_lse
 
-    def with_column(
+    def with_lse_channel(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Float[Tensor, "B H N E"]]:
         """Return ((q, k, v), grad_out, out) for backward kernels that compute delta = sum(grad_out * out) themselves.

@@ -25,10 +25,10 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """Evaluate a mask, `rule`, in E listed blocks; return (index of each block's mask, the distinct dense masks).
+    """Return (index of each block's mask, distinct dense masks) of the mask `rule` in E listed blocks.
 
-    Mask 0 allows every pair and is that of full blocks. If the distinct masks exceed _MASK_BYTES, they are None and all
-    indices are 0.
+    Mask 0, of full blocks, allows every pair. If the distinct masks exceed _MASK_BYTES, they are None and all indices
+    are 0.
     """
     partial = (~blocks.full).nonzero().squeeze(1)
     distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]
@@ -93,7 +93,7 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
 def one_width(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"]
 ) -> tuple[Float[Tensor, "B H N W"], Float[Tensor, "B G M W"], Float[Tensor, "B G M W"]]:
-    """Pad q, k and v with zeros to the wider head dim, W = max(D, E), for kernels that take a single head dim.
+    """Return q, k and v, padded with zeros to the wider head dim W = max(D, E), for kernels with one head dim.
 
     With an unchanged scale the scores are equal, and the first E channels of the kernel's output are the output.
     """
@@ -125,8 +125,9 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term has Q slots for queries and K for keys. E is the number of batch entries, or 1 if their masks are equal. X is
-    the number of query heads, or 1 likewise. A side is None if none of its slots is hidden.
+    A term has Q slots of queries and K slots of keys. E is the number of batch entries, or 1 if all have equal masks. X
+    is the number of query heads, or 1 if all have equal masks. `queries` is None if no query is hidden, `keys` if no
+    key is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -168,11 +169,12 @@ def _fill_hidden(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, valu
 def hidden_slots(
     rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
 ) -> HiddenSlots:
-    """Find the queries that attend to no key and the keys that no query attends to, among slots in listed blocks.
+    """Return the hidden slots in listed blocks: queries that attend to no key, and keys that no query attends to.
 
-    Kernels read no other slots. A slot in a block that only another head's table lists may be included.
+    Kernels do not read slots outside the listed blocks. A head's mask may include slots of a block that only another
+    head's table lists.
 
-    ids, masks: (index of each block's mask, distinct masks), as from `distinct_masks`.
+    ids, masks: index of each block's mask, and the distinct masks, from `distinct_masks`.
     """
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
@@ -197,9 +199,9 @@ def _hidden_mask(
 
     Heads with equal block lists share a table of them.
 
-    seen: above 0 at slots in an allowed pair; it has one row for each query block (or key block) of the first table,
-        then of the next.
-    places: row in `seen` of each listed block.
+    seen: number for each slot, above 0 if it is in an allowed pair. Dim 0 counts the query blocks (or key blocks) of
+        the first table, then those of the second, and so on.
+    places: index in `seen` of each listed block.
     heads: index of each head's table.
     slots: number of slots of a head.
 
@@ -216,7 +218,7 @@ def _hidden_mask(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
-    """Find the queries of a term that attend to no key and the keys that no query attends to.
+    """Return the queries of a term that attend to no key, and the keys that no query attends to.
 
     blocks: the term's block list for each batch entry, or one for all.
     """
@@ -233,7 +235,7 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
 
 
 def _join_masks(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
-    """Concatenate the masks of hidden slots of batch entries to (entries, heads, slots); None if all are None.
+    """Return the batch entries' masks of hidden slots as one, (entries, heads, slots); None if all are None.
 
     None in `sides` is an entry without hidden slots. A mask of a single head is repeated for all heads.
     """
@@ -244,7 +246,7 @@ def _join_masks(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tenso
 
 
 def hidden_of_term(term: Term) -> HiddenSlots:
-    """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
+    """Return the queries that attend to no key, and the keys that no query attends to, of a term without block lists.
 
     In a causal term, the keys after the last query are hidden. A term with CountedPairs may have hidden queries and
     keys. Other terms have neither.
@@ -269,7 +271,7 @@ def _slots_in_pairs(
     The masks have shapes (n, q_block) and (n, k_block).
 
     index: indices of all blocks to look at, of which each step yields n.
-    ids, masks: as from `distinct_masks`; without masks the blocks are evaluated.
+    ids, masks: as from `distinct_masks`; if masks is None, the rule is evaluated in the blocks.
     """
     if masks is None:
         begin = 0

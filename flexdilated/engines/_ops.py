@@ -55,7 +55,7 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
-    """Batching rule of an op that does not support vmap: raises ValueError."""
+    """Raise ValueError: the batching rule of an op that does not support vmap."""
     raise ValueError(f"attention {_NO_TRANSFORMS}")
 
 
@@ -76,10 +76,11 @@ _library = torch.library.Library("flexdilated", "FRAGMENT")
 def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Return a decorator that makes a function the custom op `name`, which returns no views and refuses transforms.
 
-    As `torch.library.custom_op` for functions that modify no argument, with three differences. Results are detached:
-    autograd forbids in-place writes to a view among several outputs. Inputs with tangents, mapped dims or gradients
-    inside `torch.func`, which a custom op would ignore, raise ValueError, eagerly and in a trace. List arguments may be
-    None, which AOTInductor packages pass for an empty list, except the first argument, by which torch finds the kernel.
+    The op differs from one of `torch.library.custom_op` that modifies no argument in three ways. Its results are
+    detached: autograd forbids in-place writes to a view among several outputs. It raises ValueError, eagerly and in a
+    trace, for inputs with tangents, mapped dims or gradients inside `torch.func`, which a custom op would ignore. Each
+    list argument but the first may be None, which AOTInductor packages pass for an empty list; torch finds the kernel
+    by the first argument.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
@@ -115,9 +116,9 @@ _SEPARATOR = "\t"
 
 
 def write_constants(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
-    """Write constants of a call as one text, which `read_constants` reads.
+    """Return constants of a call as one text, which `read_constants` reads.
 
-    Custom ops take it as an argument, because a text is a constant of graphs and exported programs.
+    Custom ops take the text as an argument, because a text is a constant of graphs and exported programs.
 
     texts: strings without tabs, such as patterns in JSON, which are stored unchanged.
     values: other constants, stored by their repr.
@@ -126,7 +127,7 @@ def write_constants(texts: Sequence[str], values: Iterable[str | int | float | t
 
 
 def read_constants(constants: str) -> tuple[Any, ...]:
-    """Read a text made by `write_constants`: returns (*texts, *values)."""
+    """Return (*texts, *values), the arguments from which `write_constants` made this text."""
     values, *texts = constants.split(_SEPARATOR)
     return *texts, *_parsed_values(values)
 

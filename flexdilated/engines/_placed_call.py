@@ -53,7 +53,7 @@ class PlacedCall:
         """Return (out, natural lse) of queries q (B, H, L, D) over keys k and values v (B, G, M, D).
 
         bindings: the pattern's run-time tensors, sorted by name; if dropout_p > 0, followed by the seed of dropout.
-        wide: engine "aten" returns out in the dtype of the lse, without a gradient; other engines ignore it.
+        wide: True to get out in the dtype of the lse, without a gradient, from engine "aten"; other engines ignore it.
         """
         if self.engine == "aten" and wide:
             return attention(self.call(q, k), q, k, v, None, bindings, self.scale, wide=True)

@@ -30,7 +30,7 @@ def exports_to_onnx() -> bool:
 
 
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
-    """Return the number of branches that allow each pair; with dropout, only of those in which dropout keeps the pair.
+    """Return, for each pair, the number of branches that allow it and, with dropout, in which dropout keeps it.
 
     Without dropout, B is 1 if the rule is the same for all batch entries.
     """
@@ -74,9 +74,9 @@ def reference_attention(
     """Return (out, natural lse) of attention by its definition, computed densely in `dtype`.
 
     Each row has one softmax over its allowed keys; a pair counts once for each branch of the pattern that
-    allows it. out has q's dtype, lse `dtype`. Differentiable any number of times. Rows without keys have output 0, and
-    the sink or -inf as lse. Queries without keys, and keys that no query sees, are zeroed first, so that a NaN in them
-    has no effect.
+    allows it. out has the dtype of q; lse has `dtype`. Both are differentiable any number of times. A row without keys
+    has output 0, and its lse is the head's sink, or -inf without sinks. Queries without keys, and keys that no query
+    sees, are zeroed first, so that a NaN in them has no effect.
     """
     bound = replace(bound, batch=q.shape[0])
     times = multiplicity(bound, q.device)

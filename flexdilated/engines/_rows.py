@@ -79,7 +79,7 @@ class RowPart:
         return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
 
     def to_heads(self, x: Shaped[Tensor, "B g R ..."]) -> Shaped[Tensor, "B h rows ..."]:
-        """Invert the grouping of `of_rows`: R rows of g key/value heads to the rows of each of h query heads."""
+        """Return x by query head instead of by key/value head: the inverse of the grouping by `of_rows`."""
         return x.unflatten(2, (self.group.per_key_head, -1)).flatten(1, 2)
 
     def of_keys(self, x: Float[Tensor, "B G S D"]) -> Float[Tensor, "B g n D"]:
@@ -162,9 +162,9 @@ class RowProgram:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S E"]]:  # fmt: skip
-        """Return (dq, dk, dv), the gradients of the attention, in float32 or wider.
+        """Return (dq, dk, dv), the gradients through the pairs of the parts, in float32 or wider.
 
-        whole: out and lse of the forward pass, with their incoming gradients.
+        whole: out, lse and their gradients, of rows that may have more keys than the parts, or a sink.
         """
         delta, lse = whole.delta(), whole.lse
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
@@ -432,9 +432,9 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
-    """Split the attention of a head group into parts that each read one view of the keys.
+    """Return the attention of a head group in parts, each of which reads one view of the keys.
 
-    seen: queries, the keys they see and the mask.
+    seen: the queries, the keys that they see, and the mask.
 
     If the keys are a tensor of positions, or would take more than a few views, the result is a single part, which
     gathers them by index. The parts have consecutive levels (output buffers) from `level` on.

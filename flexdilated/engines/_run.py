@@ -34,8 +34,8 @@ def run(
     bindings: the pattern's run-time tensors, sorted by name.
     call: pattern and sizes.
 
-    The lse may be None without features.return_lse. For an empty tensor (no queries, keys or batch entries), out is 0
-    and lse is -inf, or the sinks if there are any. Raises ValueError for an unknown engine.
+    The lse may be None without features.return_lse. Without queries, keys or batch entries, out is 0 and lse is -inf,
+    or the sinks if there are any. Raises ValueError for an unknown engine.
     """
     if 0 in q.shape or 0 in k.shape:
         return without_keys(q, k, v, features.sinks)
@@ -108,7 +108,7 @@ def _run_reference(
 
 
 def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
-    """Return `rule` with the call's sizes. Symbolic ones are kept; `bind` would specialize them to check positions."""
+    """Return `rule` with the call's sizes; unlike `bind`, which checks positions, it keeps symbolic sizes symbolic."""
     if not any(isinstance(number, torch.SymInt) for number in call):
         return outside_torch_modes(call.bound)(rule)
     heads = (call.num_heads, call.head_offset, call.num_heads_global)

@@ -67,7 +67,7 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
 
 
 def plain_function(score_mod: ScoreMod) -> ScoreMod:
-    """Return a fixed score_mod as a plain function, for torch.compile: that of a `Recorded`, else score_mod itself."""
+    """Return a fixed score_mod as a plain function, for torch.compile: the function of a `Recorded`, or score_mod."""
     return score_mod.function if isinstance(score_mod, Recorded) else score_mod
 
 
@@ -84,7 +84,8 @@ def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: T
 def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
     """Return the tensors that a fixed score_mod reads.
 
-    In a graph they are not known. There the only item is the score_mod's value for score 0, which depends on them.
+    In a graph of torch.compile, where they are unknown, return one tensor that depends on them: the score_mod's result
+    for a score of 0.
     """
     if isinstance(score_mod, Recorded):
         return score_mod.tensors
@@ -124,8 +125,8 @@ def apply_score_mod(
 
     b, h: batch entry and head of each problem.
     q, k: positions of queries and keys.
-    hidden: True for pairs that are not allowed, for which score_mod may fail: it gets the indices of an allowed pair of
-        their group instead, if the group has one. Callers must mask the result.
+    hidden: True for pairs that are not allowed, for which score_mod may fail. For such a pair, score_mod gets the
+        indices of an allowed pair of the same group of queries and keys, if there is one; callers must mask the result.
     """
     if torch.compiler.is_compiling():
         score_mod = _with_one_element_score(score_mod)
@@ -157,10 +158,10 @@ def _with_one_element_score(score_mod: ScoreMod) -> ScoreMod:
 def _replace_hidden_pairs(
     shown: Bool[Tensor, "y t Q K"], q: Int[Tensor, "1 t Q"], k: Int[Tensor, "1 t Q K"]
 ) -> tuple[Int[Tensor, "y t Q"], Int[Tensor, "y t Q K"]]:
-    """Return (q, k) in which each pair that is not allowed has the positions of an allowed pair of its query.
+    """Return (q, k), in which each pair that is not allowed has the positions of an allowed pair of its query.
 
-    A query without allowed pairs takes an allowed pair of the first query of its group that has one; if none has, the
-    group's first pair.
+    If the query has none, the pair has the positions of an allowed pair of another query: the first query of the group
+    that has one. If no query of the group has one, it has the positions of the group's first pair.
 
     shown: True for allowed pairs.
     """
@@ -266,8 +267,8 @@ def function_key(x: object, depth: int = 4) -> Hashable:
     """Return a key of a function x: its code, and the values that it captures or has as default arguments.
 
     Numbers, strings, bytes, ranges, dtypes, devices and patterns count by type and value, as they are constants of a
-    traced graph; up to `depth` levels deep, functions, lists, tuples, dicts and sets by what they hold. Deeper ones,
-    tensors and other objects, which may hold tensors, count by type alone.
+    traced graph. Functions, lists, tuples, dicts and sets count by their contents, up to `depth` levels deep. Deeper
+    levels, tensors and other objects, which may hold tensors, count by type alone.
     """
     if isinstance(x, float | complex):
         return type(x), repr(x)  # 0.0 equals -0.0, and NaN not itself

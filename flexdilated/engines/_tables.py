@@ -19,11 +19,12 @@ Entry = TypeVar("Entry")
 
 
 def table_split_of(call: Call) -> TableSplit | None:
-    """Split the call's pattern into a table of keys or blocks, a mask on their pairs, and a pattern of other pairs.
+    """Return the call's pattern, split into a table of keys or blocks, a mask on its pairs, and other pairs.
 
-    The table lists the keys of each query, or the key blocks that each query block selects. Returns None if the pattern
-    has no such table or it cannot be separated, or if tokens are not at consecutive positions in natural order. Returns
-    None, too, if the first key does not begin a block, unless the table is read as lists of single keys.
+    The table lists the keys of each query, or the key blocks that each query block selects. The result is None if the
+    pattern has no such table, if the table cannot be separated from the other pairs, or if tokens are not at
+    consecutive positions in natural order. It is None, too, if the first key does not begin a block, unless the table
+    is read as lists of single keys.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
     if found is None or lists_keys(found.leaf):
@@ -33,9 +34,9 @@ def table_split_of(call: Call) -> TableSplit | None:
 
 @lru_cache(maxsize=256)
 def table_split_in_text(text: str) -> TableSplit | None:
-    """Split a pattern, given as JSON, into a table of keys or blocks, a mask on their pairs, and other pairs.
+    """Return a pattern, given as JSON, split into a table of keys or blocks, a mask on its pairs, and other pairs.
 
-    Returns None if the pattern has no such table or it cannot be separated from the rest.
+    The result is None if the pattern has no such table, or if the table cannot be separated from the other pairs.
     """
     has_table = any(f'"kind":"{kind}"' in text for kind in ("selected_blocks", "sparse"))
     return table_split(read_text(text)) if has_table else None
@@ -70,7 +71,7 @@ class ListedParts(NamedTuple):
 
 @graph_constant
 def listed_parts(text: str) -> ListedParts | None:
-    """Split a pattern, given as JSON, by its table of single keys; None if it has none that can be separated."""
+    """Return a pattern, given as JSON, split by its table of single keys; None if it has no table that can be split."""
     return _listed_parts(text)
 
 
@@ -151,7 +152,7 @@ def _rules_and_tables(
 ) -> Iterator[tuple[Bound, Entry]]:
     """Yield (the rule that further restricts the table's pairs, with the call's sizes; the table) of each batch entry.
 
-    Yields once, for all batch entries, if both have a single entry.
+    Yields once, for all batch entries, if the rule and the table have a single entry.
 
     entries: the table of each batch entry, or a single one for all.
 

@@ -27,7 +27,10 @@ results: dict[TuningKey, tuple[Choice, bool]] = {}  # fastest choice; True if it
 
 
 def measured_choice(call: Call, q: Tensor) -> Choice | None:
-    """Return the planner options that were fastest when the call was measured, with tensors like q; None if never."""
+    """Return the planner options that were the fastest for this call; None if it was not measured.
+
+    q: a query tensor of the call, for the type of device, dtype and head dim.
+    """
     return results.get(TuningKey.of(call, q), (None,))[0] if results else None
 
 

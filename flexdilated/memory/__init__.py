@@ -3,7 +3,7 @@
 from ._max_batch import MaxBatch, Trial, max_batch
 from ._memory import (
     LARGEST_RUN,
-    NOWHERE,
+    META,
     AttentionMemory,
     AttentionSize,
     KernelBytes,

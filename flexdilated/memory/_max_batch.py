@@ -73,18 +73,18 @@ def max_batch(
 
     step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must leave
         no memory behind that grows with n, and take any n up to `most`.
-    budget: bytes that a step may hold on top of those held at the call; None takes 80 % of the memory free then. On
-        CUDA free memory is that of the device and the unused part of the allocator's; on CPU the available memory that
-        Linux reports, within the limits of the process's control groups.
+    budget: bytes that a step may hold on top of those held at the call; None takes 80 % of the memory that is free at
+        the call. On CUDA, free memory is that of the device and the unused part of the allocator's; on CPU, it is the
+        available memory that Linux reports, within the limits of the process's control groups.
     probes: two sizes, ascending; the second is not run if it is above `most`.
     device: "cpu" or a CUDA device; None takes the current CUDA device, or the CPU without one. On CUDA a peak is that
         of the allocator, and a step that runs out of memory does not fit. On CPU a peak is resident memory of the whole
         process by Linux's high-water mark, so it includes other threads and pages that glibc keeps within a step. If a
         step exceeds the machine's memory, Linux may end the process; the 80 % are to prevent that.
 
-    Raises TypeError or ValueError for an invalid argument, such as a budget above the free memory; ValueError if the
-    smaller probe does not fit, or the system does not report memory; and what `step` raises, except that it ran out of
-    memory.
+    Raises TypeError or ValueError for an invalid argument, such as a budget above the free memory, and ValueError if
+    the smaller probe does not fit or the system does not report memory. Errors of `step` are passed on, except those
+    for lack of memory.
 
     >>> found = fd.max_batch(lambda n: torch.ones(n, 1 << 24), most=4, budget=1 << 28, device="cpu")  # 64 MiB each
     >>> 3 <= found.n <= 4
@@ -158,10 +158,10 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
 
 
 def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """Return the peak bytes of this process during step(n), with those held before; None if it runs out of memory.
+    """Return the peak bytes of this process during step(n), bytes held before included; None if memory runs out.
 
-    On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
-    Raises ValueError where that is not possible.
+    On CPU the peak is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current
+    value. Raises ValueError where that is not possible.
     """
     is_cuda, found = device_kind(device).is_cuda, None
     if is_cuda:

@@ -58,7 +58,7 @@ from ..masks.planning import (
 
 # B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
-NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
+META = torch.device("meta")  # its tensors have sizes and no memory
 # Longest call that is run on meta tensors. For more tokens every count is linear in the tokens: whole tensors are, and
 # gathers are bounded.
 LARGEST_RUN = 1 << 20
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()) if kwargs else args)}) > 1:
             args, kwargs = _on_meta(args), {name: _on_meta(x) for name, x in kwargs.items()}
         results = func(*args, **kwargs)
-        if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
+        if func is torch.ops.aten.empty_like.default and kwargs.get("device") == META:
             return results  # the engine needs only its strides
         for x in (tensors := tensors_in((results,))):
             self._track(x)
@@ -143,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
 def _on_meta(x: Any) -> Any:
     """Return an argument of an operation, with its tensors, also in lists and tuples, on the meta device."""
     if isinstance(x, Tensor):
-        return x.to(NOWHERE)
+        return x.to(META)
     return type(x)(map(_on_meta, x)) if isinstance(x, list | tuple) else x
 
 
@@ -212,7 +212,7 @@ class AttentionMemory:
 
     queries: q.
     keys: k and v together.
-    outputs: out; its gradient takes as many again.
+    outputs: out; the gradient of out, which is not counted here, has as many bytes.
     lse: lse of all rows.
     kept: tensors that training keeps from the forward for the backward, including q, k, v, out and lse.
     inference_peak: peak of a forward that keeps nothing.
@@ -237,7 +237,7 @@ class AttentionMemory:
         return self.queries + self.keys
 
     @property
-    def shown(self) -> int:
+    def inputs_and_results(self) -> int:
         """Bytes of q, k, v, out and lse."""
         return self.inputs + self.outputs + self.lse
 
@@ -267,9 +267,9 @@ def attention_memory(
 ) -> AttentionMemory:
     """Predict the memory of `attend` on a kind of device, such as "cpu", without computing anything.
 
-    Up to 1,048,576 tokens it plans the call, and counts what is alive: for aten and portable in a run of the engine on
-    meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
-    inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
+    Up to 1,048,576 tokens it plans the call and counts the bytes that are alive: for aten and portable in a run of the
+    engine on meta tensors, for flex by the allocations of its compiled program. For more tokens it extrapolates
+    linearly. Allocations inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
 
     engine: "aten", "flex" or "portable"; None takes the device's default.
     drops: True with attention dropout, which aten lacks; not counted for flex.
@@ -380,12 +380,12 @@ _Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
 def _dry_run(
     size: AttentionSize, forward: _Forward, backward: _Backward, *, pads: bool
 ) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as an engine's code allocates them.
+    """Return (lse, kept, inference peak, forward peak, backward peak) of an engine, in bytes.
 
-    The code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
+    Its code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
 
-    forward: the code's, (q, k, v) -> (out, lse).
-    backward: the code's, (q, k, v, rows with out, lse and the gradient of out) -> (dq, dk, dv).
+    forward: the engine's function (q, k, v) -> (out, lse).
+    backward: the engine's function (q, k, v, rows with out, lse and the gradient of out) -> (dq, dk, dv).
     pads: True for an engine whose q, k and v must have one head dim: they are padded to the wider one.
     """
     order, (D, E) = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3), size.dims
@@ -393,7 +393,7 @@ def _dry_run(
         (size.batch, X, size.num_tokens, dim)
         for X, dim in ((size.num_heads, D), (size.kv_heads, D), (size.kv_heads, E))
     )
-    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
+    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=META) for shape in shapes)
     with torch.no_grad(), LiveBytes(q, k, v) as counted:
         operands = one_width(q, k, v) if pads else (q, k, v)
         out, lse = forward(*operands)
@@ -460,15 +460,15 @@ def _portable_memory(
 ) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
 
-    table: a table of single keys, with pairs that are not in the program; None for none.
+    table: table of single keys, whose pairs are not in the program; None if the pattern has none.
     """
     features = Features(1.0)
     if settings.drops:
-        features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)))
+        features = features.with_dropout(Dropout(0.5, torch.empty(2, dtype=torch.int32, device=META)))
     steps = tuple(_step_on_meta(step) for step in program.steps)
-    score_mod = fixed_score_mod(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    score_mod = fixed_score_mod(settings.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), META)
     run = Portable(replace(program, steps=steps), features._replace(score_mod=score_mod))
-    run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
+    run = run.reading([x.detach().to(META) for x in run.tensors])
 
     on_triton = (
         device_kind(settings.device).engine == "flex"
@@ -496,10 +496,10 @@ def _portable_memory(
 def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionSize) -> _CallBytes:
     """Return the memory of two parts of a call that are computed one after the other and merged eagerly.
 
-    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower,
-    autograd keeps the converted ones.
+    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower than
+    float32, autograd keeps the converted outputs.
 
-    Parts and result: (lse, kept, inference peak, forward peak, backward peak), in bytes.
+    Both parts and the result are (lse, kept, inference peak, forward peak, backward peak), in bytes.
     """
     (*given, output), lse = size.nbytes, first[0]
     wide = output // size.dtype.itemsize * max(4, size.dtype.itemsize)
@@ -515,8 +515,8 @@ def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionS
 def _step_on_meta(step: FlexStep) -> FlexStep:
     """Return the step with its indices and its mask_mod's arguments on the meta device; no pair is evaluated."""
     mask, mask_mod = copy(step.mask), step.mask.mask_mod
-    mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
-    return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
+    mask.mask_mod = lambda *places: mask_mod(*(x.to(META) for x in places))
+    return replace(step, mask=mask, indices=step.indices.on(META))
 
 
 def _with_few_steps(program: Program, key_bytes: int) -> Program:
@@ -547,7 +547,7 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
 
     A step is one kernel call. Its out and float32 lse together are called a part; several parts are merged by lse. In
     the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
-    allocates only its result. The operands of the next step are gathered before those of a step are freed.
+    allocates only its result. A step's operands are freed after those of the next step are gathered.
 
     Training keeps all operands, the parts and the result of a merge. If there are several parts, it also keeps the
     merged rows of each part whose queries are gathered. If there are more than two parts, and at least one with
@@ -581,7 +581,7 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
 
 @dataclass
 class _Balance:
-    """Bytes that are alive, and the most that were at one time."""
+    """Number of bytes that are alive, and the largest number of bytes that were alive at one time."""
 
     live: int = 0
     peak: int = 0
@@ -616,7 +616,7 @@ class _StepBytes(NamedTuple):
 def _count_kernel_backwards(
     balance: _Balance, steps: Sequence[_StepBytes], whole: Sequence[int], *, is_merged: bool
 ) -> None:
-    """Count in `balance` what the backward of all steps allocates and frees, from the last step to the first.
+    """Count in `balance` the bytes that the backward allocates and frees in all steps, from the last to the first.
 
     The steps' gradients of q, k and v are summed. The gradient of an operand that is a copy is scattered first, so it
     is added one step later than that of an operand that is read in place.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..memory import NOWHERE, AttentionMemory, AttentionSize, KernelBytes, LiveBytes, nbytes
+from ..memory import META, AttentionMemory, AttentionSize, KernelBytes, LiveBytes, nbytes
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 
@@ -96,11 +96,11 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
     checkpoint: as in `LongNetConfig`.
     """
     # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of the output.
-    forward = KernelBytes(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
+    forward = KernelBytes(attention.forward_peak - attention.inputs, attention.kept - attention.inputs_and_results)
     backward = KernelBytes(attention.backward_peak - attention.kept - attention.outputs)
     aten, aten_backward = torch.ops.flexdilated.aten.default, torch.ops.flexdilated.aten_backward.default
     alone = {aten: KernelBytes(attention.inference_peak - attention.inputs)}
-    with NOWHERE:
+    with META:
         model = longnet_around(masks.every(), size, checkpoint=checkpoint)
         weights = list(model.parameters())
         x = torch.empty(size.batch, num_tokens, size.embed_dim, dtype=size.dtype)

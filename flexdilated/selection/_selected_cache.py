@@ -279,8 +279,8 @@ class SelectedCache(KVCache):
         self._require_continuable(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 
-    def _made_with(self) -> dict[str, Any]:
-        return super()._made_with() | {"selector": self.selector, "gradient": self._biased}
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return super()._constructor_arguments() | {"selector": self.selector, "gradient": self._biased}
 
     def _require_continuable(self, cohort: Cohort, position: int, instead: str) -> None:
         if not can_continue_at(self.selector, _selector_state(cohort), position):

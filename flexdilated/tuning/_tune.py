@@ -150,7 +150,7 @@ class TimedOption:
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
-    """Predict the time of an option, for the batch size of x: of forward, or with `backward` forward and backward."""
+    """Return the predicted seconds of an option for x's batch size: of forward, or of both passes if `backward`."""
     return option.cost.seconds * len(x.q) * (1 + option.machine.backward_ratio * backward)
 
 
@@ -163,12 +163,12 @@ def measure(
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
 ) -> tuple[list[TimedOption], Choice]:
-    """Time the options for each branch, then those for all branches together; return (timed options, choice).
+    """Time the options of each branch, then the options for all branches together; return (timed options, choice).
 
-    Of a branch's options, those predicted to take over 4 times as long as the cheapest are left out. Options that
-    compute all branches together are compared with the fastest options of the branches, run one after the other. The
-    choice is the fastest option for all branches together if it wins this comparison, else the fastest option of each
-    branch.
+    An option of one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest.
+    Options that compute all branches together are compared with the fastest options of the branches, run one after the
+    other. The choice is the fastest option for all branches together if it wins this comparison, else the fastest
+    option of each branch.
 
     backward: time forward and backward.
     engine: None: the default of the device.
@@ -234,10 +234,10 @@ def measure_options(
 ) -> list[tuple[str, float, float]]:
     """Time the ways to compute a pattern; return [(name, predicted seconds, median measured seconds)].
 
-    Of the ways to compute one branch, those predicted to take over 4 times as long as its cheapest are left out; ways
-    to compute all branches together are all timed. Times are of the forward pass, or with `backward` of forward and
-    backward, for random inputs of one batch entry. In a mixture, the name of a way for one branch begins with its
-    number: "branch 1: natural".
+    A way to compute one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest;
+    ways to compute all branches together are all timed. Times are of the forward pass, or with `backward` of forward
+    and backward, for random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the
+    branch's number, from 1: "branch 1: natural".
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     many = len(bound.pattern.branches()) > 1
@@ -252,10 +252,10 @@ def measure_options(
 
 
 def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
-    """Measure the ways to compute this call, unless that was done before; later calls like it use the fastest.
+    """Measure the ways to compute this call, unless it has been measured, and store the fastest for later calls.
 
-    Measures forward and backward if gradients are enabled and q, k or v requires one, else forward; a measurement of
-    forward alone is repeated at the first call that needs the backward. Measures nothing while torch.compile traces.
+    It measures forward and backward if gradients are enabled and q, k or v requires one, else forward; a measurement of
+    forward alone is repeated at the first call that needs the backward. It measures nothing while torch.compile traces.
 
     has_bindings: True if the pattern has run-time tensors.
 

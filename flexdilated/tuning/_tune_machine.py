@@ -39,7 +39,7 @@ _LAUNCHES = 50  # in one timed run: the first call after a large problem finds t
 class Sizes:
     """Sizes of the timed attention problems.
 
-    num_tokens: of problems with block lists, and of copies; dense and causal ones have half of it.
+    num_tokens: number of tokens of problems with block lists, and of copies; dense and causal problems have half of it.
     listed_keys: number of keys that a query attends to in the lists of neighbouring and of random blocks.
     """
 
@@ -55,8 +55,8 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 class MeasuredMachine:
     """Measured constants of a device, for the cost model.
 
-    kind: of device, "cpu" or "cuda".
-    date: of the measurement, ISO 8601 in UTC.
+    kind: type of the device, such as "cpu" or "cuda".
+    date: time of the measurement, ISO 8601 in UTC.
     spread: for each timed problem, by name, its longest measured time divided by its shortest.
     """
 
@@ -66,7 +66,7 @@ class MeasuredMachine:
     spread: Mapping[str, float]
 
     def to_data(self) -> dict[str, Any]:
-        """Dict for JSON, the content of the file that `masks.set_machine` reads."""
+        """Return a dict for JSON, the content of the file that `masks.set_machine` reads."""
         constants = asdict(self.machine)
         about = {"measured_on": constants.pop("source"), "date": self.date, "spread": dict(self.spread)}
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, "constants": constants} | about
@@ -81,7 +81,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
     """Measure the constants of this device, except `calls_a_list`, which is the built-in value.
 
     seconds: no round of timed runs begins after this time, except the first three.
-    sizes: of the problems; None: small ones on a CPU, larger ones on an accelerator.
+    sizes: sizes of the problems; None takes small problems on a CPU, larger ones on an accelerator.
     """
     builtin = builtin_machine(device.type)
     problems = _problems(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
@@ -113,7 +113,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def device_text(device: torch.device) -> str:
-    """Text with the name of an accelerator, or a CPU's architecture, instruction set, threads, and torch's version."""
+    """Return a text with torch's version and an accelerator's name, or a CPU's architecture, capability and threads."""
     if not device_kind(device).on_host:
         named = getattr(getattr(torch, device.type, None), "get_device_name", None)  # torch.mps has none
         return f"{device.type if named is None else named(device)}, torch {torch.__version__}"
@@ -153,8 +153,9 @@ def _attention_problem(
 ) -> _Problem:
     """Make a problem to time: attention with this pattern, of batch 1, in natural order of the tokens.
 
-    Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: queries, and keys, of a
-    block.
+    Its amount is the forward's FLOP as the cost model counts them, also with `backward`.
+
+    block: number of queries, and of keys, of a block.
     """
     kind, order = device_kind(device), Layout(tokens)
     bound = pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)

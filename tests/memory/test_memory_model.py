@@ -93,7 +93,7 @@ def test_attention_memory_is_that_of_the_real_engine(name) -> None:
     assert within(found.inference_peak, forward, 0.03)
     assert within(found.backward_peak, backward, 0.03)
     shown = batch * (2 * (4 + kv_heads) * 2000 * 32 * dtype.itemsize + 4 * 2000 * 4)
-    assert found.shown == shown
+    assert found.inputs_and_results == shown
     assert shown <= found.kept < 1.05 * shown  # q, k, v, out, lse and nothing else
 
 
@@ -129,7 +129,7 @@ def test_memory_of_a_table_is_that_of_the_real_engine(name: str, gathered: int) 
     assert within(found.forward_peak, forward.peak, 0.03)
     assert within(found.inference_peak, forward.peak, 0.03)
     assert within(found.backward_peak, backward.peak, 0.05)
-    assert found.shown <= found.kept < 1.05 * found.shown
+    assert found.inputs_and_results <= found.kept < 1.05 * found.inputs_and_results
     assert found.tables == 0
 
 
@@ -175,7 +175,7 @@ def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, ba
     assert within(found.inference_peak, forward, 0.03)
     assert within(found.backward_peak, backward, 0.05)
     assert within(found.kept, kept, 0.03)
-    assert 0 <= found.kept - found.shown < 16384  # q, k, v, out, lse, and the last chunk's tables
+    assert 0 <= found.kept - found.inputs_and_results < 16384  # q, k, v, out, lse, and the last chunk's tables
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_single_keys_on_accelerators_hold_their_results() -> None:
         fd.plan(pattern, 4096, num_heads=4, dtype=torch.bfloat16, device="cuda").attention_memory
         for pattern in (table, window, table | window)
     )
-    assert alone.inference_peak == alone.forward_peak == alone.kept == alone.shown
+    assert alone.inference_peak == alone.forward_peak == alone.kept == alone.inputs_and_results
     of_merge = 4 * both.outputs + both.outputs + both.lse
     assert both.kept == near.kept + alone.outputs + alone.lse + of_merge
 

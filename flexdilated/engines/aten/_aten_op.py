@@ -43,7 +43,7 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portion_limits_on(kind: str) -> dict[str, int]:
-    """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, for its defaults.
+    """Return the keyword arguments of `make_program` that bound the sizes of terms; {} on CPU, where defaults apply.
 
     kind: kind of device, such as "cpu".
     """
@@ -59,13 +59,14 @@ def plan_aten(
     *,
     allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """Plan attention by a bound pattern, for tokens in the order of `layout`, on devices of a kind, such as "cpu".
+    """Return a plan of attention by a bound pattern, for tokens in the order of `layout`, on a kind of device.
 
-    On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
-    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal terms, as "aten"
-    has no other kernels there; layout, choice and allowed are not used.
+    On CPU, the plan has the options of `choice`, which were measured to be the fastest, or if `choice` is None, the
+    `allowed` options of lowest predicted cost. On CUDA, it has the cheapest options without block lists, whose terms
+    are dense or causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
 
-    operands: sizes on which costs depend; None for the device's usual ones.
+    kind: kind of device, such as "cpu".
+    operands: sizes on which costs depend; None for the device's usual sizes.
 
     Raises ValueError on CUDA for a branch without such an option.
     """
@@ -77,7 +78,7 @@ def plan_aten(
 
 
 def _without_lists_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
-    """Move the first (cheapest) option without block lists to the front. Raises ValueError if every option has one."""
+    """Return the options with the first one without block lists moved to the front; ValueError if there is none."""
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
@@ -105,8 +106,8 @@ def aten(
 
     sinks: for each head the logit of an extra key with value 0; None for no sinks.
     bindings: run-time tensors of the pattern, sorted by name.
-    constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions of the first
-        query and key, they come from `Call.arguments`.
+    constants, q_offset, k_offset: `Call.arguments`: the pattern and further sizes as text, and the positions of the
+        first query and the first key.
 
     k and v are cast to the dtype of q. Each gradient has the dtype of its tensor: if k and v are wider than q, dk and
     dv are not rounded to the dtype of q, so that callers can add them up in full precision.
@@ -151,12 +152,12 @@ def _run_on_entries(
     inputs: Sequence[Tensor],
     likes: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Run each program on its batch entries; return the results for all entries, shaped as `likes`.
+    """Return the results for all batch entries, each shaped as its item of `likes`; a program computes some entries.
 
     programs: pairs (batch entries, program), which together cover the batch.
-    compute: function of a program and the inputs of its entries. It returns a tuple: a result for each of `likes`.
+    compute: function of a program and of `inputs` for its entries. It returns a tuple: a result for each of `likes`.
 
-    Results are in float32 or wider.
+    Results are in float32 or wider, but a single program for an EntryRange decides the dtypes of its results.
     """
     if len(programs) == 1 and isinstance(programs[0][0], EntryRange):
         return compute(programs[0][1], *inputs)
@@ -245,11 +246,11 @@ set_gradient(
 def _programs_for(
     call: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
-    """Return ([(batch entries, executable), ...], the call of further pairs or None), which together compute a call.
+    """Return ([(batch entries, executable), ...], second call or None), which together compute a call.
 
-    The executable is SingleKeys or QueryRows for tables of keys or blocks, RowProgram for calls on CPU with
-    `needs_no_plan` if they have no measured options, otherwise a Program. With a table, pairs that do not need it are a
-    second call, as (call, run-time tensors), to be merged by lse.
+    The executable is SingleKeys or QueryRows for a table of keys or blocks; RowProgram on CPU if `needs_no_plan` and
+    the call has no measured options; otherwise a Program. The second call has the pairs that are allowed without the
+    table. It is (call, run-time tensors), and its results are to be merged by lse.
     """
     selection = table_split_of(call)
     if selection is not None:
@@ -318,11 +319,11 @@ def _planned_programs(
 
 
 def _joined_entries(call: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
-    """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
+    """Return (call, [(all entries, rule)]) of one sequence to which all batch entries are joined, or None.
 
-    None if it is not possible or not useful: if queries and keys are not at positions 0 to N - 1 in natural order, an
-    entry has more than SLOTS_AT_ONCE tokens over all heads, all entries have equal tables, or their rules cannot be
-    joined to one. Raises ValueError unless the rule has 1 or `batch` entries.
+    The result is None if joining is impossible or useless: if queries and keys are not at positions 0 to N - 1 in
+    natural order, if an entry has more than SLOTS_AT_ONCE tokens over all heads, if all entries have equal tables, or
+    if their rules cannot be joined to one. Raises ValueError unless the rule has 1 or `batch` entries.
     """
     tokens = call.num_queries
     rule.require_entries(batch)

@@ -141,7 +141,7 @@ class Program:
 
         whole: out, lse and their gradients, of rows that may have more keys than the program.
         """
-        operands, grad_out, out = whole.with_column(q, self._clear_keys(k), self._clear_keys(v))
+        operands, grad_out, out = whole.with_lse_channel(q, self._clear_keys(k), self._clear_keys(v))
         operands = tuple(self._to_plan_order(readable(x)) for x in operands)
         grad_out, out, lse = (self._to_plan_order(x) for x in (readable(grad_out), readable(out), whole.lse))
         totals: list[Tensor | None] = [None, None, None]
@@ -175,7 +175,6 @@ class Program:
         return x if self.visible is None else x.masked_fill(~self.visible[:, None, :, None], 0)
 
     def _to_plan_order(self, x: Tensor) -> Tensor:
-        """Reorder the tokens, dim 2 of x, from the order of the tensors to that of the plan."""
         return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).invert(x, dim=2)
 
     def _to_given_order(self, x: Tensor) -> Tensor:
@@ -219,10 +218,10 @@ def _step(term: Term, queries: TokenGather, keys: TokenGather, block_size: tuple
 def _sort_terms(
     laid_out: list[tuple[TokenGather, TokenGather, Term]], bound: Bound
 ) -> list[tuple[TokenGather, TokenGather, Term]]:
-    """Sort the (queries, keys, term) of a program into the order in which its terms are computed.
+    """Return the (queries, keys, term) of a program in the order in which its terms are computed.
 
-    First come terms over every query and head, as the sum over terms can start from the result of one. Apart from
-    this, terms over equal keys are adjacent, to share one copy of the keys.
+    Terms over every query and head come first, as the sum over terms can start from the result of such a term. Among
+    these, and among the remaining terms, terms over equal keys are adjacent, to share one copy of the keys.
     """
     seen: dict[TokenGather, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
@@ -245,9 +244,9 @@ def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _portions_of(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """If a term's queries are copied, return it split into terms of at most `most_slots` slots; else (term,).
+    """Return the terms of at most `most_slots` slots into which a term is split; (term,) if its queries are not copied.
 
-    Slots count in all heads and folds. A term of one head and one fold may exceed the limit.
+    The slots of all heads and folds count. A term of one head and one fold may exceed the limit.
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
@@ -325,8 +324,8 @@ def in_format_of(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype and memory format of `like`, as the op's fake implementation declares; copy if needed."""
     strides = _strides_of_empty_like(like)
     # A kernel may return any stride for a dim of size 1.
-    lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
-    return x.as_strided(x.shape, strides) if lies and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
+    has_format = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
+    return x.as_strided(x.shape, strides) if has_format and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
 
 
 def _strides_of_empty_like(x: Tensor) -> tuple[int, ...]:

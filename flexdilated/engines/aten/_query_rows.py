@@ -108,10 +108,10 @@ class Problems:
 class QueryRows:
     """Attention over a table of selected blocks, for batch entries with equal tables and rules.
 
-    of: the table's problems, equal for all these batch entries.
+    table: the table's problems, equal for all these batch entries.
     """
 
-    of: TableProblems
+    table: TableProblems
 
     def forward(
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], scale: float
@@ -123,11 +123,11 @@ class QueryRows:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         rows, wide = self._by_set(q), sum_dtype(q)
-        blocks = (k, v) if self.of.lists_few_keys else (self._by_block(k), self._by_block(v))
+        blocks = (k, v) if self.table.lists_few_keys else (self._by_block(k), self._by_block(v))
         out = torch.empty_like(rows, dtype=wide, memory_format=torch.contiguous_format)
         lse = rows.new_empty(rows.shape[:3], dtype=wide)
-        for sets, queries in self.of.portions(rows.shape[3]):
-            entries = 1 if self.of.gathers else self.of.column.shape[2]
+        for sets, queries in self.table.portions(rows.shape[3]):
+            entries = 1 if self.table.gathers else self.table.column.shape[2]
             shape = (len(sets), len(queries), entries, rows.shape[2])
             parts, lses = (
                 rows.new_zeros(*shape, rows.shape[3], dtype=wide),
@@ -151,7 +151,7 @@ class QueryRows:
         groups = rows.shape[2]
         found = (
             (self._keys_from_tokens(each, x) for x in blocks)
-            if self.of.lists_few_keys
+            if self.table.lists_few_keys
             else self._keys_and_values(each, blocks)
         )
         keys, values = (each.clear_keys_(x) for x in found)
@@ -170,7 +170,7 @@ class QueryRows:
 
         whole: out, lse and their gradients, of rows that may have more keys than the table selects.
         """
-        (q, k, v), grad_out, out = whole.with_column(q, k, v)
+        (q, k, v), grad_out, out = whole.with_lse_channel(q, k, v)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         found = [
             self._backward(q[entry], k[entry], v[entry], grad_out[entry], out[entry], lse[entry], scale)
@@ -185,7 +185,7 @@ class QueryRows:
         rows, grads, outs, sums = (self._by_set(x) for x in (q, grad_out, out, lse))
         blocks = self._by_block(k), self._by_block(v)
         dq, dk, dv = (torch.zeros_like(x, dtype=sum_dtype(q)) for x in (rows, *blocks))
-        for sets, queries in self.of.portions(rows.shape[3]):
+        for sets, queries in self.table.portions(rows.shape[3]):
             for each in self._problems(sets, queries, rows):
                 self._add_grads(each, blocks, (rows, grads, outs, sums), scale, (dq, dk, dv))
         tokens = k.shape[1]
@@ -195,7 +195,10 @@ class QueryRows:
     def _add_grads(
         self, each: Problems, blocks: _KeyValues, whole: Sequence[Tensor], scale: float, totals: Sequence[Tensor]
     ) -> None:
-        """Add the gradients of a batch of problems to totals (dq, dk, dv); whole: (q, gradient of out, out, lse)."""
+        """Add the gradients of a batch of problems to `totals`, (dq, dk, dv), in place.
+
+        whole: (q, gradient of out, out, lse), of all queries.
+        """
         groups, dtype = whole[0].shape[2], totals[0].dtype
         keys, values = (each.clear_keys_(x) for x in self._keys_and_values(each, blocks))
         at = each.rows(whole[0].shape[1])
@@ -217,30 +220,30 @@ class QueryRows:
 
     def _block_index(self, each: Problems, num_blocks: int) -> Int64[Tensor, "n L"]:
         """Return the index of each key block in the flattened (key/value heads, num_blocks)."""
-        return self.of.key_head(each.set)[:, None] * num_blocks + each.block
+        return self.table.key_head(each.set)[:, None] * num_blocks + each.block
 
     def _keys_from_tokens(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
-        """Gather the key blocks of each problem from x (keys or values); its last token fills an incomplete block."""
-        side = self.of.block[1]
+        """Return the key blocks of each problem from x (keys or values); x's last token fills an incomplete block."""
+        side = self.table.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
         x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
         # A 2-D view with one row every `unit` elements, over all heads: index_select copies each row at once.
         unit = gcd(*x.stride()[:2])
         last = sum((size - 1) * stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
         rows = x.as_strided((last // unit + 1, x.shape[2]), (unit, 1))
-        at = (self.of.key_head(each.set)[:, None] * x.stride(0) + at * x.stride(1)) // unit
+        at = (self.table.key_head(each.set)[:, None] * x.stride(0) + at * x.stride(1)) // unit
         return rows.index_select(0, at.flatten()).view(len(at), 1, -1, x.shape[2])
 
     def _by_set(self, x: Shaped[Tensor, "H N ..."]) -> Shaped[Tensor, "X N g ..."]:
-        return x.unflatten(0, (self.of.num_sets, -1)).transpose(1, 2).contiguous()
+        return x.unflatten(0, (self.table.num_sets, -1)).transpose(1, 2).contiguous()
 
     def _by_block(self, x: Float[Tensor, "G M D"]) -> Float[Tensor, "G C K D"]:
-        side = self.of.block[1]
+        side = self.table.block[1]
         missing = -x.shape[1] % side
         return (pad(x, (0, 0, 0, missing)) if missing else x).unflatten(1, (-1, side)).contiguous()
 
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
-        for owners, query, block, place, seen in self.of.batches(sets, queries, rows.shape[3], rows.element_size()):
+        for owners, query, block, place, seen in self.table.batches(sets, queries, rows.shape[3], rows.element_size()):
             shown = None if seen is None else self._shown_pairs(owners[0], query, block, seen)
             for owner in owners:
                 yield Problems(owner, query, block, place, shown)
@@ -252,9 +255,9 @@ class QueryRows:
         block: Int64[Tensor, "n L"],
         seen: UInt8[Tensor, "n Q L"],
     ) -> Bool[Tensor, "n Q LK"]:
-        bound, side = self.of.bound, self.of.block[1]
+        bound, side = self.table.bound, self.table.block[1]
         shown = (seen == 2)[..., None].repeat(1, 1, 1, side)
-        heads = self.of.first_head(owner)
+        heads = self.table.first_head(owner)
         assert isinstance(bound.pattern, Pattern)
         for some in (seen == 1).nonzero().split(max(1, _CELLS // side)):
             problem, row, entry = some.unbind(1)
@@ -270,5 +273,5 @@ def _stack_entries(entries: Sequence[Tensor]) -> Tensor:
 
 
 def gather_for_problems(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
-    """Gather the entries index[i] of x.flatten(0, 1) for each problem i, concatenated along their first dim."""
+    """Return, for each problem i, the items index[i] of x.flatten(0, 1), concatenated along their first dim."""
     return x.flatten(0, 1).index_select(0, index.flatten()).view(len(index), 1, -1, *x.shape[3:])

@@ -53,7 +53,7 @@ class SingleKeys:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
-        """Return (dq, dk, dv) in float32 or wider.
+        """Return (dq, dk, dv) in float32 or wider, except that dq is in the dtype of q if keys are gathered.
 
         whole: out, lse and their gradients, of rows that may have more keys than the lists.
         """
@@ -63,7 +63,7 @@ class SingleKeys:
             dq, dk, dv, _ = gradients(problems, Weighting(scale), q, k, v, lse, whole.grad_out, whole.delta())
             return dq, dk, dv
         width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
-        (q, k, v), grad_out, out = whole.with_column(q, k, v)
+        (q, k, v), grad_out, out = whole.with_lse_channel(q, k, v)
         q, grad_out, out = (masked.clear_queries(x) for x in (q, grad_out, out))
         lse, k, v = masked.clear_queries(lse, torch.inf), masked.clear_keys(k), masked.clear_keys(v)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
@@ -125,9 +125,9 @@ class _DenseMask:
         return x.masked_fill(self._blind_queries if x.dim() == 4 else self._blind_queries.squeeze(-1), value)
 
     def clear_keys(self, x: Float[Tensor, "B G M D"]) -> Float[Tensor, "B S M D"]:
-        """Return x (keys or values) once for each head set, with 0 at keys that no query of the head set sees.
+        """Return x (keys or values) for each of the S head sets, with 0 at keys that no query of the head set sees.
 
-        Return x itself, once for each key/value head, if there are no such keys.
+        If every head set sees all keys, the result is x itself, with its G heads.
         """
         if self._unseen_keys is None:
             return x
@@ -138,10 +138,10 @@ class _DenseMask:
         return x if x.shape[1] == self.num_kv_heads else x.unflatten(1, (self.num_kv_heads, -1)).sum(2)
 
     def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, slice, Float[Tensor, "#B #H n m"]]]:
-        """Yield (slice of the queries, slice of the first keys, see `KeyLists.stop`, mask of their pairs).
+        """Yield (slice of queries, slice of keys, additive mask of their pairs); together they have all queries.
 
-        The masks are additive. Together the slices have all queries; for meta tensors, only the first
-        `META_CHUNKS` slices are yielded, with all keys, and the masks hide all pairs.
+        The keys are those before `KeyLists.stop`. For meta tensors, only the first `META_CHUNKS` slices of queries are
+        yielded, with all keys and a mask that hides all pairs.
         """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads
@@ -158,7 +158,7 @@ class _DenseMask:
     def _listed_pairs(self, matrix: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Return (query - begin, key) of the pairs that a table lists for the queries from `begin` to end - 1.
 
-        matrix: index of the table: that of its batch entry times the number of tables, plus its own.
+        matrix: batch entry * number of tables + index of the table.
         """
         first_list = matrix * self.lists.shape[2] + begin
         first_key = int(self.lists.ends[first_list - 1]) if first_list else 0

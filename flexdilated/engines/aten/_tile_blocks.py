@@ -33,8 +33,7 @@ class _Portion:
 
     at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v.
     mask: additive, one per problem or one for all; None if every pair is allowed.
-    blind: True for queries that see no key, by `mask` and `KernelTensors.visible`; None without such queries, and if
-        `visible` is None.
+    blind: True for queries for which `mask` hides all keys; None if there are none or `KernelTensors.visible` is None.
     """
 
     call: KernelCall
@@ -137,7 +136,10 @@ def _tensor_indices(x: KernelTensors, heads: tuple[int, ...], together: int) -> 
 
 
 def _head_slices(heads: tuple[int, ...], most: int) -> Iterator[slice]:
-    """Cut ascending heads into runs of at most `most` evenly spaced ones; yield each run as a slice of head indices."""
+    """Yield slices of head indices, each of at most `most` heads, that together are the ascending `heads`.
+
+    E.g. heads (0, 2, 4, 5) with most 8 -> slices of 0, 2, 4 and of 5.
+    """
     begin = 0
     while begin < len(heads):
         step = heads[begin + 1] - heads[begin] if begin + 1 < min(len(heads), begin + most) else 1
@@ -149,15 +151,15 @@ def _head_slices(heads: tuple[int, ...], most: int) -> Iterator[slice]:
 
 
 def _repeat_masks(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
-    """Repeat m > 1 masks for `times` heads or folds, n = times * m; a single mask is returned once, n = 1."""
+    """Return m > 1 masks repeated for `times` heads or folds, n = times * m; a single mask once, n = 1."""
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 
 def _as_problems(tiles: Tensor) -> Tensor:
-    """Reshape (X, n, slots, ...) to (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
+    """Return tiles (X, n, slots, ...) as (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
     return tiles.flatten(0, 1).unsqueeze(1)
 
 
 def _pad_slots(x: Tensor, slots: int) -> Tensor:
-    """Pad (B, G, F, K, ...) with zeros along K to size `slots`."""
+    """Return x (B, G, F, K, ...), padded with zeros along K to size `slots`."""
     return x if x.shape[3] == slots else pad(x, (0, 0) * (x.dim() - 4) + (0, slots - x.shape[3]))

@@ -92,10 +92,7 @@ class BlockRanges:
         self._in_blocks(x).index_add_(1, self.blocks.flatten(), self._in_blocks(part.flatten(1, 2)).to(x.dtype))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        """View (X, S, ...) as (X, blocks, side, ...), so that an index selects a block.
-
-        An incomplete last block is left out.
-        """
+        """Return a view of x (X, S, ...) as (X, blocks, side, ...), without an incomplete last block."""
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
@@ -140,7 +137,7 @@ class KernelCall:
         return self.queries.length * self.keys.length
 
     def parts(self, at_once: int) -> Iterator[KernelCall]:
-        """Cut the call into calls of at most `at_once` problems each."""
+        """Yield calls of at most `at_once` problems each, which together have the problems of this call."""
         for begin in range(0, len(self.row), at_once):
             end = begin + at_once
             own_masks = self.masks is not None and len(self.masks) > 1
@@ -208,7 +205,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
     """Make the kernel calls that compute a term from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
-    lists = _join_query_blocks(_block_lists(blocks, ids, told_apart=masks is not None), blocks)
+    lists = _join_query_blocks(_block_lists(blocks, ids, masks_kept=masks is not None), blocks)
     calls = list(_batched_calls(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
     listed = (call.keys for call in calls if isinstance(call.keys, BlockRanges))
@@ -223,7 +220,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 @dataclass(frozen=True)
 class _BlockLists:
-    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one query block, or of joined ones.
+    """The m non-empty block lists of a `Blocks`: the key blocks of one query block, or of several that were joined.
 
     A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
@@ -247,14 +244,14 @@ class _BlockLists:
         return _BlockLists(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-def _block_lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _BlockLists:
+def _block_lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, masks_kept: bool) -> _BlockLists:
     found, length = (blocks.table.long() * blocks.num_rows + blocks.row).unique_consecutive(return_counts=True)
     row, begin = found % blocks.num_rows, length.cumsum(0) - length
     masked = _sum_by_list((~blocks.full).long(), length) > 0
     num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
     last = blocks.column[begin + length - 1].long()
     short = ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
-    code = _mask_fingerprints(ids, length) if told_apart else torch.arange(len(row))
+    code = _mask_fingerprints(ids, length) if masks_kept else torch.arange(len(row))
     num_keys = length * blocks.k_block - short
     return _BlockLists(found // blocks.num_rows, row, begin, length, num_queries, num_keys, masked, code * masked)
 
@@ -277,7 +274,10 @@ def _mask_fingerprints(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) ->
 
 
 def _join_query_blocks(lists: _BlockLists, blocks: Blocks) -> _BlockLists:
-    """Join consecutive query blocks with equal key blocks and no mask to lists of up to _MAX_JOINED_SLOTS queries."""
+    """Return the lists, with those of consecutive query blocks joined if they have equal key blocks and no mask.
+
+    A joined list has at most _MAX_JOINED_SLOTS queries.
+    """
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)
@@ -331,7 +331,7 @@ def _batched_calls(lists: _BlockLists, blocks: Blocks, ids: Int64[Tensor, " E"])
 
 
 def _equal_rows(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
-    """Group the rows of a matrix by value: for each distinct row, the ascending indices of the rows equal to it."""
+    """Return, for each distinct row of a matrix, the ascending indices of the rows that are equal to it."""
     if not len(key):
         return ()
     _, group, sizes = key.unique(dim=0, return_inverse=True, return_counts=True)

@@ -46,7 +46,7 @@ def run_flex(
     """Compute attention by a FlexProgram; returns (out, natural lse). The lse is None without `features.return_lse`.
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
-    structure and each key from `kind_of`. In a traced graph, the function's operations become part of the graph. Pairs
+    structure and each `compilation_key`. In a traced graph, the function's operations become part of the graph. Pairs
     that dropout drops are left out of the softmax and of the lse; out is not divided by 1 - dropout_p.
 
     kernel: function to call in place of flex_attention, without compilation; None for flex_attention.
@@ -63,7 +63,7 @@ def run_flex(
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
-        compiled = call(kind_of(q, k, v, features, sides))
+        compiled = call(compilation_key(q, k, v, features, sides))
         tables = program.packed, program.sizes
         out, lse = compiled(program.steps, tables, program.enter, q, k, v, *as_arguments(features))
     else:
@@ -86,8 +86,8 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
     return Features(float(scale), score_mod, sinks, float(dropout_p), *others)
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return the recompilation key of a call: programs of one structure share a compiled function for equal keys.
+def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
+    """Return a call's key of compiled functions: programs of one structure share a function for equal keys.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
@@ -112,24 +112,25 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequenc
 def compiled_flex(
     structure: Hashable, device: torch.device, function: FunctionType | None = None
 ) -> Callable[[Hashable], Kernel]:
-    """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
+    """Return a function that maps a `compilation_key` to the compiled function for programs of this structure.
 
-    Both kinds of functions are kept in LRU caches. Each compiled function has a separate code object: torch counts
-    recompilations per code object and stops compiling at a limit, which all callers of the code would share.
+    The returned functions and the compiled functions are kept in LRU caches. Each compiled function has a separate code
+    object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the code
+    would share.
 
     structure: key of a program, such as `FlexProgram.structure`.
     function: code to compile; None for the code that runs a FlexProgram.
     """
 
     @lru_cache(maxsize=64)
-    def own(kind: Hashable) -> Kernel:
+    def compiled_for(key: Hashable) -> Kernel:
         return _compile(device, _call_program if function is None else function)
 
-    return own
+    return compiled_for
 
 
 def _pad_head_dim(x: Tensor) -> Tensor:
-    """Pad head dims below 24 to 24 with zeros, for CPU kernels."""
+    """Return x for CPU kernels: head dims below 24 are padded to 24 with zeros."""
     # For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
     # smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
     # first queries, whose results become 0 or NaN.
@@ -159,7 +160,7 @@ def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
     Guards on numbers of a program's modules need no check: the numbers are part of the key under which the compiled
     function is cached.
     """
-    modules = "L['steps']", "L['enter']", "L['of']"
+    modules = "L['steps']", "L['enter']", "L['sizes']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))
         for guard in guards

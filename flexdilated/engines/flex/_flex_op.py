@@ -243,7 +243,7 @@ def _check_table(q: Tensor, call: Call) -> None:
 
 
 def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[range]:
-    """Split the key/value heads into ranges so that no tensor of a range exceeds MOST_ELEMENTS elements.
+    """Return ranges that together are all key/value heads, each with tensors of at most MOST_ELEMENTS elements.
 
     The tensors of a range are k and v of its heads and, for their query heads, q, the output, and the gathered copies
     of q. On CPU the result is a single range.
@@ -382,7 +382,9 @@ def _attend_with_table(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, natural lse) of a call whose pattern has a table of selected blocks.
 
-    Attention over the selected blocks and over the pattern's other pairs is merged. table: the split of the pattern.
+    The pairs in selected blocks and the pattern's other pairs are computed one after the other and merged by lse.
+
+    table: the pattern, split into the table and the other pairs.
     """
     sinks, features = features.sinks, features._replace(sinks=None, return_lse=True)
     parts = [selected_flex(q, k, v, bindings, table, call, features)]

@@ -41,7 +41,7 @@ def call_kernel(
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
         kernels do not check.
     sides: (queries, keys) of a block.
-    features: of which scale, score_mod (a function of the kernel's indices), return_lse and kernel_options are used.
+    features: its scale, score_mod (a function of the kernel's indices), return_lse and kernel_options are used.
     is_complex: True if the mask has many operations, for which kernels need more registers.
     """
     own: dict[str, Any] = dict(_options_of(features.kernel_options))
@@ -76,12 +76,13 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 
 
 def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return options for half-precision kernels with too few registers by default: more warps or a smaller tile.
+    """Return options that give a kernel more warps or smaller tiles; {} if torch's defaults leave it enough registers.
 
-    At head dims 65 to 128, torch runs the backward on Blackwell with the tiles of Hopper, but with half the warps.
+    Only half-precision kernels run short of registers. At head dims 65 to 128, torch runs the backward on Blackwell
+    with the tiles of Hopper, but with half the warps.
 
-    given: the caller's options. One without prefix "fwd_" or "bwd_" sets both kernels; the result then has no option of
-        that name with a prefix.
+    given: the caller's options. An option without the prefix "fwd_" or "bwd_" applies to both kernels, so the result
+        has no option of that name with a prefix.
     """
     head_dim, options = q.shape[3], {}
     if q.dtype.itemsize == 2 and head_dim <= 64:
@@ -92,9 +93,10 @@ def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> 
 
 
 def _narrow_lists(tables: Tables) -> Tables:
-    """Return the tables without the padding of lists that have only one block to list.
+    """Return the block tables, with lists of width 1 where the mask has a single block to list.
 
-    If the mask has one key block, lists of key blocks get width 1; if it has one query block, lists of query blocks do.
+    If the mask has one key block, its lists of key blocks get width 1; if it has one query block, its lists of query
+    blocks do.
     """
     # Programs pad such lists to width 2, which FlashAttention refuses.
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]

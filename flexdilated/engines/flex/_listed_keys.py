@@ -35,8 +35,8 @@ class ListedKeys:
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     place: index, in the call's pattern, of the branch with the table.
     places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
-    on_triton: True if Triton's kernels compute the pairs, False if plain operations do; None: Triton's kernels if they
-        support the call. With a score_mod or dropout, plain operations always do.
+    on_triton: True if Triton's kernels compute the pairs, False if plain operations do, None if Triton's kernels do for
+        the tensors that they support. With a score_mod or dropout, plain operations compute the pairs in any case.
     """
 
     source: KeyLists | KeyTable | PaddedRows
@@ -67,7 +67,7 @@ class ListedKeys:
         dtype: torch.dtype | None = None,
         recorded: bool = False,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """Return (out, natural lse) over the listed pairs, as `kernels._portable.attention`."""
+        """Return (out, natural lse) over the listed pairs; arguments are those of `kernels._portable.attention`."""
         if recorded or not self._takes_triton(weighting, q, k, v):
             return attention(self._problems(q, k, v), weighting, q, k, v, dtype=dtype, recorded=recorded)
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=sum_dtype(q) if dtype is None else dtype)
@@ -90,7 +90,10 @@ class ListedKeys:
         grad_out: Float[Tensor, "B H N E"],
         delta: Float[Tensor, "B H N"],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return (dq, dk, dv, [gradient of each learned tensor]), as `kernels._portable.gradients`."""
+        """Return (dq, dk, dv, [gradient of each learned tensor]) through the listed pairs.
+
+        Arguments and dtypes are those of `kernels._portable.gradients`.
+        """
         if torch.are_deterministic_algorithms_enabled() or not self._takes_triton(weighting, q, k, v):
             return gradients(self._problems(q, k, v), weighting, q, k, v, lse, grad_out, delta)
         dq = q.new_empty(q.shape)
@@ -144,8 +147,8 @@ class KeyTable:
     """A run-time table of single keys on an accelerator; only `lists` copies its values to the host.
 
     rows: keys of each query of the call, as positions, in any order; negative for none.
-    rule: further restricts the pairs.
-    groups: index of the table of each of t equal groups of consecutive heads, see `tables_of_heads`.
+    rule: mask that further restricts the table's pairs.
+    groups: result of `tables_of_heads`: item i is the table that the i-th of t equal groups of consecutive heads reads.
     """
 
     call: Call
@@ -231,7 +234,7 @@ def listed_rows(
     Keys that the rest of the pattern forbids are left out. Keys are in ascending order, followed by -1 for none. The
     shape depends on the shapes of the run-time tensors only.
 
-    bindings: the run-time tensors of the pattern, which has no pairs outside the table, sorted by name.
+    bindings: the pattern's run-time tensors, sorted by name; the pattern must have no pairs outside the table.
     constants, q_offset, k_offset: `Call.arguments`.
     width: most keys of a query, as in `ListedParts`.
     """
@@ -261,10 +264,10 @@ def _(q, k, bindings, constants, q_offset, k_offset, width):
 def _shape_of_rows(
     call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int, width: int
 ) -> tuple[int, int, int, int]:
-    """Return the shape of the result of `listed_rows`.
+    """Return (b, t, N, width), the shape of the result of `listed_rows`.
 
-    It has every batch entry and every head if the rest of the pattern, which restricts the table's pairs, has run-time
-    tensors: which entries and heads have equal keys then depends on values.
+    If the rest of the pattern, which restricts the table's pairs, has run-time tensors, b is the batch and t the number
+    of heads: values then decide which entries and heads have equal keys.
 
     Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
     """

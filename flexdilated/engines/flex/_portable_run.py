@@ -29,7 +29,7 @@ class Portable:
     """Executable call of engine "portable": a program, features, and the pairs of a table of single keys.
 
     features: their score_mod is None, a `Recorded` or, in a graph, a function.
-    spans: in a graph, the spans of each step; None eagerly, where they follow from the lengths of its block lists.
+    spans: in a graph, the spans of each step; None eagerly, where the lengths of a step's block lists give its spans.
     of_table: the table's pairs, which are not in the program; None without a table.
     """
 
@@ -123,9 +123,9 @@ class Portable:
     def _gradients_of_steps(
         self, x: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor], of_learned: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Return the gradients of x = (q, k, v) through the program's pairs; add those of `learned` to of_learned.
+        """Return (dq, dk, dv) of x = (q, k, v) through the program's pairs.
 
-        The addition to of_learned is in place.
+        The gradients of the tensors in `learned` are added to of_learned, in place.
 
         rows: (lse, gradient of out, delta) of the whole rows, in the order of the tokens in x.
         """

@@ -46,7 +46,7 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 class Structure(torch.nn.Module):
     """Length-independent numbers of a term's kernel call.
 
-    A module, because compiled graphs have the numbers of modules as constants.
+    It is a module because the numbers of modules are constants of compiled graphs.
 
     queries, keys: rules of the gathers.
     sides: (queries, keys) of a block.
@@ -185,7 +185,7 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return (queries, keys) of square blocks for a term: small ones, of TILE or more, whose lists are still short.
+    """Return (queries, keys) of square blocks for a term: small blocks, of side TILE or more, whose lists are short.
 
     Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
     The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then
@@ -245,7 +245,7 @@ def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
 
 
 def _widen_lists(tables: Tables) -> Tables:
-    """Pad block lists to at least 2 entries: torch.compile takes a dim of size 1 for a constant."""
+    """Return tables whose block lists have width 2 or more: torch.compile takes a dim of size 1 for a constant."""
     return {
         name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
         for name, each in tables.items()
@@ -309,7 +309,7 @@ def _make_step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    Always False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
+    It is False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False

@@ -58,7 +58,7 @@ def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
 
 
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
-    """Return the number of gathered copies per query, with padding of tiles, rounded up; 1 if queries are not gathered.
+    """Return the number of gathered copies per query, tile padding included, rounded up; 1 if none are gathered.
 
     block: (queries, keys) of a selected block.
     q_offset: position of the first query.
@@ -76,7 +76,7 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
 class SelectedBlockSizes(torch.nn.Module):
     """Length-independent sizes of attention over a table of selected blocks.
 
-    A module, because a compiled graph has a module's numbers as constants.
+    It is a module because the numbers of modules are constants of compiled graphs.
 
     block: (queries, keys) of a selected block.
     unit: queries that are gathered as one unit, 0 if none are.
@@ -107,7 +107,7 @@ class CallOffsets(NamedTuple):
     head, query, key: tensors with the global index of the first head and the positions of the first query and key.
     row: index of the first query in its query block, a number.
     tables: index of each head's table of selected blocks; empty if head i has table i and there are no other tables.
-        `attend_selected` does not read it: its `rows` are already those of these tables.
+        `attend_selected` does not read it: its caller has chosen `rows` by it.
     """
 
     head: Int64[Tensor, ""]
@@ -118,7 +118,7 @@ class CallOffsets(NamedTuple):
 
 
 def attend_selected(
-    of: SelectedBlockSizes,
+    sizes: SelectedBlockSizes,
     rest: MaskMod,
     where: CallOffsets,
     rows: Int64[Tensor, "b T R W"],
@@ -131,14 +131,14 @@ def attend_selected(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `rest` also allows.
 
-    of: sizes.
+    sizes: sizes of blocks and heads.
     rest: mask by global head and positions.
     where: offsets of the call.
     rows: key blocks that each query block selects; key block 0 has the call's first key, query block 0 its first query.
         Blocks outside the keys are ignored, a block that is named twice counts once.
     classes: for query and key blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
     """
-    blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
+    blocks, tokens, unit = -(-k.shape[2] // sizes.k_block), q.shape[2], sizes.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
     rows = rows.sort(-1).values
     again = pad(rows[..., 1:] == rows[..., :-1], (1, 0))
@@ -146,29 +146,29 @@ def attend_selected(
     rows = torch.where(named, rows, 0)
     if not unit:
         tables = _block_mask_tables(rows, named, classes, blocks)
-        out, lse = _run_kernel(of, tables, rest, where, q, k, v, features, kernel)
+        out, lse = _run_kernel(sizes, tables, rest, where, q, k, v, features, kernel)
         return out.to(sum_dtype(q)), lse
-    if unit != of.q_block:
-        row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
+    if unit != sizes.q_block:
+        row = (where.row + torch.arange(tokens, device=q.device)) // sizes.q_block
         rows, named = rows[:, :, row], named[:, :, row]
     at = _tile_places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
-    own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
+    own_row = torch.where(at.pair >= 0, at.pair // sizes.most, -1)
     short = rows.shape[2] * unit - tokens
     own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
-    own = gather_vectors(own, own_row, at.place.unflatten(2, (-1, of.most))).unflatten(3, (unit, -1)).flatten(2, 3)
+    own = gather_vectors(own, own_row, at.place.unflatten(2, (-1, sizes.most))).unflatten(3, (unit, -1)).flatten(2, 3)
     own_block = at.block.repeat_interleave(TILE // unit, 2)
 
     def position(b, h, place):
         return (own_row[b, h, place // unit] * unit + place % unit + where.query).clamp(min=0)
 
     def inside(b, h, place, key):
-        return (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
+        return (own_row[b, h, place // unit] >= 0) & (key // sizes.k_block == own_block[b, h, place // unit])
 
-    tables = _tables_of_tiles(of, at)
-    out, lse = _run_kernel(of, tables, rest, where, own, k, v, features, kernel, position, inside)
+    tables = _tables_of_tiles(sizes, at)
+    out, lse = _run_kernel(sizes, tables, rest, where, own, k, v, features, kernel, position, inside)
     parts = out.unflatten(2, (-1, unit)).flatten(3)
-    parts = gather_vectors(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, -1))
-    lses = gather_vectors(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
+    parts = gather_vectors(parts, at.place, at.pair[..., None]).unflatten(2, (-1, sizes.most)).unflatten(4, (unit, -1))
+    lses = gather_vectors(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, sizes.most))
     shares, whole = shares_of(torch.where(named[..., None], lses, -torch.inf), 3)
     joined = (parts.to(sum_dtype(q)) * shares[..., None]).sum(3)
     return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
@@ -245,12 +245,12 @@ def _tile_places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], 
     return TilePlaces(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
 
 
-def _tables_of_tiles(of: SelectedBlockSizes, at: TilePlaces) -> dict[str, Tensor]:
+def _tables_of_tiles(sizes: SelectedBlockSizes, at: TilePlaces) -> dict[str, Tensor]:
     """Return block tables of a BlockMask in which each tile of gathered queries lists the one block that it attends to.
 
     A key block of the kernel may consist of several selected key blocks. Unused tiles list no block.
     """
-    joined, blocks, tiles = of.sides[1] // of.k_block, at.number.shape[2], at.block.shape[2]
+    joined, blocks, tiles = sizes.sides[1] // sizes.k_block, at.number.shape[2], at.block.shape[2]
     number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
     begin = number.cumsum(-1) - number
     there = at.block < blocks
@@ -270,7 +270,7 @@ def _tables_of_tiles(of: SelectedBlockSizes, at: TilePlaces) -> dict[str, Tensor
 
 
 def _run_kernel(
-    of: SelectedBlockSizes,
+    sizes: SelectedBlockSizes,
     tables: dict[str, Tensor],
     rest: MaskMod,
     where: CallOffsets,
@@ -304,7 +304,7 @@ def _run_kernel(
 
     tables = {name: each.contiguous() for name, each in tables.items()}
     own = features._replace(score_mod=None if features.score_mod is None else scored)
-    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, sides=of.sides, features=own)
+    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, sides=sizes.sides, features=own)
     assert lse is not None
     return torch.where((lse == -torch.inf)[..., None], 0.0, out), lse
 

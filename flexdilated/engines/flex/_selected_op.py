@@ -21,7 +21,7 @@ from .._features import Features
 from .._ops import own_op
 from .._score_mod import function_key
 from .._tables import table_split_in_text, table_split_of, tensors_of
-from ._flex import as_arguments, compiled_flex, flex_in_graph, from_arguments, kind_of, require_compiling
+from ._flex import as_arguments, compilation_key, compiled_flex, flex_in_graph, from_arguments, require_compiling
 from ._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
 from ._traced import MAKERS, traced
 
@@ -51,10 +51,10 @@ class SelectedParts(NamedTuple):
 
 @graph_constant
 def selected_parts(text: str) -> SelectedParts | None:
-    """Split a pattern, given as JSON, into its table of selected blocks and the pairs allowed without the table.
+    """Return a pattern, given as JSON, split into its table of selected blocks and the pairs allowed without the table.
 
     A mask that further restricts the table's pairs is not part of the result: `prepare_call` reads it from the pattern.
-    Returns None if the pattern has no such table, or if the table cannot be separated from the other pairs.
+    The result is None if the pattern has no such table, or if the table cannot be separated from the other pairs.
     """
     return _selected_parts(text)
 
@@ -84,15 +84,16 @@ def takes_table(parts: SelectedParts, call: Call) -> bool:
 class PreparedCall:
     """Sizes, mask and offsets of a call with a table of selected blocks: all that the table's values do not change.
 
-    of: sizes.
+    sizes: sizes of blocks and heads.
     rest: mask that also applies to pairs in selected blocks.
     held: holders of the run-time tables that `rest` reads.
     where: offsets of the call.
-    classes: 2 for each (query block, key block) in which `rest` allows every pair, else 1; None if not known.
+    classes: for each (query block, key block), 2 if both are whole and `rest` allows every pair, else 1; None if not
+        known.
     skipped: number of rows in the table before the row of the first query.
     """
 
-    of: SelectedBlockSizes
+    sizes: SelectedBlockSizes
     rest: MaskMod
     held: tuple[HeldRows, ...]
     where: CallOffsets
@@ -109,7 +110,7 @@ def prepare_call(
 ) -> PreparedCall:
     """Return the `PreparedCall` of a call with a table of selected blocks.
 
-    Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
+    It is cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
 
     blank_rest: True, for a trace, to use placeholders for the values of the rest's run-time tensors.
 
@@ -131,13 +132,13 @@ def prepare_call(
             rule = blank(rest, tensors, call.extent) if blank_rest else rest.resolve(tensors, call.extent)
         unit = unit_of(leaf.block, call.q_offset)
         assert unit is not None
-        of = SelectedBlockSizes(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
+        sizes = SelectedBlockSizes(leaf.block, unit, leaf.most, (count, call.num_heads, call.num_kv_heads))
         head, query, key_first = (torch.tensor(at, device=device) for at in call.offsets)
         where = CallOffsets(head, query, key_first, call.q_offset % leaf.block[0], _table_indices(call, count))
         held = tuple(table.on(device) for table in tables(rule))
         classes = None if held or unit else _classes(call, rule, leaf.block, device)
         rest_mod = rule.mask_mod(num_heads=call.num_heads_global, device=device)
-        return PreparedCall(of, rest_mod, held, where, classes, skipped)
+        return PreparedCall(sizes, rest_mod, held, where, classes, skipped)
 
     if rest.varies:
         return build()
@@ -203,11 +204,13 @@ def selected_flex(
             for held, rows in zip(found.held, _held_rows(q, k, bindings, *call.arguments), strict=True):
                 held.rows = rows
         rows = _rows_of(table, found)
-        return attend_selected(found.of, found.rest, found.where, rows, found.classes, q, k, v, features, flex_in_graph)
+        return attend_selected(
+            found.sizes, found.rest, found.where, rows, found.classes, q, k, v, features, flex_in_graph
+        )
     found = prepare_call(call, q.device, bindings)
     compiled = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
-    run, rows = compiled(kind_of(q, k, v, features, [found.of.sides])), _rows_of(table, found)
-    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *as_arguments(features))
+    run, rows = compiled(compilation_key(q, k, v, features, [found.sizes.sides])), _rows_of(table, found)
+    return run(found.sizes, found.rest, found.where, rows, found.classes, q, k, v, *as_arguments(features))
 
 
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: PreparedCall) -> Int64[Tensor, "b t R W"]:
@@ -220,16 +223,16 @@ def _rows_of(table: Int64[Tensor, "*b T R W"], found: PreparedCall) -> Int64[Ten
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables
     rows = rows[:, list(own)] if own else rows
-    return rows - found.where.key // found.of.k_block
+    return rows - found.where.key // found.sizes.k_block
 
 
 def _structure(found: PreparedCall) -> Hashable:
-    return function_key(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
+    return function_key(found.rest, _DEPTH), found.sizes.numbers, found.classes is None, found.where.row
 
 
-def _call_selected(of, rest, where, rows, classes, q, k, v, *features):
+def _call_selected(sizes, rest, where, rows, classes, q, k, v, *features):
     require_compiling()
-    return attend_selected(of, rest, where, rows, classes, q, k, v, from_arguments(*features), flex_in_graph)
+    return attend_selected(sizes, rest, where, rows, classes, q, k, v, from_arguments(*features), flex_in_graph)
 
 
 MAKERS["selected"] = lambda key, q, bindings: prepare_call(key, q.device, bindings, blank_rest=True)

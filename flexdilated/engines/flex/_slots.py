@@ -1,7 +1,8 @@
 """Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
 A token of a head has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a
-scatter. Plain torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
+scatter. All operations are plain torch, so inductor fuses them. Numbers of a pattern are graph constants; lengths are
+dynamic.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _Numbers = tuple[int, ...]
 
 
 class SlotIndex(NamedTuple):
-    """Index tensors between one side of a term and a tensor; None where not needed.
+    """Index tensors between the slots of one side of a term and the tokens of a tensor; None if the kind needs none.
 
     heads: for each head of the term, its query head; None if the term has all query heads in order.
     places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
@@ -52,7 +53,7 @@ class SlotIndex(NamedTuple):
 class SlotRule(torch.nn.Module):
     """Rule that gathers one side of a term into its slots.
 
-    A module, because a compiled graph has a module's numbers as constants.
+    It is a module because the numbers of modules are constants of compiled graphs.
 
     kind: "all": the slots are the tensor itself. "heads": slot i is token i, of some of the heads. "segments": slot i
         is in segment i // width, where it is token i % width * step + the head's offset; a segment has `segment`
@@ -84,7 +85,7 @@ class SlotRule(torch.nn.Module):
         return x if self.kind == "all" else take_or_put(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
 
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: SlotIndex, start: int, tokens: int, empty: float) -> Tensor:
-        """Gather slots back into tokens, inverse to `take`: (B, query heads, tokens, ...).
+        """Return x with tokens in place of slots, (B, query heads, tokens, ...): the inverse of `take`.
 
         rows: index tensors.
         start: token at which segment 0 begins.
@@ -209,7 +210,9 @@ def _take_or_fill(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, 
 class _TakeOrPut(torch.autograd.Function):
     """Autograd function that gathers a term's slots from a tensor's tokens or, if not `to_slots`, tokens from slots.
 
-    The gradient is the inverse gather. length: number of slots or tokens of the result.
+    The gradient is the inverse gather.
+
+    length: number of slots or tokens of the result.
     """
 
     @staticmethod
@@ -307,7 +310,8 @@ def _gather_by_index(
     heads: query heads of the term, None for all.
     groups: number of query heads for each head of the tensor.
 
-    Heads of a group with equal rows of the index are gathered once.
+    If the term has all query heads, and the heads that share a head of the tensor have equal tokens in their slots,
+    each head of the tensor is gathered once.
     """
     alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
     if heads is None and groups > 1:

@@ -30,7 +30,7 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    It has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
+    The name has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
     because a trace does not support tuples here. Sizes are converted to numbers, as a fake implementation would format
     a dynamic size as a symbol.
 
@@ -87,8 +87,8 @@ def _(q, k, bindings, what, *arguments):
 def allow_gathers_in_graph() -> None:
     """Make torch.compile put `take_or_put` and `gather_vectors` into graphs without tracing into them.
 
-    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at
-    import, as it imports the whole compiler.
+    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. The call is not
+    made at import, because it imports the whole compiler.
     """
     for function in (take_or_put, gather_vectors):
         torch.compiler.allow_in_graph(function)

@@ -60,7 +60,7 @@ def add_gradients_of_part(
     dk: Float[Tensor, "B G M D"],
     dv: Float[Tensor, "B G M E"],
 ) -> None:
-    """Write the gradients of the part's queries to dq, and add those of their keys to dk and dv, which are float32.
+    """Write the gradients of the part's queries to dq; add the gradients of its keys and values to float32 dk and dv.
 
     The additions are atomic, in no fixed order.
 
@@ -183,7 +183,7 @@ def _load_keys(keys, place, count, keys_of_call):
 
 @triton.jit
 def _load(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Load WIDTH channels, from FIRST on, of vectors of x at `offset`; 0 where not `there`, and from channel DIM on."""
+    """Return WIDTH channels, from FIRST on, of the vectors of x at `offset`; 0 where not `there`, and from DIM on."""
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
 

@@ -152,7 +152,7 @@ def _problem_parts(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[s
 
 
 def _call_in_batches(call: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-    """Call a function on chunks of the batch (dim 0) that fit CUDA's launch grid; concatenate each of its results."""
+    """Return the results of `call`, computed for chunks of the batch (dim 0) that fit CUDA's launch grid."""
     at_once = max(1, _PROBLEMS_AT_ONCE // operands[0].shape[1])
     if len(operands[0]) <= at_once:
         return call(*operands)
@@ -166,13 +166,16 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _per_key_head(x: Tensor, groups: int) -> Tensor:
-    """Sum x (B, H, K, D) over groups of `groups` heads, in float32 or wider, to (B, H / groups, K, D) in x's dtype."""
+    """Return x (B, H, K, D) as (B, H / groups, K, D) in x's dtype: sums over `groups` heads, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 
 
 def _make_loadable(x: Tensor) -> Tensor:
-    """Pad the head dim of x with zeros to a multiple of 8; copy x if its vectors are strided or not 16-byte aligned."""
+    """Return x with its head dim padded with zeros to a multiple of 8.
+
+    If no padding is needed, x is copied if its vectors are strided or not 16-byte aligned, else returned unchanged.
+    """
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))

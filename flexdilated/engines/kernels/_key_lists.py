@@ -126,7 +126,7 @@ class ListProblems:
         """Ranges of the lists in descending order of length: (begin, end, length of the longest list) of each range.
 
         A range is computed in one or more chunks, each with all its lists. Lists without keys are in no range. For meta
-        tensors, only the first few of the ranges that are alike are kept.
+        tensors, only the first few ranges of similar length are kept.
         """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
         rising = -counts.cpu()  # read once: on an accelerator, each read waits for it

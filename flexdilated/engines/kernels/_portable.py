@@ -51,7 +51,7 @@ class Weighting(NamedTuple):
 class Span(NamedTuple):
     """Block lists that are computed in the same chunks.
 
-    begin, stop: their range in the descending order of length.
+    begin, stop: range of these lists, in descending order of length.
     length: upper bound of the number of blocks in a list.
     masked: upper bound of the number of blocks with a mask in a list; a block that the end of the tokens cuts off
         always has a mask.
@@ -80,14 +80,14 @@ class ListLengths(NamedTuple):
 
     @classmethod
     def of(cls, mask: BlockMask) -> ListLengths:
-        """Read the lengths from the mask; on an accelerator, this waits for the device."""
-        partial, count = _lengths(mask)
+        """Return the lengths of a BlockMask's lists; on an accelerator, reading them waits for the device."""
+        partial, count = _block_counts(mask)
         counts, order = count.sort(descending=True, stable=True)
         return cls(counts.tolist(), partial[order].tolist())
 
     @classmethod
     def at_most(cls, longest: int, lists: int) -> ListLengths:
-        """Return bounds for `lists` lists of at most `longest` blocks; all of these may have a mask."""
+        """Return bounds for `lists` lists of at most `longest` blocks, each of which may have a mask."""
         return cls([longest] * lists, [longest] * lists)
 
 
@@ -114,7 +114,7 @@ def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: 
     return tuple(found)
 
 
-def _lengths(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]:
+def _block_counts(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]:
     """Return (number of blocks with a mask, number of all blocks) of each block list of a BlockMask."""
     assert mask.full_kv_num_blocks is not None, "the masks of this package list full blocks apart"
     partial = mask.kv_num_blocks.flatten().long()
@@ -171,7 +171,7 @@ class BlockProblems:
     @classmethod
     def of(cls, mask: BlockMask, spans: Sequence[Span], q: Tensor, k: Tensor) -> BlockProblems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        partial, count = _lengths(mask)
+        partial, count = _block_counts(mask)
         place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
         assert whole is not None
@@ -244,7 +244,7 @@ class BlockProblems:
         q: Tensor,
         k: Tensor,
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """Return a mask, True for pairs that are not allowed: masked ones, and those after the last block or key.
+        """Return a mask, True for pairs that are not allowed: by the BlockMask's mask, or as `beyond` is True.
 
         None if every pair is allowed: no list has a block with a mask, and none is shorter than the span's length.
 
@@ -359,10 +359,10 @@ def largest_scores(
 ) -> Float[Tensor, "B H N"]:
     """Return each query's largest score after score_mod, in float32 or wider; -inf for a query without keys.
 
-    mask: with its full blocks in lists of their own.
+    mask: a BlockMask that lists full blocks apart from partial ones.
     scale, score_mod: as in `Weighting`.
 
-    Not differentiable. Memory is linear in tokens.
+    The result has no gradient. Memory is linear in tokens.
     """
     weighting = Weighting(scale, score_mod)
     problems = BlockProblems.of(mask, spans_of(mask, ListLengths.of(mask), q.shape[0] * q.shape[1]), q, k)
@@ -445,7 +445,8 @@ def _chunk_gradients(
 
 
 def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Compute exp(x) in place by exp2: on CPU, torch's exp takes up to 40 times as long where results underflow."""
+    """Return x after an in-place exp, computed by exp2."""
+    # On CPU, torch's exp takes up to 40 times as long where results underflow.
     return x.mul_(log2(e)).exp2_()
 
 
@@ -456,7 +457,7 @@ def _gather_blocks(x: Float[Tensor, "n K D"], chunk: _BlockChunk | ListChunk) ->
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
-    """Cut the tokens of x into blocks of `side`, the last padded with `value`; n is batch * heads * blocks."""
+    """Return the tokens of x in n = batch * heads * blocks blocks of `side`, the last one padded with `value`."""
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
