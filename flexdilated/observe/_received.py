@@ -303,8 +303,9 @@ def _color_scale(values: Tensor) -> ScalarMappable:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
-    some = values[values > 0].clamp(1e-30, 1e30)
-    ends = some.quantile(torch.tensor([0.01, 0.99], dtype=some.dtype)).tolist() if len(some) else (1.0, 1.0)
+    # Tensor.quantile takes no more than 2**24 values.
+    some = values[values > 0].clamp(1e-30, 1e30).sort().values
+    ends = some[[round(share * (len(some) - 1)) for share in (0.01, 0.99)]].tolist() if len(some) else (1.0, 1.0)
     return ScalarMappable(LogNorm(*_ends(*ends), clip=True))
 
 
