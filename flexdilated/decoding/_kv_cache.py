@@ -262,7 +262,7 @@ class KVCache:
         """
         seen = self._tokens_seen()
         if isinstance(num_tokens, Tensor):
-            numbers = _one_for_each_entry("num_tokens", num_tokens, seen if self._cohorts else [0] * num_tokens.numel())
+            numbers = _checked_integers("num_tokens", num_tokens, seen if self._cohorts else [0] * num_tokens.numel())
         else:
             most = min((cohort.seen for cohort in self._cohorts), default=0)
             numbers = require_int("num_tokens", num_tokens, minimum=0, maximum=most)
@@ -431,7 +431,7 @@ class KVCache:
             self._cohorts[0].held.check_continues(k, v, batch=len(seen))
         numbers = [k.shape[2]] * k.shape[0]
         if lengths is not None:
-            numbers = _one_for_each_entry("lengths", lengths, numbers)
+            numbers = _checked_integers("lengths", lengths, numbers)
         for (first, number), entries in grouped(zip(seen or [0] * len(numbers), numbers, strict=True)).items():
             with _entries_in_errors(entries, len(numbers)):
                 self._reader.check_tokens(range(first, first + number))
@@ -449,7 +449,7 @@ class KVCache:
         return f"{type(self).__name__}({own}: {held})"
 
 
-def _one_for_each_entry(name: str, value: object, most: Sequence[int]) -> list[int]:
+def _checked_integers(name: str, value: object, most: Sequence[int]) -> list[int]:
     """Return `value`, a tensor with an integer for each batch entry, as a list.
 
     name: name of the argument, for errors.

@@ -264,9 +264,12 @@ class Gradients:
 
 
 def _message_views(x: Tensor, length: int) -> Sequence[Tensor]:
-    """Return views of x (B, G, S, ...), each the tensor of one message: (x,) if it is a whole shard, as S == length.
+    """Return contiguous views of x (B, G, S, ...), one for each message: x itself if it has all tokens, S == length.
 
-    Otherwise x is part of a contiguous shard, and there is one view, contiguous, per batch entry and KV head.
+    Otherwise there is one view per batch entry and KV head, as some tokens of a shard are contiguous only within these.
+    The receiver cuts its buffer in the same way.
+
+    length: number of tokens of the sender's whole shard.
     """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 

@@ -171,8 +171,11 @@ class WholeSide:
 class PickedSide:
     """Reader and writer of one side of a term by an index tensor of shape (heads, folds, slots).
 
-    Slot s of fold f of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
-    head serves all heads.
+    Slot s of fold f of row h of heads holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
+    head serves all rows.
+
+    heads: head of the tensor for each row: for each head of the term or, if equal heads are adjacent and equally many,
+        for each tensor head once (see `_without_repeats`).
     """
 
     heads: tuple[int, ...]

@@ -372,15 +372,22 @@ def _planned_memory(settings: _CallSettings, pattern: Expression, size: Attentio
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
-_CallBytes = tuple[int, int, int, int, int]
+class _CallBytes(NamedTuple):
+    """Memory of a call, in bytes: lse, what the forward keeps for the backward, and peaks."""
+
+    lse: int
+    kept: int
+    inference_peak: int
+    forward_peak: int
+    backward_peak: int
+
+
 _Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
 
 
-def _dry_run(
-    size: AttentionSize, forward: _Forward, backward: _Backward, *, pads: bool
-) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of an engine, in bytes.
+def _dry_run(size: AttentionSize, forward: _Forward, backward: _Backward, *, pads: bool) -> _CallBytes:
+    """Return the memory of a call by an engine.
 
     Its code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
 
@@ -404,11 +411,11 @@ def _dry_run(
             grad_out = pad(grad, (0, out.shape[-1] - E))
         grads = backward(*operands, WholeRows(out, lse, grad_out))
     assert len(grads) == 3
-    return nbytes(lse), kept, forward_peak, forward_peak, counted.peak
+    return _CallBytes(nbytes(lse), kept, forward_peak, forward_peak, counted.peak)
 
 
-def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of engine aten, in bytes."""
+def _aten_memory(program: Program, size: AttentionSize) -> _CallBytes:
+    """Return the memory of a call by engine aten."""
     program = _with_few_steps(program, size.key_bytes)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -422,8 +429,8 @@ def _aten_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, 
     return _dry_run(size, forward, backward, pads=True)
 
 
-def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of engine aten for a plan with a table."""
+def _table_memory(best: Plan, size: AttentionSize) -> _CallBytes:
+    """Return the memory of a call by engine aten whose plan has a table."""
     assert best.table is not None
     problems = best.table.problems
     if isinstance(problems, TableProblems):
@@ -457,8 +464,8 @@ def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, 
 
 def _portable_memory(
     program: FlexProgram, table: TableTerm | None, size: AttentionSize, settings: _CallSettings
-) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes.
+) -> _CallBytes:
+    """Return the memory of a call by engine portable.
 
     table: table of single keys, whose pairs are not in the program; None if the pattern has none.
     """
@@ -498,18 +505,17 @@ def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionS
 
     The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower than
     float32, autograd keeps the converted outputs.
-
-    Both parts and the result are (lse, kept, inference peak, forward peak, backward peak), in bytes.
     """
-    (*given, output), lse = size.nbytes, first[0]
+    (*given, output), lse = size.nbytes, first.lse
     wide = output // size.dtype.itemsize * max(4, size.dtype.itemsize)
     converted = 2 * wide if wide > output else 0
-    kept = first[1] + second[1] - sum(given) + converted + output + lse
+    kept = first.kept + second.kept - sum(given) + converted + output + lse
     merging = sum(given) + 2 * (output + lse) + converted + 2 * wide
-    of_second = first[1] - sum(given)
-    inference, forward = (max(a, b + of_second) for a, b in zip(first[2:4], second[2:4], strict=True))
-    backward = kept + output + max(first[4] - first[1], second[4] - second[1])
-    return lse, kept, max(inference, merging), max(forward, kept + 2 * wide), backward
+    beside_second = first.kept - sum(given)
+    inference = max(first.inference_peak, second.inference_peak + beside_second)
+    forward = max(first.forward_peak, second.forward_peak + beside_second)
+    backward = kept + output + max(part.backward_peak - part.kept for part in (first, second))
+    return _CallBytes(lse, kept, max(inference, merging), max(forward, kept + 2 * wide), backward)
 
 
 def _step_on_meta(step: FlexStep) -> FlexStep:
@@ -542,8 +548,8 @@ def _with_few_steps(program: Program, key_bytes: int) -> Program:
     return replace(program, steps=tuple(steps))
 
 
-def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
+def _flex_memory(program: FlexProgram, size: AttentionSize) -> _CallBytes:
+    """Return the memory of a call by the compiled program.
 
     A step is one kernel call. Its out and float32 lse together are called a part; several parts are merged by lse. In
     the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
@@ -576,7 +582,7 @@ def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, i
         backward.alloc(num_gathered * wide + sum(step.out for step in steps))
         backward.free(num_gathered * wide + rows)
     _count_kernel_backwards(backward, steps, whole, is_merged=is_merged)
-    return lse, kept, forward.peak, kept, backward.peak
+    return _CallBytes(lse, kept, forward.peak, kept, backward.peak)
 
 
 @dataclass

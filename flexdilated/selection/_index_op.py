@@ -258,12 +258,12 @@ def _comparisons(
         if least < -1 or most >= k.shape[1]:
             raise ValueError(f"chosen must have keys from 0 to {k.shape[1] - 1}, or -1 for none; got {least} to {most}")
     dims = max(q.shape[3], teacher[0].shape[3])
-    for some in _chunks(q, len(q) * table.shape[3] * max(heads, dims)):
-        at = table[:, 0, some].sort(-1).values
+    for queries in _chunks(q, len(q) * table.shape[3] * max(heads, dims)):
+        at = table[:, 0, queries].sort(-1).values
         repeated = torch.nn.functional.pad(at[..., 1:] == at[..., :-1], (1, 0))
         counts = (at >= 0) & (at < k.shape[1]) & ~repeated
         # An entry that does not count reads a key that does: other keys may hold NaN that no query sees.
-        yield _Comparison(some, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
+        yield _Comparison(queries, None, counts, at.where(counts, at.where(counts, 0).amax(-1, keepdim=True)))
 
 
 def _visible_keys(
@@ -276,12 +276,12 @@ def _visible_keys(
     width: numbers that are in memory for each pair of a query and a key.
     """
     parts = head_parts_of(call, bindings, q[:, :1], k.unsqueeze(1))
-    for some in _chunks(q, len(q) * k.shape[1] * width):
-        seen = _sees(parts, call.q_offset, some, q, k)
+    for queries in _chunks(q, len(q) * k.shape[1] * width):
+        seen = _sees(parts, call.q_offset, queries, q, k)
         places = seen.any(0).any(0).nonzero()
         if len(places):
             keys = slice(int(places[0]), int(places[-1]) + 1)
-            yield _Comparison(some, keys, seen[..., keys], None)
+            yield _Comparison(queries, keys, seen[..., keys], None)
 
 
 def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:
@@ -291,12 +291,12 @@ def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:
     yield from (slice(at, min(at + step, number)) for at in range(0, number, step))
 
 
-def _sees(parts: Sequence[HeadPart], q_offset: int, some: slice, q: Tensor, k: Tensor) -> Bool[Tensor, "#B n M"]:
+def _sees(parts: Sequence[HeadPart], q_offset: int, queries: slice, q: Tensor, k: Tensor) -> Bool[Tensor, "#B n M"]:
     """Return a mask of the pairs that may be chosen; dim 0 has size 1 if all batch entries have one rule.
 
     parts: from `head_parts_of`.
     """
-    at = torch.arange(q_offset + some.start, q_offset + some.stop, device=q.device)[:, None]
+    at = torch.arange(q_offset + queries.start, q_offset + queries.stop, device=q.device)[:, None]
     keys = torch.arange(k.shape[1], device=q.device)
     found = [part.rule.sees(at, keys).expand(len(at), len(keys)) for part in parts]
     if len(found) == 1:

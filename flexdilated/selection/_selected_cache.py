@@ -70,11 +70,9 @@ class TableAttention(NamedTuple):
 
     @property
     def always(self) -> Pattern:
-        """Pattern always & rule: pairs that are attended to without being chosen.
-
-        Do not use it if the selector has no `always`: there are no such pairs then, but the result is `rule`.
-        """
-        return self.rule if self.selector.always is None else self.selector.always & self.rule
+        """Pattern always & rule: pairs attended to without being chosen. The selector must have an `always`."""
+        assert self.selector.always is not None
+        return self.selector.always & self.rule
 
     @property
     def attended(self) -> Pattern:

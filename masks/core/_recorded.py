@@ -7,6 +7,7 @@ in place of a tensor has an effect only if a recorded operation reads this tenso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -176,7 +177,7 @@ class _Recorder(TorchFunctionMode):
         found = self.found
         if not isinstance(found, Tensor):
             raise RecordError(f"must return a tensor; got {type(found).__name__}", TypeError)
-        body = (*self._lines, f"return {self._text(found)}")
+        body = _with_deletions((*self._lines, f"return {self._text(found)}"))
         captured = [*self._captured.values()]
         lines = [f"def build({', '.join(name for name, _ in captured)}):"]
         lines += [f"    def recorded({', '.join(self._arguments)}):"]
@@ -352,6 +353,19 @@ def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
     except TypeError:
         return str(taken)
     return None
+
+
+def _with_deletions(lines: Sequence[str]) -> list[str]:
+    """Return lines of code, each of which deletes the variables v0, v1, ... that later lines do not read.
+
+    A call then holds no intermediate result longer than the caller's own function would.
+    """
+    made = {name for line in lines for name in re.findall(r"^\s*(v\d+) = ", line)}
+    last = {name: index for index, line in enumerate(lines) for name in re.findall(r"\bv\d+\b", line) if name in made}
+    dead: list[list[str]] = [[name for name, at in last.items() if at == index] for index in range(len(lines) - 1)]
+    return [
+        f"{line}; del {', '.join(names)}" if names else line for line, names in zip(lines, [*dead, []], strict=True)
+    ]
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:

@@ -314,16 +314,16 @@ class Axis:
 
         All other windows are between these two. held: number of places of the residue class.
         """
-        begin, last = (end // self.stride * self.stride - self.lead for end in (q.first, q.last))
+        begins = [place // self.stride * self.stride - self.lead for place in (q.first, q.last)]
         if not self.wraps:
-            begin, last = (each.clamp(min=0, max=held - self.size) for each in (begin, last))
-        end, stop = (q.first + 1, q.last + 1) if self.is_causal else (begin + self.size, last + self.size)
-        shared, reached = (
-            reduce(
-                torch.add, [count_within(k, low + turn, high.maximum(low) + turn) for turn in self._wrap_shifts(held)]
-            )
-            for low, high in ((last, end), (begin, stop))
-        )
+            begins = [begin.clamp(min=0, max=held - self.size) for begin in begins]
+        stops = [q.first + 1, q.last + 1] if self.is_causal else [begin + self.size for begin in begins]
+
+        def keys_in(begin: Tensor, stop: Tensor) -> Tensor:
+            shifts = self._wrap_shifts(held)
+            return reduce(torch.add, [count_within(k, begin + turn, stop.maximum(begin) + turn) for turn in shifts])
+
+        shared, reached = keys_in(begins[1], stops[0]), keys_in(begins[0], stops[1])
         return Bounds(*(torch.where(q.count > 0, q.count * keys.minimum(k.count), 0) for keys in (shared, reached)))
 
 

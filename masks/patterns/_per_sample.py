@@ -35,7 +35,7 @@ from ..core import (
     parameters,
     pattern_kind,
 )
-from ._renumbered import _MethodCall
+from ._renumbered import _MethodPattern
 from ._run_time import RunTime, Table, integers, missing, of_tensor
 from ._token_values import KeySet, VisibleKeys
 
@@ -153,7 +153,7 @@ class PerSample(Composite):
 
 
 @pattern_kind("queries_from")
-class QueriesFrom(_MethodCall):
+class QueriesFrom(_MethodPattern):
     """Pattern that allows a pair iff `part` allows (query + starts[b], key) in batch entry b.
 
     starts: an EntryNumber, or EntryNumbers once its values are known.

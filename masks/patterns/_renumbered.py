@@ -42,7 +42,7 @@ from ._token_values import documents as documents_pattern
 
 
 @dataclass(frozen=True)
-class _MethodCall(OnePart):
+class _MethodPattern(OnePart):
     """Base of patterns that apply `part` to some or to renumbered positions, and print as a method call: `p.after(4)`.
 
     Adjacent branches of a mixture with equal arguments of this call print as one call on a sum: `(p + q).after(4)`.
@@ -85,7 +85,7 @@ class _MethodCall(OnePart):
 
 
 @pattern_kind("after")
-class After(_MethodCall):
+class After(_MethodPattern):
     """Pattern that allows a pair iff both positions are >= `start` and `part` allows (query - start, key - start)."""
 
     start: int = at_least(1)
@@ -150,7 +150,7 @@ class After(_MethodCall):
 
 
 @pattern_kind("before")
-class Before(_MethodCall):
+class Before(_MethodPattern):
     """Pattern that allows a pair iff both positions are below `stop` and `part` allows the pair."""
 
     stop: int = at_least(1)
@@ -210,7 +210,7 @@ class Before(_MethodCall):
 
 
 @pattern_kind("per_document")
-class PerDocument(_MethodCall):
+class PerDocument(_MethodPattern):
     """Pattern that allows a pair iff both positions are in one document and `part` allows their places in the document.
 
     `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
@@ -337,7 +337,7 @@ class Blockwise(OnePart):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
-        runs = [_positions_by_block(side, self.block) for side in (box.q, box.k)]
+        runs = [_blocks_with_counts(side, self.block) for side in (box.q, box.k)]
         if not all(runs):
             return self._count_coarsely(box, num_heads)
         for q, each_q in runs[0]:
@@ -387,7 +387,7 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
     return Blockwise(pattern, block)
 
 
-def _positions_by_block(positions: Progression, block: int) -> list[tuple[Progression, Counts]]:
+def _blocks_with_counts(positions: Progression, block: int) -> list[tuple[Progression, Counts]]:
     """Return [(blocks, number), ...], which group the positions of n progressions by block.
 
     blocks: n progressions of block numbers.

@@ -15,6 +15,7 @@ from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import Dropout, Features, Portable, WholeRows
 from flexdilated.engines._call import Call
+from flexdilated.engines._score_mod import fixed_score_mod
 from flexdilated.engines.aten._aten_op import _planned_programs, attention, gradients
 from flexdilated.engines.aten._program import in_format_of
 from flexdilated.engines.flex._flex_op import static_program
@@ -141,7 +142,8 @@ def portable_run(pattern: Expression, size: AttentionSize, options: dict[str, An
     )
     call = Call.at(q, k, pattern.text, num_heads_global=size.num_heads)
     dropout = Dropout.drawn(0.2, q.device) if options["drops"] else None
-    features = Features(0.25, options["score_mod"]).with_dropout(dropout)
+    score_mod = fixed_score_mod(options["score_mod"], torch.float32, q.device)  # as in attend
+    features = Features(0.25, score_mod).with_dropout(dropout)
     run = Portable(static_program(call, q.device, None, call.operands(q)), features)
     with torch.no_grad(), LiveBytes(q, k, v) as live:
         out, lse = run.forward(q, k, v)

@@ -237,7 +237,7 @@ def check_agreement(
     checks.count += 1
     first, call = (digest, call) if once is None else _digest_and_text((*facts.items(), *once().items()))
     try:
-        verdict = _verdict(ranks, prefix, first, call)
+        verdict = _agree_in_store(ranks, prefix, first, call)
     except RuntimeError as error:  # stores raise no specific class
         limit_s = timeout_of(ranks).total_seconds()
         raise DistError(
@@ -285,7 +285,7 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
 
 
-def _verdict(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
+def _agree_in_store(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
     Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the number

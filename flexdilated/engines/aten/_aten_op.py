@@ -59,11 +59,12 @@ def plan_aten(
     *,
     allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """Return a plan of attention by a bound pattern, for tokens in the order of `layout`, on a kind of device.
+    """Return a plan of attention by a bound pattern on a kind of device.
 
-    On CPU, the plan has the options of `choice`, which were measured to be the fastest, or if `choice` is None, the
-    `allowed` options of lowest predicted cost. On CUDA, it has the cheapest options without block lists, whose terms
-    are dense or causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
+    On CPU it is that of `masks.planning.plan` for tokens in the order of `layout`: with the options of `choice`, which
+    were measured to be the fastest, or, without a choice or where the pattern lacks them, with the `allowed` options of
+    lowest predicted cost. On CUDA it has the cheapest options without block lists, in natural order, whose terms are
+    dense or causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
 
     kind: kind of device, such as "cpu".
     operands: sizes on which costs depend; None for the device's usual sizes.

@@ -117,11 +117,11 @@ class QueryRows:
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], scale: float
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b H N"]]:
         """Return (out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
-        found = [self._forward(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
+        found = [self._forward_of_entry(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
         out, lse = zip(*found, strict=True)
         return _stack_entries(out), _stack_entries(lse)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _forward_of_entry(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         rows, wide = self._by_set(q), sum_dtype(q)
         blocks = (k, v) if self.table.lists_few_keys else (self._by_block(k), self._by_block(v))
         out = torch.empty_like(rows, dtype=wide, memory_format=torch.contiguous_format)
@@ -173,13 +173,13 @@ class QueryRows:
         (q, k, v), grad_out, out = whole.with_lse_channel(q, k, v)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         found = [
-            self._backward(q[entry], k[entry], v[entry], grad_out[entry], out[entry], lse[entry], scale)
+            self._backward_of_entry(q[entry], k[entry], v[entry], grad_out[entry], out[entry], lse[entry], scale)
             for entry in range(len(q))
         ]
         dq, dk, dv = (_stack_entries(each)[..., : whole.out.shape[-1]] for each in zip(*found, strict=True))
         return dq, dk, dv
 
-    def _backward(
+    def _backward_of_entry(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, grads, outs, sums = (self._by_set(x) for x in (q, grad_out, out, lse))

@@ -134,10 +134,10 @@ def _cached_program(
 def run_time_tables(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """Return the tensors of a call's program that depend on the values of its run-time tensors, term after term.
+    """Return the tensors of a call's program that differ from those of `blank_program`, term after term.
 
-    For each term they are its block tables (as in BlockMask), the rows of the run-time tables that its mask reads, and
-    its masks of hidden queries and keys. The values do not change any shape.
+    For each term they are its block tables (as in BlockMask) and, if its rule has run-time tables, the rows of these
+    tables that its mask reads, and its masks of hidden queries and keys. No value changes any shape.
 
     bindings: the run-time tensors, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.

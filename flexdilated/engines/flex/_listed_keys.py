@@ -72,7 +72,7 @@ class ListedKeys:
             return attention(self._problems(q, k, v), weighting, q, k, v, dtype=dtype, recorded=recorded)
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=sum_dtype(q) if dtype is None else dtype)
         lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
-        q, k, v = (_with_channels_together(x) for x in (q, k, v))
+        q, k, v = (_with_contiguous_last_dim(x) for x in (q, k, v))
         if not q.is_meta:
             from ..kernels._gathered_keys import attend_part
 
@@ -98,7 +98,7 @@ class ListedKeys:
             return gradients(self._problems(q, k, v), weighting, q, k, v, lse, grad_out, delta)
         dq = q.new_empty(q.shape)
         dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-        q, k, v, grad_out = (_with_channels_together(x) for x in (q, k, v, grad_out.to(q.dtype)))
+        q, k, v, grad_out = (_with_contiguous_last_dim(x) for x in (q, k, v, grad_out.to(q.dtype)))
         if not q.is_meta:
             from ..kernels._gathered_keys import add_gradients_of_part
 
@@ -137,7 +137,7 @@ class ListedKeys:
             yield from self.source.parts()
 
 
-def _with_channels_together(x: Tensor) -> Tensor:
+def _with_contiguous_last_dim(x: Tensor) -> Tensor:
     """Return x, copied if the elements of its last dim are not adjacent."""
     return x if x.stride(3) == 1 else x.contiguous()
 

@@ -190,7 +190,10 @@ class Portable:
 
 
 def _merged(first: OutAndLse, second: OutAndLse, *, recorded: bool) -> OutAndLse:
-    """Return two parts merged by lse; if not `recorded`, the first is overwritten with the result."""
+    """Return (out, lse) of two parts, merged by lse.
+
+    recorded: True if autograd or a graph records the merge; if False, `first` is overwritten with the result.
+    """
     if recorded:
         return merge([first, second])
     merge_(*first, *second)

@@ -78,6 +78,7 @@ class ListChunk:
     def shares_of_pairs(self, shares: ScoreMod) -> Shaped[Tensor, "x t g L"]:
         entry, head, query, key = self._places
         query = query[..., None]
+        # The function reads no score: query takes its place.
         return shares(query, entry[..., None], head[..., None], query, key[:, None])
 
 
@@ -164,7 +165,7 @@ class ListProblems:
         return x.unflatten(0, (self.sizes[0], self.sizes[2], -1)).squeeze(3)
 
     def chunks(self) -> Iterator[ListChunk]:
-        """Yield chunks that together have every query with a key, the longest lists first.
+        """Yield chunks that together have all non-empty lists, of all heads and batch entries; the longest come first.
 
         For meta tensors, yield only the first few chunks of each kind: they are enough to find the peak memory.
         """

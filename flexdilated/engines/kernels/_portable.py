@@ -146,6 +146,7 @@ class _BlockChunk:
     def shares_of_pairs(self, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
         """Return the results of `shares`, a function as in `Weighting`, for all pairs of the chunk."""
         b, h, q, k = self.places
+        # The function reads no score: q takes its place.
         return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
 
 

@@ -84,7 +84,7 @@ class KeyLists:
         """Return the number of pairs in each table, for one head and over all batch entries."""
         return self.counts.view(self.shape).sum((0, 2))
 
-    def listed_blocks(self) -> tuple[int, int]:
+    def full_and_other_blocks(self) -> tuple[int, int]:
         """Return (number of listed pairs, 0): each pair is a fully allowed block by itself, and there are no others."""
         return len(self.keys), 0
 
@@ -95,7 +95,7 @@ class KeyLists:
         return not len(self.keys) or bool((self.keys - query).max() <= self.lag)
 
     def num_masked_keys(self, end: int) -> int:
-        """Return n: under a dense mask, queries before query `end` are computed with keys 0 to n - 1.
+        """Return n: under a dense mask, a chunk of queries that ends before query `end` reads keys 0 to n - 1.
 
         With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
         """

@@ -61,7 +61,8 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     assert chain is not None
     causal = isinstance(chain.rest, Causal)
     terms = list(_strip_terms(chain)) if causal else []
-    for index in range(causal, len(chain.bases)):
+    first = 1 if causal else 0  # in causal order the strips compute the first branch
+    for index in range(first, len(chain.bases)):
         weights = [
             [chain.key_weights(index, level, offsets) for offsets in chain.offsets]
             for level in range(index, len(chain.bases))

@@ -7,7 +7,7 @@ key block. The table itself is read; no block list is built.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
@@ -90,7 +90,6 @@ class TableProblems:
         its pairs is allowed.
     full: True where, by bounds, all pairs of the entry are allowed.
     low, high: bounds on the number of allowed pairs of each entry, for one head.
-    only_masked: None for all batches; True or False for only the first batch with or without a mask in each portion.
     """
 
     bound: Bound
@@ -100,7 +99,6 @@ class TableProblems:
     full: Bool[Tensor, "T R W"]
     low: Int64[Tensor, "T R W"]
     high: Int64[Tensor, "T R W"]
-    only_masked: bool | None = None
 
     @classmethod
     def of(
@@ -218,14 +216,12 @@ class TableProblems:
         width, element_bytes: channels of keys and values, and bytes of each.
         """
         for kind in self._kinds_of_problems(sets, queries):
-            if self.only_masked not in (None, kind.seen is not None):
-                continue
             step = self._problems_at_once(kind, width, element_bytes)
-            for begin in range(0, len(kind.query) if self.only_masked is None else step, step):
+            for begin in range(0, len(kind.query), step):
                 yield kind.part(slice(begin, begin + step))
 
     def of_largest_batch(self, width: int, element_bytes: int) -> TableProblems:
-        """Return a copy whose `batches` yields at most one batch of each portion.
+        """Return problems whose `batches` yields at most one batch of each portion, for a dry run of little work.
 
         `_kinds_of_problems` yields up to two kinds for a portion: problems without a mask, and problems with one. The
         kind that takes most memory in the first portion with problems is chosen; of each portion the first batch of
@@ -240,7 +236,10 @@ class TableProblems:
 
         portions = ([*self._kinds_of_problems(*each)] for each in self.portions(width))
         kinds = next(filter(None, portions), [])
-        return replace(self, only_masked=max(kinds, key=taken).seen is not None if kinds else None)
+        if not kinds:
+            return self
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _LargestBatches(**own, are_masked=max(kinds, key=taken).seen is not None)
 
     def _kinds_of_problems(self, sets: range, queries: range) -> Iterator[Batch]:
         return self._gathered_problems() if self.gathers else self._grouped_problems(sets, queries)
@@ -253,7 +252,7 @@ class TableProblems:
         """Return the number of allowed pairs in each table, for one head."""
         return self.pairs_of_entries.sum((1, 2))
 
-    def listed_blocks(self) -> tuple[int, int]:
+    def full_and_other_blocks(self) -> tuple[int, int]:
         """Return (number of fully allowed blocks, number of other blocks) that the tables list."""
         full = int(self.whole.sum())
         return full, int((self.column >= 0).sum()) - full
@@ -347,6 +346,21 @@ class TableProblems:
             yield Batch(owners, query, block.repeat_interleave(tiles)[:, None], place, seen)
 
 
+@dataclass(frozen=True, eq=False)
+class _LargestBatches(TableProblems):
+    """Table problems of which `batches` yields only the first batch with, or without, a mask of each portion.
+
+    are_masked: True for the first batch with a mask, False for the first one without.
+    """
+
+    are_masked: bool
+
+    def batches(self, sets: range, queries: range, width: int, element_bytes: int) -> Iterator[Batch]:
+        for kind in self._kinds_of_problems(sets, queries):
+            if (kind.seen is not None) == self.are_masked:
+                yield kind.part(slice(self._problems_at_once(kind, width, element_bytes)))
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableTerm(Term):
     """Term of a plan that engines "aten" and "portable" compute from a table of keys or blocks, without block lists.
@@ -388,7 +402,7 @@ class TableTerm(Term):
     def block_counts(self) -> tuple[int, int]:
         """Return (number of full blocks, number of other listed blocks) over all heads, in blocks of the table."""
         users = len(self.heads) // self.problems.num_tables
-        full, others = self.problems.listed_blocks()
+        full, others = self.problems.full_and_other_blocks()
         return full * users, others * users
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,7 +33,7 @@ def split_into_windows(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows]
     for split in _factorizations(branch):
         windows = split.table.windows(bound.num_positions)
         if windows is not None:
-            windows = windows.from_start() if split.from_start else windows
+            windows = windows.from_start() if split.origin == "document" else windows
             queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
             keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
             return split.rest, windows.within(queries, keys)
@@ -63,8 +63,9 @@ def window_terms(
 ) -> list[Term] | None:
     """Return terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
 
-    A kind is the windows of equal lengths that start at one phase of the rule's period.
+    The windows of a kind have equal sizes and equal masks (see `Windows.kinds`), and so the same terms, as folds.
 
+    multiplicity: number of times that each pair counts.
     cheapest_terms: function that returns the terms of a rule in a window of over 1024 tokens, chosen by cost.
     any_number: True for no limits. Otherwise at most `_MOST_LISTS` kinds may need block lists, and the number of all
         kinds may be at most `_MOST_LISTS` plus the largest possible number of distinct window lengths.
@@ -94,24 +95,26 @@ def window_terms(
 class _Factorization:
     """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
 
-    from_start: True if `rest` counts positions from the start of a document, False if it counts from 0, None if both
-        give equal masks.
+    origin: where `rest` counts positions from: the start of a document, or that of the sequence; "any" if both give
+        equal masks.
     """
 
     rest: Pattern
     table: Table
-    from_start: bool | None
+    origin: Literal["document", "sequence", "any"]
 
     def intersected_with(self, others: Sequence[Pattern]) -> _Factorization | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
         None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
         """
-        free = all(each.period() == 1 for each in others)
-        if self.from_start and not free:
-            return None
+        origin: Literal["document", "sequence", "any"] = self.origin
+        if any(each.period() != 1 for each in others):
+            if origin == "document":
+                return None
+            origin = "sequence"
         parts = (each for each in (self.rest, *others) if each != Every())
-        return replace(self, rest=And.of(*parts), from_start=self.from_start if free else False)
+        return replace(self, rest=And.of(*parts), origin=origin)
 
 
 def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
@@ -120,9 +123,9 @@ def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
     A tensor that is a factor of every part of a union, or of every head's rule, can be split off, too.
     """
     if isinstance(rule, Table):
-        yield _Factorization(Every(), rule, None)
+        yield _Factorization(Every(), rule, "any")
     elif isinstance(rule, PerDocument) and isinstance(rule.spans, Spans):
-        yield _Factorization(rule.part, rule.spans, None if rule.part.period() == 1 else True)
+        yield _Factorization(rule.part, rule.spans, "any" if rule.part.period() == 1 else "document")
     elif isinstance(rule, And):
         for part in rule.parts:
             others = [each for each in rule.parts if each != part]
@@ -133,10 +136,10 @@ def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
         of_parts = [{split.table: split for split in _factorizations(part)} for part in rule.parts]
         for table in of_parts[0]:
             splits = [of_part[table] for of_part in of_parts if table in of_part]
-            origins = {split.from_start for split in splits if split.from_start is not None}
+            origins = {split.origin for split in splits if split.origin != "any"}
             if len(splits) == len(of_parts) and len(origins) <= 1:
                 rests = tuple(split.rest for split in splits)
-                yield _Factorization(_with_parts(rule, rests), table, from_start=next(iter(origins), None))
+                yield _Factorization(_with_parts(rule, rests), table, origin=next(iter(origins), "any"))
 
 
 def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
@@ -146,9 +149,10 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
 
 
 def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """Return (rule, bound) of the first of these windows, the rule simplified for the window's positions.
+    """Return (rule, bound): `rest`, simplified for the positions of the first window, and it bound to that window.
 
-    The bound's q_offset and k_offset count from the window's origin and are reduced by equal whole periods of `rest`.
+    The bound has the window's numbers of queries and keys. Its offsets are counted from the window's origin, less the
+    whole periods of `rest` between the origin and the window.
     """
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
