@@ -362,9 +362,11 @@ def _with_deletions(lines: Sequence[str]) -> list[str]:
     """
     made = {name for line in lines for name in re.findall(r"^\s*(v\d+) = ", line)}
     last = {name: index for index, line in enumerate(lines) for name in re.findall(r"\bv\d+\b", line) if name in made}
-    dead: list[list[str]] = [[name for name, at in last.items() if at == index] for index in range(len(lines) - 1)]
+    *body, end = lines
+    dead = [[name for name, at in last.items() if at == index] for index in range(len(body))]
     return [
-        f"{line}; del {', '.join(names)}" if names else line for line, names in zip(lines, [*dead, []], strict=True)
+        *(f"{line}; del {', '.join(names)}" if names else line for line, names in zip(body, dead, strict=True)),
+        end,
     ]
 
 

@@ -91,6 +91,9 @@ def window_terms(
     return terms
 
 
+_Origin = Literal["document", "sequence", "any"]
+
+
 @dataclass(frozen=True)
 class _Factorization:
     """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
@@ -101,14 +104,14 @@ class _Factorization:
 
     rest: Pattern
     table: Table
-    origin: Literal["document", "sequence", "any"]
+    origin: _Origin
 
     def intersected_with(self, others: Sequence[Pattern]) -> _Factorization | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
         None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
         """
-        origin: Literal["document", "sequence", "any"] = self.origin
+        origin: _Origin = self.origin
         if any(each.period() != 1 for each in others):
             if origin == "document":
                 return None
@@ -136,7 +139,7 @@ def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
         of_parts = [{split.table: split for split in _factorizations(part)} for part in rule.parts]
         for table in of_parts[0]:
             splits = [of_part[table] for of_part in of_parts if table in of_part]
-            origins = {split.origin for split in splits if split.origin != "any"}
+            origins: set[_Origin] = {split.origin for split in splits if split.origin != "any"}
             if len(splits) == len(of_parts) and len(origins) <= 1:
                 rests = tuple(split.rest for split in splits)
                 yield _Factorization(_with_parts(rule, rests), table, origin=next(iter(origins), "any"))
