@@ -364,10 +364,8 @@ def _with_deletions(lines: Sequence[str]) -> list[str]:
     last = {name: index for index, line in enumerate(lines) for name in re.findall(r"\bv\d+\b", line) if name in made}
     *body, end = lines
     dead = [[name for name, at in last.items() if at == index] for index in range(len(body))]
-    return [
-        *(f"{line}; del {', '.join(names)}" if names else line for line, names in zip(body, dead, strict=True)),
-        end,
-    ]
+    body = [f"{line}; del {', '.join(names)}" if names else line for line, names in zip(body, dead, strict=True)]
+    return [*body, end]
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
