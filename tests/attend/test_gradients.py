@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from tests.support import oracle
 from tests.support.agreement import Attention, cotangents
-from tests.support.ladders import GIGAPATH_5, LONGNET_4, PAPER_5, scaled
+from tests.support.ladders import GIGAPATH_5, LONGNET_4, scaled
 
 H, N, D = 4, 509, 32
 
@@ -32,7 +32,6 @@ def selected(block: tuple[int, int]) -> tuple[masks.Pattern, oracle.Rule]:
 
 PATTERNS = {
     "longnet-4": (masks.longnet(*scaled(LONGNET_4, 64)), oracle.longnet(*scaled(LONGNET_4, 64))),
-    "paper-5": (masks.longnet(*scaled(PAPER_5, 64)), oracle.longnet(*scaled(PAPER_5, 64))),
     "gigapath-5": (masks.longnet(*scaled(GIGAPATH_5, 64)), oracle.longnet(*scaled(GIGAPATH_5, 64))),
     "one sparse branch": (masks.longnet([100], [3]), oracle.longnet([100], [3])),
     **{f"selected blocks, {block}": selected(block) for block in ((32, 32), (1, 16))},

@@ -77,9 +77,8 @@ def packed(draw: st.DrawFn, beside: str, largest: int = 60, batch: int = 3, *, w
 WAYS = {"one by one": {}, "in groups": {"_FEW_QUERIES": 0}, "from where keys lie": {"_KEYS_PER_LISTED_KEY": 0}}
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@settings(max_examples=9)
-@given(data=st.data(), way=st.sampled_from([*WAYS]))
+@settings(max_examples=30)
+@given(data=st.data(), way=st.sampled_from([*WAYS]), beside=st.sampled_from([*BESIDE]))
 def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
     """Output, lse and gradients, few queries in groups as well; and the pairs that a description counts."""
     case = data.draw(packed(beside))
@@ -127,9 +126,13 @@ def test_the_largest_batches_are_of_one_kind(first: str) -> None:
     assert kinds == {"causal": [[False], []], "whole": [[True], []], "none": [[], [True]]}[first]
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@settings(max_examples=8)
-@given(data=st.data(), way=st.sampled_from([*WAYS]), gathered=st.sampled_from([1, 1 << 12, 1 << 23]))
+@settings(max_examples=24)
+@given(
+    data=st.data(),
+    way=st.sampled_from([*WAYS]),
+    beside=st.sampled_from([*BESIDE]),
+    gathered=st.sampled_from([1, 1 << 12, 1 << 23]),
+)
 def test_a_plan_counts_what_its_call_computes(beside: str, way: str, gathered: int, data: st.DataObject):
     """Pairs and kernel calls over the table, and the allowed pairs of the whole pattern."""
     case = data.draw(packed(beside, batch=1, whole=True))

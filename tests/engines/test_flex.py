@@ -29,8 +29,10 @@ from flexdilated.engines.flex._selected_flex import CallOffsets, SelectedBlockSi
 from flexdilated.masks import planning
 from flexdilated.masks.core import Box, Progression
 from flexdilated.masks.patterns import table_split
+from flexdilated.testing._drawn_patterns import window_by_head
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
+from tests.support.custom_rules import TABLE, window
 from tests.support.dense_flex import dense_flex
 from tests.support.run_time_strategies import Packed
 from tests.support.strategies import cases, tensors
@@ -89,21 +91,30 @@ def test_a_million_causal_tokens_have_short_lists():
 
 @pytest.mark.slow
 def test_built_by_inductor():
-    """Planned while tracing: queries straight from a Linear, keys and values views of one buffer; relu comes after.
+    """Planned while tracing, a function a head: queries straight from a Linear, keys and values views of one buffer.
 
-    torch's template for CPU fails on the first and on the last; of the views it reads what lies elsewhere.
+    Scores are changed by a captured table; relu comes after. torch's template for CPU fails on the queries and on
+    relu, and of the views it reads what lies elsewhere.
     """
     torch.manual_seed(0)
     project = [torch.nn.Linear(8, 4 * 24).requires_grad_(False) for _ in range(2)]
-    pattern, x = masks.local_window(left=300, right=20), torch.randn(1, 296, 8)
+    x, slopes = torch.randn(1, 296, 8), torch.tensor([9.0, 0.5, 0.1, 0.0, 0.2])
+    by_head, inner = window_by_head(torch.tensor([5, 60, 7, 30, 9])), window(9)
+    functions = by_head, lambda b, h, q, k: (TABLE[q % 6] == TABLE[k % 6]) & inner(b, h, q, k)
+    own = masks.local_window(left=300, right=20), *map(masks.custom, functions), masks.causal()
+    pattern = masks.per_head([masks.every(), *own])
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return torch.tanh(score) - slopes[h] * (q_idx - k_idx).abs() + torch.sin(0.3 * k_idx)
 
     def model(x: Tensor, engine: str) -> Tensor:
         q, both = (each(x).unflatten(-1, (4, 24)).transpose(1, 2) for each in project)
         k, v = (2 * both).chunk(2, 1)
-        return fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True).relu()
+        where = {"head_offset": 1, "num_heads_global": 5, "enable_gqa": True}
+        return fd.attend(q, k, v, pattern, engine=engine, score_mod=score_mod, **where).relu()
 
     out = torch.compile(model, fullgraph=True, dynamic=False)(x, "flex")
-    torch.testing.assert_close(out, model(x, "reference"))
+    torch.testing.assert_close(out, model(x, "reference"), rtol=1e-4, atol=1e-5)
 
 
 def captured(function: Callable[..., Any]) -> Iterator[Tensor]:

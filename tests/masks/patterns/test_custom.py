@@ -43,34 +43,6 @@ def test_classify_prunes():
     assert asked(masks.custom(function) & masks.local_window(left=64, right=0)) < 3 * 128
 
 
-def capturing() -> list[masks.Pattern]:
-    """Functions that capture ints, tensors by position and by head, globals and inner functions."""
-    inner = window(9)
-    composite = lambda b, h, q, k: (TABLE[q % 6] == TABLE[k % 6]) & inner(b, h, q, k)  # noqa: E731
-    functions = [window(3), window(8), by_global, window_by_head(torch.tensor([5, 60, 7, 30, 9])), composite]
-    return [masks.custom(function) for function in functions]
-
-
-@pytest.mark.slow
-def test_captures_compile_to_one_kernel():
-    """The C++ of FlexAttention, one function a head: heads 1 and 2 of 3 on one key/value head, 70 queries over 190.
-
-    Its scores are changed as well, by a table that is captured, for each head and distance.
-    """
-    slopes = torch.tensor([9.0, 0.5, 0.1])
-
-    def score_mod(score, b, h, q_idx, k_idx):
-        return torch.tanh(score) - slopes[h] * (q_idx - k_idx).abs() + torch.sin(0.3 * k_idx)
-
-    q, (k, v) = torch.randn(1, 2, 70, 16), torch.randn(2, 1, 1, 190, 16)
-    *_, by_head, composite = capturing()
-    pattern = masks.per_head([masks.every(), by_head, composite])
-    options = {"q_offset": 130, "k_offset": 10, "head_offset": 1, "num_heads_global": 3, "enable_gqa": True}
-    options["score_mod"] = score_mod
-    found, exact = (fd.attend(q, k, v, pattern, engine=engine, **options) for engine in ("flex", "reference"))
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
-
-
 def test_what_it_captured_follows_the_device():
     pattern = masks.custom(same_kind(TABLE)) | masks.custom(lambda b, h, q, k: TABLE[q % 6] > 1)
     pattern |= masks.custom(lambda b, h, q, k: (q - k).to(h.device) > torch.full((), 3, device=q.device))

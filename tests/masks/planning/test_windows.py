@@ -104,7 +104,7 @@ def test_terms_add_up_to_the_rule_in_any_way(case, turn):
             assert torch.equal(weight_of_all(found.terms, counts.shape), counts)
 
 
-@settings(max_examples=60)
+@settings(max_examples=36)
 @given(st.data(), st.sampled_from(sorted(FORMS | ANEW)), st.integers(0, 4))
 def test_out_lse_and_gradients_are_the_dense_rule(data, form, turn):
     """Of any packing: windows apart, as folds or, where they are of too many kinds, in one list of blocks."""
