@@ -31,6 +31,7 @@ def test_any_call_is_the_oracle(engine: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=EXAMPLES // 2)
 @given(data=st.data(), value=BAD)
 def test_hidden_slots_reach_nothing(engine: str, data: st.DataObject, value: float) -> None:
     """What is in keys that no query sees, and in queries that see no key."""

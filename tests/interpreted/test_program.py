@@ -181,7 +181,7 @@ STEPS = {
 }  # fmt: skip
 
 
-QUICK = ("a graph, documents", "calls, selected blocks")
+QUICK = ("calls, documents", "a graph, selected blocks")
 BUILT = "a model, padding"  # the graphs of others run as they are traced: their reads are operations of them
 
 

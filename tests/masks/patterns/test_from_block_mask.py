@@ -226,10 +226,6 @@ TWO = [table.expand(2, *table.shape[1:]) for table in ONE]
     ("made", "says"),
     [
         (made_of([[[1, 2]]], [[[[0, 1], [1, 1]]]]), "^kv_indices .* once .* block 1 twice in row 1, batch entry 0, "),
-        (
-            made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], full_kv_num_blocks=ONE[0], full_kv_indices=ONE[1]),
-            "^kv_indices and full_kv_indices .* got block 0 twice in row 0",
-        ),
         (made_of([[[1, 1]]], [[[[0, 1], [2, 1]]]]), "^kv_indices .* below 2, .*; got 2"),
         (made_of([[[1, 3]]], [[[[0, 1], [0, 1]]]]), "^kv_num_blocks .* below 3, .*; got 3"),
         (made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], seq_lengths=(17, 16)), "3 rows; got 2"),
