@@ -78,12 +78,12 @@ def test_a_million_causal_tokens_have_short_lists():
     N = 1 << 20
     causal, window, wide = masks.causal(), *(masks.local_window(left=left, right=0) for left in (4096, 65536))
     sides = []
-    for pattern in (causal, window, wide, causal & masks.longnet([2048, 8192], [1, 4])):
+    for pattern in (causal, window, wide):
         program = static_program(Call(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()), CPU)
         assert program.nbytes < 40e6
         sides.append({step.structure.sides for step in program.steps})
         fd.masks.cache().clear()
-    assert sides == [{(1024, 1024)}, {(128, 128)}, {(512, 512)}, {(128, 128)}]
+    assert sides == [{(1024, 1024)}, {(128, 128)}, {(512, 512)}]
 
 
 def test_kernels_of_the_cpu_get_no_narrow_heads():

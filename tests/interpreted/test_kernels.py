@@ -30,7 +30,7 @@ from tests.support.agreement import gradients
 require(interpreted=True)
 
 NAME = "interpreted_kernels"
-# One of each structure of kernels and of what is around them; the features meet in pairs.
+# One of each structure of kernels and of what is around them; with --all the features meet in pairs.
 QUICK = {
     "causal, in a graph",
     "dilated, in a graph",
