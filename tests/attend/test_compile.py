@@ -1,20 +1,19 @@
 """attend under torch.compile: one graph, few compilations, the same numbers; and the op's own contract."""
 
-import subprocess
-import sys
+import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from random import random
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Call
+from tests.support.ranks import on_ranks
 
 # B batch, H heads, N tokens, D head dim
 
@@ -68,9 +67,16 @@ def test_training_in_one_graph_at_any_length(graphs):
 
 @pytest.mark.slow
 def test_inductor_trains_as_eager_does():
-    """Through the whole compiler: functionalised, with the op's strides and dtypes taken at their word."""
-    torch.compiler.reset()
-    assert_trains_as_eager((60, 97), dynamic=True)
+    """Through the whole compiler: functionalised, with the op's strides and dtypes taken at their word.
+
+    What was compiled once is not compiled again: the operator can be part of what torch keeps on disk.
+    """
+    hits = []
+    for _ in range(2):
+        torch.compiler.reset()
+        assert_trains_as_eager((60,), dynamic=True)
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits[1] == hits[0] + 1
 
 
 @pytest.mark.slow
@@ -104,8 +110,6 @@ def test_patterns_are_built_in_a_graph_from_a_size_that_varies(graphs):
     def attend(x: Tensor) -> Tensor:
         n = x.shape[2]
         pattern = masks.local_window(left=n // 2, right=0) + masks.longnet([n // 4, n // 2], [1, 2])
-        pattern = pattern + masks.strided(n // 4) + (masks.global_tokens(n // 4) & masks.causal())
-        pattern = pattern + masks.chunked(n // 4)  # torch 2.11 traces no +=
         return fd.attend(x, x, x, pattern + (masks.prefix_lm(n // 4) | masks.dilated(segment=n // 2, rate=2)))
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
@@ -146,30 +150,16 @@ def packed(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
     return *torch.randn(3, batch, 2, tokens, 16, generator=generator), torch.arange(tokens).expand(batch, -1) // 50
 
 
-ELSEWHERE = """
-import sys, flexdilated as fd
-print('torch._dynamo' in sys.modules)
-import torch
-run = torch._inductor.aoti_load_package(sys.argv[1])
-torch.save([run(*given) for given in torch.load(sys.argv[2])], sys.argv[3])
-pattern, scale = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal(), float(sys.argv[4])
-q, counters = torch.randn(1, 2, 40, 16), torch._dynamo.utils.counters
-for _ in range(2):
-    out = torch.compile(lambda q: fd.attend(q, q, q, pattern, scale=scale), fullgraph=True)(q)
-    assert torch.equal(out, fd.attend(q, q, q, pattern, scale=scale))
-    print(counters['stats']['unique_graphs'], counters['aot_autograd']['autograd_cache_hit'])
-    torch.compiler.reset()
-"""
+def run_package(package: str, given: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    with warnings.catch_warnings(action="ignore"):  # of torch's own names
+        run = torch._inductor.aoti_load_package(package)
+        return [run(*each) for each in given]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own
 def test_what_one_process_compiles_runs_in_another(tmp_path):
-    """A package of AOTInductor serves any batch and length, where flexdilated is imported.
-
-    And what was compiled once is not compiled again: the operator can be part of what torch keeps on disk. Before its
-    first compilation the other process has not imported the compiler, which takes a second.
-    """
+    """A package of AOTInductor serves any batch and length, where flexdilated is imported."""
     batch, tokens = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=2, max=1 << 20)
     sizes = (*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens})
     with torch.no_grad():
@@ -179,11 +169,6 @@ def test_what_one_process_compiles_runs_in_another(tmp_path):
         path = str(tmp_path / "packed.pt2")
         package = torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options)
     given = [packed(2, 256), packed(3, 301), packed(1, 77)]
-    torch.save(given, tmp_path / "given")
-    scale = random()  # of which no earlier run has kept a graph
-    files = package, tmp_path / "given", tmp_path / "found"
-    call = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, *files, str(scale)]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert done.stdout.splitlines() == ["False", "1 0", "2 1"], done.stderr
-    for found, each in zip(torch.load(tmp_path / "found"), given, strict=True):
-        assert_close(found, Packed()(*each))
+    (found,) = on_ranks(1, run_package, package, given)
+    for one, each in zip(found, given, strict=True):
+        assert_close(one, Packed()(*each))

@@ -75,7 +75,7 @@ def test_nothing_made_of_run_time_values_is_kept(packed, data) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_queries", "steps"),
-    [("longnet-4", 4, 150), *((name, number, 12) for name in DECODED for number in (1, MOST_ROWS))],
+    [("longnet-4", 4, 60), *((name, number, 12) for name in DECODED for number in (1, MOST_ROWS))],
 )
 def test_many_steps_leave_the_cache_as_the_first_did(name, num_queries, steps) -> None:
     """A new q_offset and one key more at each step, as loops with a cache of their own call it."""
@@ -91,24 +91,9 @@ def test_many_steps_leave_the_cache_as_the_first_did(name, num_queries, steps) -
     assert_close(out, fd.attend(q, k, v, DECODED[name], q_offset=steps, engine="reference"))
 
 
-def test_what_a_pattern_refuses_is_refused() -> None:
-    """The same errors as of a planned call."""
-    q, k, v = drawn(1, 40, B=2)
-    for pattern, says in (
-        (
-            masks.documents(torch.zeros(39, dtype=torch.int64)),
-            r"one id for each of the 40 positions; got shape \(39,\)",
-        ),
-        (masks.block_list([[0], [0], [0], [0], [7]], block=8), "block_list must name blocks below"),
-        (masks.visible_keys(torch.ones(3, 40, dtype=torch.bool)), "2 batch entries"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            fd.attend(q, k, v, pattern, q_offset=39)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_offsets_as_tensors(dtype) -> None:
-    """As caches of a fixed size hand them over: the same as numbers, checked like these."""
+    """As caches of a fixed size hand them over: the same as numbers, and checked."""
     q, k, v = drawn(1, 40)
     first, second, negative = (torch.tensor(at, dtype=dtype) for at in (30, 2, -1))
     expected = fd.attend(q, k, v, LONGNET_4, q_offset=30, k_offset=2)
@@ -121,13 +106,12 @@ def test_offsets_as_tensors(dtype) -> None:
             fd.attend(q, k, v, LONGNET_4, q_offset=wrong)
 
 
-@pytest.mark.parametrize(("num_queries", "grad"), [(1, False), (MOST_ROWS, True)])
-def test_a_compiled_step_is_compiled_twice(num_queries, grad) -> None:
+def test_a_compiled_step_is_compiled_twice() -> None:
     """At the second offset q_offset becomes a symbol, and at no later one is anything compiled or kept."""
-    q, k, v = (x.requires_grad_(grad) for x in drawn(num_queries, num_queries + 8))
+    q, k, v = (x.requires_grad_() for x in drawn(MOST_ROWS, MOST_ROWS + 8))
 
     def step(q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-        return fd.attend(q, k[:, :, : at + num_queries], v[:, :, : at + num_queries], LONGNET_4, q_offset=at)
+        return fd.attend(q, k[:, :, : at + MOST_ROWS], v[:, :, : at + MOST_ROWS], LONGNET_4, q_offset=at)
 
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")

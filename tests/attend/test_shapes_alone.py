@@ -190,9 +190,9 @@ def test_more_heads_than_models_have_are_likely_to_be_tokens():
     """It warns: some pack a batch into the heads."""
     q, k, v = (x.transpose(1, 2) for x in tensors(N=300, M=300))
     with pytest.warns(UserWarning, match=r"q has 300 heads of 4 tokens, .* as x\.transpose\(1, 2\)"):
-        fd.attend(q, k, v, LONGNET)
+        fd.attend(q, k, v, CAUSAL)
     q, k, v = tensors(H=300, G=300, N=300, M=300, D=1)
-    fd.attend(q, k, v, LONGNET)  # as many tokens
+    fd.attend(q, k, v, CAUSAL)  # as many tokens
 
 
 def test_few_causal_queries_say_where_they_are():
@@ -205,15 +205,6 @@ def test_few_causal_queries_say_where_they_are():
     for pattern in (LONGNET, masks.prefix_lm(2), masks.local_window(left=2, right=1)):
         assert_close(fd.attend(q, k, v, pattern), fd.attend(q, k, v, pattern, q_offset=0), rtol=0, atol=0)
     fd.attend(k, q, q, masks.causal())
-
-
-def test_the_output_alone_or_with_its_lse():
-    given = tensors()
-    out = fd.attend(*given, LONGNET)
-    pair = fd.attend(*given, LONGNET, return_lse=True)
-    assert isinstance(pair, tuple)
-    assert torch.equal(out, pair[0])
-    assert (out.shape, pair[1].shape) == ((1, 4, 12, 8), (1, 4, 12))
 
 
 @pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
@@ -255,12 +246,6 @@ def test_a_full_int_is_a_scale():
     assert torch.equal(fd.attend(*given, LONGNET, scale=1), fd.attend(*given, LONGNET, scale=1.0))
     mean = fd.attend(*given, masks.longnet([12], [1]), scale=0)
     assert_close(mean, given[2].mean(2, keepdim=True).expand_as(mean))
-
-
-@pytest.mark.parametrize("D", [1, 3, 24, 48, 65])
-def test_any_head_dim(D):
-    given = tensors(D=D, dtype=torch.float64)
-    assert_close(fd.attend(*given, LONGNET), fd.attend(*given, LONGNET, engine="reference"), **TIGHT)
 
 
 CAUSAL, MIXTURE = masks.causal(), masks.longnet([8, 16], [1, 2])
@@ -317,7 +302,6 @@ def scripted() -> Callable[[Tensor, Tensor], Tensor]:
         (lambda s, b, h, q, k: scripted()(s, SLOPES[h]), TypeError, "without TorchScript and torch.func"),
         (lambda s, b, h, q, k: s + scripted()(SLOPES[h], SLOPES[h]), TypeError, "without TorchScript and torch.func"),
         (counting, ValueError, "must not write to tensors that it captured; it called __setitem__"),
-        (lambda s, b, h, q, k: torch.zeros(3), ValueError, r"it is called with one score; got shape \(3,\)"),
     ],
 )
 @pytest.mark.parametrize("engine", ["flex", "reference", "portable"])

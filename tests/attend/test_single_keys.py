@@ -24,7 +24,7 @@ from flexdilated.memory import AttentionSize, LiveBytes, attention_memory
 from tests.attend.test_selected_blocks import BESIDE, packed
 from tests.support.dense_flex import flex_on_cpu
 
-HUBS = torch.cat([torch.full((1, 4), 600), torch.full((1, 600), 3)], 1)[0]  # lengths of rows: a few hubs among others
+HUBS = torch.cat([torch.full((1, 4), 300), torch.full((1, 300), 3)], 1)[0]  # lengths of rows: a few hubs among others
 
 
 def ragged(lengths: Tensor, num_keys: int, seed: int = 0) -> Tensor:
@@ -48,12 +48,11 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[_key_lists.ListChunk]:
     return found
 
 
-@pytest.mark.parametrize("beside", BESIDE)
-@settings(max_examples=8)
+@settings(max_examples=24)
 @given(data=st.data(), gathered=st.sampled_from([1, 300, 4000, 1 << 23]))
-def test_every_feature_is_that_of_dense_attention(beside: str, gathered: int, data: st.DataObject) -> None:
+def test_every_feature_is_that_of_dense_attention(gathered: int, data: st.DataObject) -> None:
     """Output, lse and all gradients in float64, at any offsets, in chunks of any size, with any of the features."""
-    case = data.draw(packed(beside))
+    case = data.draw(packed(data.draw(st.sampled_from([*BESIDE]))))
     groups = data.draw(st.sampled_from([each for each in (1, 2, 3) if case.num_heads % each == 0]))
     widths = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -87,10 +86,9 @@ def test_every_feature_is_that_of_dense_attention(beside: str, gathered: int, da
     with_sinks=st.booleans(),
     engine=st.sampled_from([None, "portable"]),
     beside=st.sampled_from(["alone", "causal", "union", "complement"]),
-    compiled=st.integers(0, 9).map(lambda number: number == 0),
+    compiled=st.just(False),  # seconds each
 )
 @example(195, False, True, True, False, None, "alone", True)  # equal lists of six heads and two batch entries
-@example(11, True, False, True, False, None, "alone", True)  # a matrix for each
 def test_rows_of_heavy_tails(seed, matrix, named, scored, with_sinks, engine, beside, compiled) -> None:
     """Lengths by a Pareto law, for heads and batch entries apart or together: out and gradients, also in graphs."""
     draw = torch.Generator().manual_seed(seed)
@@ -138,14 +136,12 @@ def test_rows_of_heavy_tails(seed, matrix, named, scored, with_sinks, engine, be
     assert_close(*grads, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("beside", ["alone", "union"])
-def test_a_graph_gathers_the_keys_of_a_table(beside: str) -> None:
-    """With a score_mod; unseen keys hold NaN, and the first query has none."""
+def test_a_graph_gathers_the_keys_of_a_table() -> None:
+    """With a score_mod, beside other pairs; unseen keys hold NaN, and the first query has none."""
     table = torch.randint(10, 30, (1, 40, 4), generator=torch.Generator().manual_seed(0))
     table[0, 0] = -1
     near, captured = masks.local_window(left=1, right=0) & ~masks.first_tokens(20), []
-    pattern = masks.selected_keys("keys", most=4)
-    pattern = pattern if beside == "alone" else pattern | near
+    pattern = masks.selected_keys("keys", most=4) | near
     q, kv, bias = (torch.randn(shape).double() for shape in ((1, 2, 40, 8), (1, 1, 40, 8), (2, 40)))
     kv, bias = kv.index_fill(2, torch.arange(10), torch.nan).requires_grad_(), bias.requires_grad_()
 
@@ -166,13 +162,13 @@ def test_a_graph_gathers_the_keys_of_a_table(beside: str) -> None:
     assert_close(*(torch.autograd.grad(out.sum(), (kv, bias)) for out in outs))
     (code,) = captured
     assert "listed_rows" in code
-    assert ("run_time_tables" in code) is False
+    assert "run_time_tables" not in code
 
 
 def test_only_listed_pairs_are_computed(chunks: list[_key_lists.ListChunk]) -> None:
     """No block list is made; rows of very different lengths are padded by less than their own number."""
-    table, rows = ragged(HUBS, 2000), len(HUBS)
-    q, k, v = torch.randn(1, 4, rows, 8), *torch.randn(2, 1, 2, 2000, 8)
+    table, rows = ragged(HUBS, 900), len(HUBS)
+    q, k, v = torch.randn(1, 4, rows, 8), *torch.randn(2, 1, 2, 900, 8)
     pattern = masks.selected_keys(table)
     with mock.patch.object(_portable_op, "_program", side_effect=AssertionError("block lists")):
         found = fd.attend(q, k, v, pattern, enable_gqa=True, engine="portable")
@@ -192,9 +188,9 @@ def test_chunks_bound_the_gathered_bytes(chunks: list[_key_lists.ListChunk]) -> 
     assert sum(chunk.block.numel() for chunk in chunks) < 3 * 6 * 500 * 40
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
-    tokens=st.integers(600, 1500),
+    tokens=st.integers(400, 900),
     widths=st.sampled_from([(16, 16), (24, 64)]),
     kv_heads=st.sampled_from([1, 4]),
     drops=st.booleans(),
@@ -250,11 +246,6 @@ def test_selected_keys_are_blocks_of_one_token() -> None:
     by_name = masks.selected_keys("near", most=3)
     assert repr(by_name) == repr(carried) == "selected_keys('near', most=3)"
     assert masks.parse(repr(by_name)) == masks.from_json(masks.to_json(by_name)) == by_name
-    q = torch.randn(3, 2, 8, 4)
-    for each, bindings in ((carried, None), (by_name, {"near": table})):
-        found = fd.attend(q, q, q, each & masks.causal(), bindings=bindings)
-        allowed = torch.zeros(8, 8, dtype=torch.bool).scatter(1, table[0], True).tril()
-        assert_close(found, fd.attend(q, q, q, masks.mask(allowed)))
 
 
 def graph(num_queries: int, num_keys: int, share: float = 0.1, seed: int = 0) -> Tensor:
@@ -292,8 +283,8 @@ def test_a_matrix_in_any_form_is_its_nonzero_entries() -> None:
     assert_close(fd.attend(q, k, v, pattern), wanted)
 
 
-@pytest.mark.parametrize(("within", "computed"), [(masks.every(), 96 * 96), (masks.causal(), 96 * 96)])
-def test_many_keys_are_computed_under_a_dense_mask(within: masks.Pattern, computed: int) -> None:
+@pytest.mark.parametrize("within", [masks.every(), masks.causal()])
+def test_many_keys_are_computed_under_a_dense_mask(within: masks.Pattern) -> None:
     """A plan says so; queries without keys and keys that none sees, which hold NaN, do not reach the others."""
     tokens = 96
     table = ragged(torch.randint(30, 60, (tokens,), generator=torch.Generator().manual_seed(0)), tokens - 9)

@@ -5,7 +5,7 @@ from time import process_time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -148,6 +148,7 @@ def attention(pattern, offsets):
 
 
 @pytest.mark.usefixtures("always_apart")
+@settings(max_examples=12)
 @given(scattered(), BAD)
 def test_any_pattern_is_the_oracle(case, value):
     """And hidden slots reach nothing."""

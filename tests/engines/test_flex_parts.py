@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 from torch._dynamo import testing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -135,6 +135,7 @@ def key_of(packed: Packed, kv_heads: int, side: int) -> Call:
     return Call(packed.pattern.text, *sizes, packed.q_offset, packed.k_offset, 0, packed.num_heads, 1, (side, side))
 
 
+@settings(max_examples=12)
 @given(packed_cases(), block_sides)
 def test_no_list_is_longer_than_a_compiled_table(packed: Packed, side):
     """The table's width is known before the values: by the shapes of the tensors, and what the pattern declares."""
@@ -178,16 +179,11 @@ def test_branches_that_name_one_tensor_stay_apart():
         assert_close(fd.attend(q, q, q, pattern, engine="flex", **how), exact)
 
 
-CUT = masks.local_window(left=60, right=0) & masks.documents("ids")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pattern", [CUT, masks.dilated(64, 2).per_document(masks.documents("ids", longest=290))], ids=["cut", "restarted"]
-)
-def test_new_values_do_not_recompile(pattern):
+def test_new_values_do_not_recompile():
     """One graph for all values, rows that differ by batch entry included; in it, too, a longer document raises."""
     compilations = testing.CompileCounterWithBackend("eager")
+    pattern = masks.dilated(64, 2).per_document(masks.documents("ids", longest=290))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
         return fd.attend(q, k, v, pattern, engine="flex", bindings={"ids": ids})
@@ -196,15 +192,14 @@ def test_new_values_do_not_recompile(pattern):
     compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend=compilations)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for last in (1, 4, 8):
+        for last in (1, 8):
             q, k, v = torch.randn(3, 2, 2, 300, 24, generator=generator)
             ids = torch.randint(-1, last + 1, (2, 300), generator=generator).sort(1).values
             ids[:, :20] = -1
             exact = fd.attend(q, k, v, pattern, engine="reference", bindings={"ids": ids})
             assert_close(compiled(q, k, v, ids), exact, rtol=1e-4, atol=1e-5)
-        if pattern.text != CUT.text:
-            with pytest.raises(ValueError, match="at most longest=290 tokens; got one of 300"):
-                compiled(q, k, v, torch.zeros_like(ids))
+        with pytest.raises(ValueError, match="at most longest=290 tokens; got one of 300"):
+            compiled(q, k, v, torch.zeros_like(ids))
     assert compilations.frame_count == 1
 
 

@@ -30,20 +30,15 @@ from tests.support.agreement import gradients
 require(interpreted=True)
 
 NAME = "interpreted_kernels"
-# One of each structure of kernels and of what is around them; the features meet in pairs.
+# One of each structure of kernels and of what is around them; with --all the features meet in pairs.
 QUICK = {
-    "causal, eager",
+    "causal, in a graph",
     "dilated, in a graph",
-    "longnet, eager",
-    "random_blocks, eager",
+    "longnet, in a graph",
     "later queries, grouped, score_mod and sinks, eager",
-    "rows without keys, sinks, in a graph",
-    "residue order, score_mod and sinks, eager",
-    "documents of each batch entry, grouped, score_mod and sinks, in a graph",
-    "blocks of 64 queries, in documents, sinks, in a graph",
-    "one query, eager",
+    "queries from another position in each batch entry, in a graph",
+    "one query, in a graph",
     "heads of 128, float32, in a graph",
-    "blocks of 256, all pairs, eager",
     "blocks of 256, in a graph",
     "selected blocks of 256 keys, in a graph",
 }
@@ -106,11 +101,12 @@ def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Patte
 
 def test_a_turn_of_a_ring() -> None:
     """What one rank holds with what another does, in two runs each: rows by index, an interval of keys a query."""
-    ladder, H = ((256, 1024), (1, 2)), 2
+    segment, rate, H = 512, 2, 2
     split = Sharding(600, 2, order="zigzag")
     place = Placement(split.ranges(0), (split.ranges(1),), complete=False, num_tokens=600)
-    call = PlacedCall((fd.masks.longnet(*ladder) & fd.masks.causal()).text, place, 0.25, 0, H, "flex")
-    rule = oracle.both(oracle.longnet(*map(list, ladder)), oracle.causal())
+    pattern = fd.masks.dilated(segment, rate, "interleaved") & fd.masks.causal()
+    call = PlacedCall(pattern.text, place, 0.25, 0, H, "flex")
+    rule = oracle.both(oracle.dilated(segment, rate, "interleaved"), oracle.causal())
     counts = oracle.counts(rule, range(H), H, split.positions(0), split.positions(1))
     leaves = tuple(torch.randn(1, H, split.length(rank), 16).double().requires_grad_() for rank in (0, 1, 1))
 
@@ -148,17 +144,8 @@ def test_elements_that_lie_far_apart(axis: int) -> None:
         torch.testing.assert_close(found.cpu().double(), truth, rtol=0, atol=4e-3)
 
 
-FIRST = ("blocks larger than tiles, whole tiles", "selected blocks")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in FIRST else pytest.mark.thorough)
-        for name in device_cases()
-        if "catalogue" not in name
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in device_cases() if "catalogue" not in name])
 def test_what_a_device_is_asked_first(name: str) -> None:
     """The correctness cases of `bench/h200.sh`, in float16 for bfloat16, which the interpreter has not."""
     for call in device_cases()[name]:

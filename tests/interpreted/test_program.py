@@ -67,8 +67,8 @@ def test_launches(name: str, record_property) -> None:
 
 FULL_3, FULL_4 = fd.masks.longnet((256, 512, K), (1, 2, 4)), fd.masks.longnet((512, K, 2 * K, 4 * K), (1, 2, 4, 8))
 HELD = {
-    "causal": fd.masks.causal(),
-    "dilated": fd.masks.dilated(K, 4),
+    "causal": pytest.param(fd.masks.causal(), marks=pytest.mark.thorough),
+    "dilated": pytest.param(fd.masks.dilated(K, 4), marks=pytest.mark.thorough),
     "LongNet-2": fd.masks.longnet((256, K), (1, 4)),
     "LongNet-3": pytest.param(FULL_3, marks=pytest.mark.thorough),
     "LongNet-4, causal": pytest.param(FULL_4 & fd.masks.causal(), marks=pytest.mark.thorough),
@@ -181,10 +181,13 @@ STEPS = {
 }  # fmt: skip
 
 
+QUICK = ("calls, documents", "a graph, selected blocks")
 BUILT = "a model, padding"  # the graphs of others run as they are traced: their reads are operations of them
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in STEPS]
+)
 def test_reads_of_the_host(name: str, record_property) -> None:
     """What a step of three layers waits for on the device, once its plan is cached."""
     most, make = STEPS[name]

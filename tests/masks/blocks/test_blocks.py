@@ -13,14 +13,11 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.masks.blocks import BlockPlaces, PackedBlocks, _block_search, _blocks, alike, evaluate
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
-from flexdilated.masks.blocks._pair_search import settle_by_diagonals
 from flexdilated.masks.blocks._rule import Rule
-from flexdilated.masks.core._box import Bounds
 from flexdilated.masks.orders._layout import Compact, Layout, ListedOrder
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from tests.masks.core.test_boxes import BOXES, allowed, boxes
 from tests.support import twins
 from tests.support.strategies import (
     Case,
@@ -174,23 +171,6 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
 def test_lists_of_tables_and_other_rules_are_the_dense_rule(case, q_block, k_block, limits):
     """In natural order the search begins at the squares that tables list, unless it finds too many blocks."""
     check_lists(case, 1, q_block, k_block, limits)
-
-
-@given(st.data(), st.integers(1, 3))
-def test_diagonals_settle_what_repeats(data, num_heads):
-    """From bounds without knowledge, on boxes of any steps: exact counts, or the bounds as they were."""
-    twin, box = data.draw(sets(num_heads)), data.draw(boxes(num_heads))
-    none = torch.zeros_like(box.area)
-    where = torch.tensor(data.draw(st.lists(st.booleans(), min_size=BOXES, max_size=BOXES)))
-    found = settle_by_diagonals(twin.pattern, box, Bounds(none, box.area), num_heads=num_heads, where=where)
-    has_pairs = box.area > 0
-    truth, settled = allowed(twin.rule, box, num_heads), (found.low == found.high) & has_pairs
-    assert torch.equal(found.low[settled], truth[settled])
-    assert (found.low[~settled] == 0).all()
-    assert torch.equal(found.high[~settled], box.area[~settled])
-    assert not (settled & ~where).any()
-    if twin.pattern.period() == 1 and box.q.step == box.k.step:
-        assert torch.equal(settled, where & has_pairs)
 
 
 @settings(max_examples=14)

@@ -164,7 +164,7 @@ def assert_field(bound: Bound, counts: torch.Tensor) -> None:
     assert_same(follow_tokens(bound, 8), counts)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(whole_cases(largest=60) | whole_grids())
 def test_dense_powers(case: Case):
     assert_field(case.bind(), case.counts())
@@ -204,7 +204,7 @@ def selected(draw: st.DrawFn) -> Bound:
 SIDES = [(1, 1), (1, 2), (3, 1), (2, 3)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(selected())
 def test_tables_by_their_rows(bound: Bound):
     assert_field(bound, dense(bound))

@@ -184,6 +184,7 @@ def test_titles_and_ticks() -> None:
     assert not masks.plot(WINDOW, 9, title="").texts
 
 
+@settings(max_examples=8)
 @given(st.data())
 def test_both_axes_have_one_unit(data) -> None:
     """Of 1, 1,024 and 1,048,576 tokens, and so that each label is its slot; also where N is not M."""

@@ -45,7 +45,7 @@ class AnyBand(Band):
         return self.least, self.most, self.step
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.none() | st.integers(-9, 9), st.none() | st.integers(0, 9), st.sampled_from([1, 2, 3]))
 def test_a_band_is_its_limits(least, length, step):
     """In every face of the rule: mask, counts, rows and reasons."""
@@ -90,7 +90,7 @@ def same_label(labels, *, name="labels"):
     return of_tensor(SameLabel, labels, name)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(sets(2))
 def test_a_pattern_with_a_part(twin):
     pattern = Transposed(twin.pattern)
@@ -104,7 +104,7 @@ def test_a_pattern_with_a_part(twin):
 labels_of = st.lists(st.integers(-2, 2), min_size=13, max_size=13)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.lists(labels_of, min_size=1, max_size=2), st.booleans())
 def test_a_run_time_pattern_is_its_rule(rows, causal):
     labels = torch.tensor(rows)

@@ -115,7 +115,7 @@ def block_masks(draw) -> BlockMask:
     return drawn_lists(seed, rule, shape, lengths, sides, full=full, spare=spare, trimmed=trimmed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(block_masks(), st.data())
 def test_a_pattern_allows_the_pairs_of_the_lists(block_mask: BlockMask, data) -> None:
     queries, keys = block_mask.seq_lengths
@@ -149,7 +149,7 @@ def assert_attends(pattern: masks.Pattern | masks.Mixture, allowed: Tensor) -> N
 def test_the_pairs_are_those_of_compiled_flex_attention() -> None:
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    for seed in range(6):
+    for seed in range(3):
         block_mask = drawn_lists(seed, of_entry, (2, 2), (44, 52), (16, 12))
         q, k, v = (torch.randn(2, 2, length, 16) for length in (44, 52, 52))
         found = fd.attend(q, k, v, masks.custom(block_mask))
@@ -226,10 +226,6 @@ TWO = [table.expand(2, *table.shape[1:]) for table in ONE]
     ("made", "says"),
     [
         (made_of([[[1, 2]]], [[[[0, 1], [1, 1]]]]), "^kv_indices .* once .* block 1 twice in row 1, batch entry 0, "),
-        (
-            made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], full_kv_num_blocks=ONE[0], full_kv_indices=ONE[1]),
-            "^kv_indices and full_kv_indices .* got block 0 twice in row 0",
-        ),
         (made_of([[[1, 1]]], [[[[0, 1], [2, 1]]]]), "^kv_indices .* below 2, .*; got 2"),
         (made_of([[[1, 3]]], [[[[0, 1], [0, 1]]]]), "^kv_num_blocks .* below 3, .*; got 3"),
         (made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], seq_lengths=(17, 16)), "3 rows; got 2"),

@@ -99,8 +99,6 @@ GRID = masks.neighborhood((3, 4), 1)
         (~masks.per_head([C]) & C, {}, "got 1 for 2 heads"),
         (masks.longnet([8, 16], [1, 2]) & masks.per_head(C3), {}, "got 3 for 2 heads"),
         (masks.blockwise(masks.per_head(C3), 4), {}, "got 3 for 2 heads"),
-        # A part that has rules for three heads is no rule for two.
-        (masks.per_head([masks.head_groups(C3), C]), {}, "number of head groups, 3"),
         (~LISTED | C, {"num_keys": 8}, "got block 2 in row 1"),
         (LISTED + C, {"num_keys": 8}, "got block 2 in row 1"),
         (masks.per_head([C, LISTED]), {"num_keys": 8}, "got block 2 in row 1"),
@@ -109,11 +107,6 @@ GRID = masks.neighborhood((3, 4), 1)
             masks.block_list([[[0]], [[0, 5]]], block=4),
             {"num_queries": 1},
             "for 20 keys; got block 5 in row 0 of head 1",
-        ),
-        (
-            GRID,
-            {"num_queries": 13, "num_keys": 12},
-            "within the 12 tokens of a 3x4 grid; got queries up to position 12",
         ),
         (GRID | C, {"num_queries": 1, "num_keys": 13}, "got queries up to position 0 and keys up to position 12"),
     ],

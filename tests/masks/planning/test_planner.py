@@ -15,7 +15,7 @@ from flexdilated.masks.planning._planner import plan, recommended_layout
 from flexdilated.masks.planning.lowering._term import Term
 from tests.support import oracle, twins
 from tests.support.ladders import LADDERS
-from tests.support.strategies import Case, cases, longnets, whole_cases
+from tests.support.strategies import Case, cases
 
 
 def tokens_of(side: Permutation | Compact, heads: int) -> Tensor:
@@ -116,15 +116,6 @@ def test_plans_say_whether_terms_share_rows(case, may_split):
             written[head, tokens] += 1
     assert planned.shares_rows or (written <= 1).all()
     assert may_split or not planned.shares_rows or len(planned.options) > 1
-
-
-@settings(max_examples=10)
-@given(whole_cases(lambda H: longnets()), st.integers(1, 7))
-def test_plans_in_a_layout_are_the_dense_rule(case, rate):
-    planned = plan(case.bind(), layout=Layout(case.num_keys, rate))
-    assert planned.layout in (Layout(case.num_keys, rate), Layout(case.num_keys))
-    counts = case.counts()
-    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
 
 
 @pytest.mark.parametrize("name", LADDERS)

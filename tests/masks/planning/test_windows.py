@@ -104,7 +104,7 @@ def test_terms_add_up_to_the_rule_in_any_way(case, turn):
             assert torch.equal(weight_of_all(found.terms, counts.shape), counts)
 
 
-@settings(max_examples=60)
+@settings(max_examples=36)
 @given(st.data(), st.sampled_from(sorted(FORMS | ANEW)), st.integers(0, 4))
 def test_out_lse_and_gradients_are_the_dense_rule(data, form, turn):
     """Of any packing: windows apart, as folds or, where they are of too many kinds, in one list of blocks."""
@@ -180,15 +180,13 @@ def test_terms_grow_with_lengths_that_differ(form):
     assert terms[1] <= 2 * terms[0]
 
 
-N = 1 << 13
+N = 1 << 12
 WIDE = masks.local_window(left=64, right=64) | masks.dilated_window(left=32, right=32, rate=32)
 RULES = {
-    "union": WIDE,
     "of unions": WIDE & (CAUSAL | masks.global_tokens(8)),
     "with a period": masks.local_window(left=127, right=0) & CAUSAL | masks.fixed(128) & CAUSAL,
     "by head": masks.per_head([WIDE, masks.dilated_window(left=64, right=0, rate=16)]),
     "dilated": masks.dilated(4096, 8) | masks.local_window(left=64, right=64),
-    "grid": masks.neighborhood((64, 128), 4),
 }
 HALVES, REAL = torch.arange(N) // (N // 2), torch.tensor(N - 350)
 FACTORS: dict[str, Callable[[masks.Pattern], masks.Pattern]] = {
@@ -200,7 +198,7 @@ FACTORS: dict[str, Callable[[masks.Pattern], masks.Pattern]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name != "grid"])
+@pytest.mark.parametrize("name", RULES)
 def test_a_run_time_factor_leaves_every_way_open(name):
     """As few pairs are computed as without it, but for the edges of windows."""
     rule = RULES[name]

@@ -62,6 +62,7 @@ import torch
 import flexdilated as fd
 from flexdilated import masks
 
+assert "torch._dynamo" not in sys.modules, "the compiler, which takes a second to import"
 mine = ("comb_patterns", "broken_patterns", "taken_patterns")
 
 

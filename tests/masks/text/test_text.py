@@ -104,9 +104,7 @@ def nested(depth: int) -> str:
         ('{"kind":"not","part":{"kind":"mixture","parts":[{"kind":"causal"}]}}', "needs at least 2 patterns"),
         ('{"kind":"block_list","rows":[[1],[],[2,1]],"block":2}', "in ascending order"),
         ('{"kind":"dilated_window","left":1,"right":1,"rate":1}', "rate must be at least 2; got rate=1"),
-        ('{"kind":"global_tokens","tokens":1,"rows":1,"columns":true}', "rows must be True or False; got rows=1"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"sizes":[7]}', "must have the fields"),
-        ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"kernel_size":[7]}', "one of radius and kernel"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"causal":[1]}', r"causal\[0\] must be True or"),
         (nested(33), "at most 32 levels"),
         (nested(5000), "pattern must"),
@@ -235,21 +233,17 @@ def test_large_patterns_are_cut(make):
 BAD = [
     ("causal())", 9, "unmatched ')'"),
     ("__import__('os')", 1, "no pattern is called '__import__': There are "),
-    ("causal().__class__()", 10, "a dot must follow a pattern, and be followed by one of its methods after"),
     ("causal(left=3)", 1, "causal(): got an unexpected keyword argument 'left'"),
     ("local_window(3, 0)", 1, "local_window(*, left, right): too many positional arguments"),
     ("local_window(left=1, left=2)", 22, "an argument is given once; got 'left' again"),
     ("causal() | dilated(8, 2, offset=2)", 12, "dilated: offset must be below the rate; got offset=2, rate=2"),
     ("per_head(3)", 1, "per_head: patterns must be a sequence, with one pattern for each head or group; got 3"),
-    ("causal() | longnet([8, 4], [1, 1])", 10, "a mixture such as longnet or p + q can only be added"),
     (f"dilated({'9' * 4000}, 1)", 9, "got one of 4000 characters"),
     ("documents('\ud800')", 11, "no backslash or surrogate"),
     ("documents('a' 'b')", 11, "a string needs two quotes"),
-    ("1if causal() else 2", 1, "a number must be an integer"),
     ("[each for each in causal()]", 1, "an expression has calls, numbers"),
     ("causal() …", 10, "the expression was cut"),
     ("causal()\n\n& ?", 13, "an expression must not contain '?'"),
-    ("dilated(٣, 1)", 9, "an expression must not contain '٣'"),
 ]
 
 
