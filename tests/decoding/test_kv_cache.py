@@ -37,11 +37,11 @@ from .cases import (
 )
 
 STREAMING = (masks.first_tokens(4) | WINDOW) & masks.causal()
-BOUNDED = {"window": WINDOW, "streaming": STREAMING, "longnet": LONGNET, "frames": FRAMES}
+BOUNDED = {"streaming": STREAMING, "longnet": LONGNET, "frames": FRAMES}
 
 
 @pytest.mark.parametrize("cases", [strategies.whole_cases(strategies.causal_twins), chunked_cases()], ids=str)
-@settings(max_examples=28)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Case], data: st.DataObject) -> None:
     """Batches that grow by joins and shrink by selections, whose entries get lengths and crops of their own.
@@ -157,12 +157,10 @@ def test_chunks_are_one_pass_at_the_caches_own_sizes(pattern, tokens, sizes) -> 
         assert_close(decode(cache, *tensors, chunks), alone(tensors, pattern), **TIGHT)
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "bound"), [("window", 1, 164), ("streaming", 1, 228), ("longnet", 1, 256), ("frames", 8, 104)]
-)
+@pytest.mark.parametrize(("name", "step", "bound"), [("streaming", 1, 228), ("longnet", 1, 256), ("frames", 8, 104)])
 def test_memory_stays_bounded(name, step, bound) -> None:
     """Far beyond the look-back: never more keys than twice those visible, which `bound` counts with whole pages."""
-    N = 800
+    N = 600
     q, k, v = draw_tensors(H=1, G=1, N=N, B=1, D=2, dtype=torch.float32)
     cache = fd.KVCache(BOUNDED[name], num_heads=1)
     most, most_bytes = 0, 0

@@ -183,8 +183,7 @@ def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, ba
     ("name", "device", "engine", "largest", "num_tokens"),
     [
         ("longnet", "cuda", None, 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
-        ("longformer", "cpu", None, 1 << 14, 36_900),
-        ("longnet", "cpu", "portable", 1 << 14, 36_900),
+        ("longformer", "cpu", None, 1 << 13, 36_900),
     ],
 )
 def test_beyond_the_largest_run_memory_goes_on_growing(name, device, engine, largest, num_tokens, monkeypatch) -> None:
@@ -266,7 +265,7 @@ def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
 @pytest.mark.slow
 def test_predicted_peak_is_within_a_tenth_of_a_measured_one() -> None:
     """Resident memory of a process of its own, kernels' scratch and all."""
-    size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 32768, PATTERNS["longnet"]
+    size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 12288, PATTERNS["longnet"]
     call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
     found = model_memory(size, num_tokens, call, checkpoint=True)
     assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, True), 0.10)

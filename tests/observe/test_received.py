@@ -52,7 +52,6 @@ def calls(draw):
     return *draw(tensors(case, batch=case.batch))[:2], case.pattern, case.counts, case.offsets
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(
     calls(), st.sampled_from([None, "reference", "aten", "portable"]), st.sampled_from([None, 0.3, 0.0, -0.7]),
     st.booleans(), block_sides | st.tuples(block_sides, block_sides),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -248,7 +249,8 @@ def test_compiled_equals_eager() -> None:
         found = [each(q, k, bindings=tensors) for each, tensors in zip_longest(selectors, [{"docs": docs}])]
         return found, sum(each.scores.masked_fill(each.blocks < 0, 0.0).sin().sum() for each in found)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=graphs)
     for tokens in (100, 60):
         torch.manual_seed(tokens)
         docs, (q, k) = torch.arange(tokens) // 37, (torch.randn(2, 2, tokens, 8, requires_grad=True) for _ in range(2))
@@ -259,3 +261,4 @@ def test_compiled_equals_eager() -> None:
             found, loss = function(q, k, docs)
             results.append([*(x for each in found for x in each), *torch.autograd.grad(loss, (q, k))])
         assert_close(*results)
+    assert graphs.frame_count == 1

@@ -111,7 +111,7 @@ def test_a_wrong_call_fails_its_check(check, call) -> None:
     ],
 )
 def test_mistakes_under_compile(name, failing, words) -> None:
-    options = {"max_tokens": 20, "checks": ["compile", "recompilation", "agreement"]}
+    options = {"max_tokens": 10, "checks": ["compile", "recompilation", "agreement"]}
     report = examine_attention_module(lambda: getattr(wrong_attention, name)(*CAUSAL[1]), CAUSAL[0], **options)
     failed = {result.name: result.detail for result in report.failures}
     assert failing <= set(failed) <= {"compile", "recompilation"}
