@@ -133,8 +133,8 @@ seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait 
 @pytest.mark.parametrize(
     ("function", "how", "what"),
     [
-        (exchange, "dies", "the exchange of keys failed after "),
-        (backward, "hangs", "sending and receiving shards failed after "),
+        (exchange, "hangs", "the exchange of keys failed after "),
+        (backward, "dies", "sending and receiving shards failed after "),
         (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer"),
         (heads, "dies", "the exchange of heads failed after "),
         (seed, "dies", "the broadcast of the seed of dropout failed after "),

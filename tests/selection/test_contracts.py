@@ -198,10 +198,11 @@ def test_a_second_call_reads_nothing_on_the_host(scorer: str, within: masks.Patt
     assert masks.cache().forget(within) > 0
 
 
-@pytest.mark.parametrize(("scorer", "N"), [("mean", 4_096), ("minmax", 4_096), ("mass", 4_096)])
-def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
+@pytest.mark.parametrize("scorer", ["mean", "minmax", "mass"])
+def test_nothing_is_as_large_as_queries_by_keys(scorer: str) -> None:
     """Tensors stay below a sixteenth of the scores of all pairs, also where the boxes are built."""
     torch.manual_seed(0)
+    N = 2048
     q, k = torch.randn(2, 1, 2, N, 8)
     selector = fd.BlockSelector(block=256, scorer=scorer, choose=fd.TopK(4), always=masks.chunked(256))
     call = selector.call(selector.within, 0, 0.3)
