@@ -17,7 +17,7 @@ LONGNET = masks.longnet(segment_lengths=(4, 8), dilation_rates=(1, 2), offsets="
 @cache
 def claims(pattern: masks.Pattern | masks.Mixture) -> Look:
     """Looks at all that a pattern says of itself."""
-    return lambda: check_pattern(pattern, num_heads=4, max_tokens=24, examples=8)
+    return lambda: check_pattern(pattern, num_heads=4, max_tokens=24, examples=20)
 
 
 def _as_full(right):
