@@ -1,7 +1,10 @@
 """The benchmark: peers, rules and counts agree with the library's reference; every measure runs at tiny sizes."""
 
 import json
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -88,6 +91,13 @@ def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert asked == list(names.values())
 
 
+def run_here(command, **_) -> SimpleNamespace:
+    """What `python -c` prints."""
+    with redirect_stdout(StringIO()) as said:
+        exec(command[-1], {})
+    return SimpleNamespace(stdout=said.getvalue())
+
+
 ELSEWHERE = {"catalogue"}  # of which another test runs a part
 
 
@@ -102,6 +112,7 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
         compiled = torch.compile
         monkeypatch.setattr(torch, "compile", lambda model=None, **how: compiled(model, **{**how, "backend": "eager"}))
+        monkeypatch.setattr("bench.compiling.subprocess", SimpleNamespace(run=run_here))  # torch is imported here
     assert main(["--small", "--out", str(tmp_path / "out"), name]) == 0
     table = capsys.readouterr().out
     files = [f"{name}.json", *(["sweep.png"] if name == "sweep" else [])]

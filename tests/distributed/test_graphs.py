@@ -46,7 +46,9 @@ def with_dropout() -> None:
     pattern = masks.longnet([8, 20], [1, 2], padding="zeros")
     for schedule in ("exchange", "ring", "heads"):
         module = fd.BlockSparseAttention(pattern, mesh=line(), schedule=schedule, dropout=0.3)
-        compare(module, qkv := shards(24), qkv, dynamic=schedule == "heads" or None)
+        # The ops of the others go through AOT below.
+        how = {} if schedule == "heads" else {"backend": "eager", "dynamic": True}
+        compare(module, qkv := shards(24), qkv, **how)
 
 
 def with_a_score_mod() -> None:
@@ -103,9 +105,8 @@ def by_flex() -> None:
         return attend(*qkv, masks.local_window(left=10, right=0), mesh=where, schedule="exchange", engine=engine)
 
     with without_inductor():
-        found = exchanged("flex"), compiled_on_the_last(exchanged)("flex")
-    for out in found:
-        assert_close(out, exchanged("aten"), rtol=1e-5, atol=1e-5)
+        out = compiled_on_the_last(exchanged)("flex")
+    assert_close(out, exchanged("aten"), rtol=1e-5, atol=1e-5)
 
 
 def inductor() -> None:
