@@ -198,11 +198,11 @@ def test_a_second_call_reads_nothing_on_the_host(scorer: str, within: masks.Patt
     assert masks.cache().forget(within) > 0
 
 
-@pytest.mark.parametrize("scorer", ["mean", "minmax", "mass"])
+@pytest.mark.parametrize("scorer", ["minmax", "mass"])
 def test_nothing_is_as_large_as_queries_by_keys(scorer: str) -> None:
     """Tensors stay below a sixteenth of the scores of all pairs, also where the boxes are built."""
     torch.manual_seed(0)
-    N = 2048
+    N = 4096
     q, k = torch.randn(2, 1, 2, N, 8)
     selector = fd.BlockSelector(block=256, scorer=scorer, choose=fd.TopK(4), always=masks.chunked(256))
     call = selector.call(selector.within, 0, 0.3)

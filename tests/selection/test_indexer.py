@@ -173,7 +173,7 @@ def test_decoding_chooses_as_a_single_pass(chunks, seed) -> None:
 
 
 def test_no_tensor_has_all_pairs() -> None:
-    N, indexer = 1000, recipes.LightningIndexer(8, top=4, num_heads=2, head_dim=4, rope_dim=2)
+    N, indexer = 2000, recipes.LightningIndexer(8, top=4, num_heads=2, head_dim=4, rope_dim=2)
     x, q, k = torch.randn(1, N, 8), *torch.randn(2, 1, 2, N, 4)
     tensors = [each.detach() for each in indexer._index_tensors(x, None, None, 0)]
     how = {"scale": 1.0, "q_offset": 0, "bindings": None, "within": None}
