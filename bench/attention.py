@@ -21,7 +21,8 @@ from ._rules import FORWARD_FLOPS, LONGNET_4, LONGNET_5, LibraryRule, LongNet, U
 from .peers import branch_loop, dense_attention, natural_attention, natural_block_mask
 
 _BOTH = (LONGNET_4, LONGNET_4.as_causal())
-_BOTH_SMALL = (LONGNET_4.shrunk(32), LONGNET_4.shrunk(32).as_causal())
+_SMALL = LongNet("LongNet-2", (64, 128), (1, 2))
+_BOTH_SMALL = (_SMALL, _SMALL.as_causal())
 _TINY = (Size(512, num_heads=4, repeats=1),)
 _TRAIN: Part = "forward + backward"
 
@@ -48,7 +49,7 @@ def _flop_ratio(spec: LongNet, size: Size) -> float:
     return dense(size.num_tokens, causal=spec.causal).pairs(**sizes) / spec.pairs(**sizes)
 
 
-@measure("C1", spec=LONGNET_4.shrunk(32), size=Size(512, num_heads=8, repeats=1))
+@measure("C1", spec=_SMALL, size=Size(512, num_heads=8, repeats=1))
 def forward_vs_dense(spec: LongNet = LONGNET_4, size: Size = Size(16384, num_heads=8)) -> Iterator[Row]:
     """Does a LongNet forward do useful work at the rate of dense attention?"""
     jobs, over = _verified(_beside_dense(spec, Problem.draw(size)), "forward"), _flop_ratio(spec, size)
@@ -126,7 +127,7 @@ def vs_branch_loop(
 
 @measure(
     "C2",
-    spec=LongNet("LongNet-2", (64, 128), (1, 2)),
+    spec=_SMALL,
     size=Size(128, num_heads=2, head_dim=16, repeats=1),
     backend="eager",
 )
@@ -199,7 +200,7 @@ def sweep(
 _NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-@measure("C8", specs=(LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()), size=Size(256, num_heads=4, head_dim=16))
+@measure("C8", specs=_BOTH_SMALL, size=Size(256, num_heads=4, head_dim=16))
 def accuracy(
     specs: tuple[LongNet, ...] = (LONGNET_4.shrunk(8), LONGNET_4.shrunk(8).as_causal()),
     size: Size = Size(2048, num_heads=2),

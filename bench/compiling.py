@@ -38,6 +38,7 @@ from ._rules import LONGNET_4, LongNet
 _MULTIPLE = 512
 _LATER_STEPS = 3
 _SLOWEST_PARTS = 12
+_SMALL = LongNet("LongNet-2", (8, 32), (1, 2), causal=True)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ WAYS: dict[str, Callable[[int], int]] = {
 }
 
 
-@measure("C11", spec=LONGNET_4.shrunk(64).as_causal(), lengths=Lengths(3, 60, 300), backend="eager")
+@measure("C11", spec=_SMALL, lengths=Lengths(3, 30, 100), backend="eager")
 def changing_lengths(
     spec: LongNet = LONGNET_4.shrunk(8).as_causal(),
     lengths: Lengths = Lengths(50, 200, 4096),
@@ -220,11 +221,7 @@ class Case(NamedTuple):
 FirstSteps = dict[str, Any]  # seconds of the first step and of a later one, and of the parts of torch's compilation
 
 
-@measure(
-    config=First(
-        *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2), repeats=1, backend="eager", starts=("cold",)
-    )
-)
+@measure(config=First(_SMALL, Size(64, 4), 60, 8, 100, 1, repeats=1, backend="eager", starts=("cold",)))
 def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads=4))) -> Iterator[Row]:
     """How long does the first step take, with nothing compiled yet, with torch's cache on disk, and then?
 

@@ -201,7 +201,7 @@ def many_documents(lengths: tuple[int, ...] = (1, 4, 17, 128), size: Size = Size
         yield Row(f"{what}, planned anew: time over chunks", target, ratio(new, written), (new, written))
 
 
-@measure("C17", size=Size(2048, num_heads=1, repeats=1))
+@measure("C17", size=Size(300, num_heads=1, repeats=1))
 def factors_of_unions(size: Size = Size(65536, num_heads=4, repeats=5)) -> Iterator[Row]:
     """Does a run-time tensor over a union of windows leave it as fast as it is without?
 

@@ -1,7 +1,10 @@
 """The benchmark: peers, rules and counts agree with the library's reference; every measure runs at tiny sizes."""
 
 import json
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -88,6 +91,13 @@ def test_measures_go_by_name_or_code(monkeypatch, capsys) -> None:
     assert asked == list(names.values())
 
 
+def run_here(command, **_) -> SimpleNamespace:
+    """What `python -c` prints."""
+    with redirect_stdout(StringIO()) as said:
+        exec(command[-1], {})
+    return SimpleNamespace(stdout=said.getvalue())
+
+
 ELSEWHERE = {"catalogue"}  # of which another test runs a part
 
 
@@ -102,6 +112,7 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
         compiled = torch.compile
         monkeypatch.setattr(torch, "compile", lambda model=None, **how: compiled(model, **{**how, "backend": "eager"}))
+        monkeypatch.setattr("bench.compiling.subprocess", SimpleNamespace(run=run_here))  # torch is imported here
     assert main(["--small", "--out", str(tmp_path / "out"), name]) == 0
     table = capsys.readouterr().out
     files = [f"{name}.json", *(["sweep.png"] if name == "sweep" else [])]
@@ -123,20 +134,16 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request
 def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
     num_tokens = 480
     branches = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=4)
-    for num_ranks in (2, 4, 8):
-        shards = shard_ranges(num_tokens, num_ranks, order)
+    for num_ranks, heads in ((2, Heads(4, 4)), (4, Heads(4, 2)), (8, Heads(4, 1))):
+        shards, wanted = shard_ranges(num_tokens, num_ranks, order), []
         for rank, shard in enumerate(shards):
-            held = Sharding(num_tokens, num_ranks, order=order).positions(rank)
-            assert held.tolist() == [token for piece in shard for token in piece]
-        for heads in (Heads(4, 4), Heads(4, 2), Heads(4, 1)):
-            wanted = []
-            for shard in shards:
-                rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in shard])
-                seen = torch.stack([branch[:, rows].any(1) for branch in branches]).any(0)
-                by_kv_head = seen.view(heads.num_kv_heads, -1, num_tokens).any(1)
-                by_kv_head[:, rows] = False
-                wanted.append(int(by_kv_head.sum()))
-            assert least_received(spec, num_tokens, shards, heads) == wanted
+            rows = Sharding(num_tokens, num_ranks, order=order).positions(rank)
+            assert rows.tolist() == [token for piece in shard for token in piece]
+            seen = torch.stack([branch[:, rows].any(1) for branch in branches]).any(0)
+            by_kv_head = seen.view(heads.num_kv_heads, -1, num_tokens).any(1)
+            by_kv_head[:, rows] = False
+            wanted.append(int(by_kv_head.sum()))
+        assert least_received(spec, num_tokens, shards, heads) == wanted
     for num_tokens in (100, 1000) if spec.causal else ():
         masks = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
         assert torch.equal(sum(mask.sum((0, 2)) for mask in masks), keys_of_queries(spec, num_tokens, 5))

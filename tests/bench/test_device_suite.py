@@ -14,17 +14,17 @@ from bench import _jobs, device
 from bench.__main__ import main
 from bench._jobs import Size
 from bench._measures import Target
-from bench._rules import LONGNET_5
+from bench._rules import LongNet
 from bench.device import CODES, NAMES, ROWS, Device, cases, judge, judged
 from bench.peers import cpu_flash
 from tests.support.compilers import nothing_is_built  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Device("cpu", small=True)
-SHORT = LONGNET_5.shrunk(128)
+SHORT = LongNet("LongNet-2", (16, 64), (1, 4))
 SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
 # Of the catalogue those that differ most in how they are called; the patterns themselves are for other tests.
-FEW = {"per_head", "custom", "documents", "neighborhood, 2-D", "bigbird"}
+FEW = {"per_head", "custom", "documents"}
 TRIED = [name for name in cases() if "catalogue" not in name or name.partition(": ")[2] in FEW]
 
 
@@ -36,7 +36,7 @@ def test_every_odd_case_is_right_on_cpu(name) -> None:
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Half and a quarter of the tokens that --small has, and segments to match."""
+    """Half and a quarter of the tokens that --small has, and two branches."""
     size = lambda self, tokens, *_, **__: replace(SIZE, num_tokens=max(256, tokens // 2048))  # noqa: E731
     monkeypatch.setattr(Device, "size", size)
     monkeypatch.setattr(Device, "longnet", lambda self, causal: SHORT.as_causal() if causal else SHORT)

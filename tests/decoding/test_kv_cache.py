@@ -37,11 +37,11 @@ from .cases import (
 )
 
 STREAMING = (masks.first_tokens(4) | WINDOW) & masks.causal()
-BOUNDED = {"window": WINDOW, "streaming": STREAMING, "longnet": LONGNET, "frames": FRAMES}
+BOUNDED = {"streaming": STREAMING, "longnet": LONGNET, "frames": FRAMES}
 
 
 @pytest.mark.parametrize("cases", [strategies.whole_cases(strategies.causal_twins), chunked_cases()], ids=str)
-@settings(max_examples=28)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Case], data: st.DataObject) -> None:
     """Batches that grow by joins and shrink by selections, whose entries get lengths and crops of their own.
@@ -130,16 +130,11 @@ def test_any_schedule_is_one_pass_over_each_sequence(cases: st.SearchStrategy[Ca
 def passes() -> dict[str, tuple[Expression, int, list[tuple[int, ...]]]]:
     """Patterns for 4 heads, tokens, and sizes of chunks that come over and over."""
     mixed, named_later = (1, 40, 3, 150), [[0, 3], [0, 1], [2, 5], [1, 3], [0, 4, 5], [5]]
-    beyond_7 = masks.local_window(left=20, right=0) & ~masks.local_window(left=7, right=0)
     later = masks.block_list(named_later, block=20)
-    odd = masks.longnet([50, 100, 333], [1, 3, 7], offsets="contiguous") & masks.causal()
-    empty = masks.per_head([beyond_7, masks.dilated(64, 9, 8)] * 2) & masks.causal()
     return {
         "window": (WINDOW, 400, [(1,), (16, 17)]),
         "longnet": (LONGNET, 400, [(300,), mixed]),
-        "odd longnet": (odd, 400, [mixed]),
         "no closed form": (~masks.strided(3) & WINDOW, 400, [mixed]),
-        "rows without keys": (empty, 60, [(1,), (30,)]),
         # Causal order hides blocks that are not there yet, and a later chunk has them; a grid ends with its tokens.
         "later keys": ((later | masks.neighborhood((10, 12), 2)) & masks.causal(), 120, [(30,), (1, 19)]),
         "later keys of a chunk": (later & masks.blockwise(masks.causal(), 40), 120, [(40,), (80,), (120,)]),
@@ -157,12 +152,10 @@ def test_chunks_are_one_pass_at_the_caches_own_sizes(pattern, tokens, sizes) -> 
         assert_close(decode(cache, *tensors, chunks), alone(tensors, pattern), **TIGHT)
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "bound"), [("window", 1, 164), ("streaming", 1, 228), ("longnet", 1, 256), ("frames", 8, 104)]
-)
+@pytest.mark.parametrize(("name", "step", "bound"), [("streaming", 1, 228), ("longnet", 1, 256), ("frames", 8, 104)])
 def test_memory_stays_bounded(name, step, bound) -> None:
     """Far beyond the look-back: never more keys than twice those visible, which `bound` counts with whole pages."""
-    N = 800
+    N = 600
     q, k, v = draw_tensors(H=1, G=1, N=N, B=1, D=2, dtype=torch.float32)
     cache = fd.KVCache(BOUNDED[name], num_heads=1)
     most, most_bytes = 0, 0

@@ -1,6 +1,7 @@
 """Ranks that disagree find out before anything is sent and are told in what; of a peer that fails all are told."""
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +72,7 @@ def changes_on_rank_0() -> None:
     """Step 2 is a new call on rank 0 and the old one elsewhere, as if only rank 0 had changed its pattern."""
     ranks = all_ranks()
     check_agreement(ranks, {"pattern": "causal"})
-    set_group_timeout(2)
+    set_group_timeout(1)
     check_agreement(ranks, {"pattern": "chunked" if dist.get_rank() == 0 else "causal"})
     with communicating("the exchange of keys", ranks):
         dist.all_to_all_single(torch.empty(dist.get_world_size()), torch.ones(dist.get_world_size()))
@@ -84,7 +85,7 @@ def test_a_rank_alone_with_a_new_call_ends_all_with_an_error() -> None:
     assert "not make this rank's new call: pattern='chunked'" in ended[0].error
     for rank in (1, 2):
         assert f"DistError: rank {rank} of 3: the exchange of keys failed after" in ended[rank].error
-        assert "the timeout of the process group is 2 s" in ended[rank].error
+        assert "the timeout of the process group is 1 s" in ended[rank].error
         assert "begun a call with other arguments (rank 0: pattern='chunked')" in ended[rank].error
 
 
@@ -101,14 +102,14 @@ def backward(how: str) -> None:
     for step in range(2):
         loss = unshard(part, line(), Sharding(7, 3)).sum()
         if step:
-            set_group_timeout(2)
+            set_group_timeout(1)
             fail(how)
         loss.backward()
 
 
 def first_call(how: str) -> None:
     mesh = line()
-    set_group_timeout(2)
+    set_group_timeout(1)
     fail(how)
     unshard(torch.ones(1, 1, 2, 2), mesh)
 
@@ -118,7 +119,7 @@ def second_call(how: str, who: int = 2, **options) -> None:
     module = fd.BlockSparseAttention(masks.causal(), mesh=line(), **options)
     x = torch.ones(1, 3, 4, 2)
     module(x, x, x)
-    set_group_timeout(2)
+    set_group_timeout(1)
     fail(how, who)
     module(x, x, x)
 
@@ -130,25 +131,23 @@ seed = partial(second_call, who=0, schedule="ring", dropout=0.1)  # others wait 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "how", "what", "limit"),
+    ("function", "how", "what"),
     [
-        (exchange, "dies", "the exchange of keys failed after ", "2 s"),
-        (exchange, "hangs", "the exchange of keys failed after ", "2 s"),
-        (backward, "dies", "sending and receiving shards failed after ", "2 s"),
-        (backward, "hangs", "sending and receiving shards failed after ", "2 s"),
-        (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer", "2 s"),
-        (heads, "dies", "the exchange of heads failed after ", "2 s"),
-        (seed, "dies", "the broadcast of the seed of dropout failed after ", "2 s"),
+        (exchange, "hangs", "the exchange of keys failed after "),
+        (backward, "dies", "sending and receiving shards failed after "),
+        (first_call, "dies", "the check that all ranks make the same call failed: rank 2 did not answer"),
+        (heads, "dies", "the exchange of heads failed after "),
+        (seed, "dies", "the broadcast of the seed of dropout failed after "),
     ],
 )
-def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(function, how, what, limit) -> None:
+def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(function, how, what) -> None:
     ended = outcomes_on_ranks(3, function, how, group_timeout=4)
     for outcome in ended[1:] if function is seed else ended[:2]:
         assert outcome.error is not None
         told = outcome.error[outcome.error.rindex("torch.distributed.DistError: ") :]
         assert told.startswith(f"torch.distributed.DistError: rank {outcome.rank} of 3: ")
         assert what in told
-        assert limit in told
+        assert re.search("the process group(?: is|,) 1 s", told)
 
 
 def store_dies(port: int) -> None:

@@ -18,7 +18,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import line, summed
+from tests.support.sharded_cases import line, on_rank_0, summed
 
 N, VOCABULARY = 41, 17
 BRANCHES = ((8, 40), (1, 4))
@@ -70,8 +70,9 @@ def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding,
     def about(words: str) -> str:
         return f"{name}: {words}"
 
-    held, results = sharding.positions(dist.get_rank()), []
-    for over in ({}, {"mesh": line(), "sharding": sharding}):
+    held = sharding.positions(dist.get_rank())
+
+    def run(**over) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         torch.manual_seed(0)
         module = make(**over)
         inputs = [x.detach().index_select(dim, held) if over else x.detach().clone() for x in whole]
@@ -85,8 +86,10 @@ def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding,
             generator=torch.Generator().manual_seed(3),
         )
         (out * (weights.index_select(dim, held) if over else weights)).sum().backward()
-        results.append((out.detach(), [x.grad for x in inputs if x.grad is not None], gradients(module)))
-    (truth, true_inputs, true_gradients), (found, of_inputs, of_parameters) = results
+        return out.detach(), [x.grad for x in inputs if x.grad is not None], gradients(module)
+
+    truth, true_inputs, true_gradients = on_rank_0(run)
+    found, of_inputs, of_parameters = run(mesh=line(), sharding=sharding)
     for one, other in zip([truth, *true_inputs], [found, *of_inputs], strict=True):
         assert_close(other, one.index_select(dim, held), **TIGHT, msg=about)
     for one, other in zip(true_gradients, of_parameters, strict=True):
@@ -94,12 +97,10 @@ def assert_is_one_rank(name: str, make, whole: list[Tensor], sharding: Sharding,
 
 
 TRAINED = {
-    ("auto", "zigzag"): {"padded": True},
     ("exchange", "ragged zigzag"): {"padded": True, "checkpoint": True},
-    ("ring", "ragged zigzag"): {"pool": "auto"},
     ("heads", "ragged"): {"padded": True, "checkpoint": True},
     ("exchange", "ragged"): {"attention_dropout": 0.3, "checkpoint": True},
-    ("ring", "zigzag"): {"selection": EACH},
+    ("ring", "zigzag"): {"selection": EACH, "pool": "auto"},
     ("heads", "rows"): {"selection": ROWS, "padded": True},
     ("auto", "rows"): {"selection": ROWS, "padded": True, "checkpoint": True, "causal": False},
 }
@@ -131,7 +132,7 @@ def attention_module(kind: str, **over) -> nn.Module:
         options |= {"sinks": True, "num_heads": 6} if "sinks" in kind else {}
     if over and kind == "heads":
         return fd.HeadParallelDilatedAttention(*BRANCHES, True, **options)
-    if over and kind in ("ring", "exchange", "auto"):
+    if over and kind in ("ring", "exchange"):
         return fd.RingDilatedAttention(*BRANCHES, True, schedule=kind, **options)
     if over:
         options |= {"schedule": kind.split()[-1], "sinks": True, "num_heads": 6}
@@ -145,9 +146,10 @@ def attention_modules() -> None:
     """Key/value heads that several query heads share; without gradients, a module in inference drops nothing."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, H, N, 8, dtype=torch.float64, generator=generator) for H in (6, 3, 3)]
-    kinds = "heads", "ring", "exchange", "auto", "sinks, heads", "sinks, ring", "sinks, exchange"
-    for kind in (*kinds, "drops, heads", "drops, ring", "drops, exchange", "drops, sinks, ring"):
-        assert_is_one_rank(kind, partial(attention_module, kind), whole, SHARDINGS["ragged"], 2)
+    kinds = "heads", "ring", "exchange", "sinks, heads", "sinks, ring", "sinks, exchange"
+    for kind in (*kinds, "drops, heads", "drops, ring", "drops, exchange"):
+        call = PADDED if "sinks" in kind else {}
+        assert_is_one_rank(kind, partial(attention_module, kind), whole, SHARDINGS["ragged"], 2, **call)
     shard = [x[:, :, SHARDINGS["ragged"].positions(dist.get_rank())] for x in whole]
     plain, dropping = (
         attention_module(kind, mesh=line(), sharding=SHARDINGS["ragged"]).eval()(*shard)
@@ -163,23 +165,23 @@ def multiheads_and_patterns() -> None:
     bindings = {"ids": torch.arange(N) // torch.tensor([[20], [11]])}
     padding = torch.arange(N) >= torch.tensor([[N - 3], [N - 20]])
     by_pattern = {"vocab_size": None, "segment_lengths": None, "dilation_rates": None, "pattern": pattern}
+
+    def make(schedule: str, branches=BRANCHES, pattern=None, **options) -> nn.Module:
+        over = {"schedule": schedule} if "mesh" in options else {}
+        module = fd.MultiheadDilatedAttention(24, 6, *branches, pattern=pattern, causal=True, **over, **options)
+        return module.double()
+
     for schedule, batch_first, dropout in (("exchange", True, 0.0), ("heads", False, 0.0), ("ring", True, 0.3)):
-
-        def make(schedule=schedule, branches=BRANCHES, pattern=None, **options) -> nn.Module:
-            over = {"schedule": schedule} if "mesh" in options else {}
-            module = fd.MultiheadDilatedAttention(24, 6, *branches, pattern=pattern, causal=True, **over, **options)
-            return module.double()
-
-        own = partial(make, batch_first=batch_first, dropout=dropout)
+        own = partial(make, schedule, batch_first=batch_first, dropout=dropout)
         inputs, dim = ([x] * 3, 1) if batch_first else ([x.transpose(0, 1)] * 3, 0)
         assert_is_one_rank(f"multihead, {schedule}", own, inputs, sharding, dim, key_padding_mask=padding)
-        rules = partial(make, branches=(), pattern=pattern, batch_first=True)
-        assert_is_one_rank(f"pattern, {schedule}", rules, [x] * 3, sharding, 1, bindings=bindings)
 
-        def model(schedule=schedule, **over) -> nn.Module:
-            return longnet(**by_pattern, **over, **({"schedule": schedule} if over else {}))
+    def model(**over) -> nn.Module:
+        return longnet(**by_pattern, **over, **({"schedule": "heads"} if over else {}))
 
-        assert_is_one_rank(f"LongNet by a pattern, {schedule}", model, [x], sharding, 1, bindings=bindings)
+    rules = partial(make, schedule="ring", branches=(), pattern=pattern, batch_first=True)
+    assert_is_one_rank("pattern", rules, [x] * 3, sharding, 1, bindings=bindings)
+    assert_is_one_rank("LongNet by a pattern", model, [x], sharding, 1, bindings=bindings)
 
 
 @pytest.mark.parametrize(
@@ -221,41 +223,6 @@ def data_and_sequence(wrapper: str, schedule: str) -> None:
 def test_under_data_parallelism() -> None:
     for wrapper, schedule in (("DDP", "heads"), ("FSDP2", "exchange"), ("FSDP2, checkpoint", "ring")):
         on_ranks(4, data_and_sequence, wrapper, schedule)
-
-
-def tensor_and_sequence(schedule: str) -> None:
-    """A mesh of 2 x 2: each rank has half of the heads of half of the tokens."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "sp"))
-    sharding = Sharding(N, 2, "zigzag")
-    H, E = 8, 16
-    torch.manual_seed(0)
-    weights = [torch.randn(3, H, E, 4, dtype=torch.float64), torch.randn(H, 4, E, dtype=torch.float64)]
-    x, grad = torch.randn(2, 1, N, E, dtype=torch.float64)
-    pattern = masks.longnet(*BRANCHES) & masks.causal()
-
-    def layer(attention, x: Tensor, project: Tensor, join: Tensor) -> Tensor:
-        q, k, v = torch.einsum("bne,shed->sbhnd", x, project)
-        return torch.einsum("bhnd,hde->bne", attention(q, k, v), join)
-
-    whole = [weight.clone().requires_grad_() for weight in weights]
-    truth = layer(partial(fd.attend, pattern=pattern), x, *whole)
-    true_gradients = torch.autograd.grad(truth, whole, grad)
-    first = mesh.get_local_rank("tp") * H // 2
-    heads = slice(first, first + H // 2)
-    mine = [weights[0][:, heads].clone().requires_grad_(), weights[1][heads].clone().requires_grad_()]
-    module = fd.BlockSparseAttention(pattern, mesh=mesh["sp"], sharding=sharding, schedule=schedule)
-    held = sharding.positions(mesh.get_local_rank("sp"))
-    out = layer(partial(module, head_offset=first, num_heads_global=H), x[:, held], *mine)
-    assert_close(summed(out, mesh.get_group("tp")), truth[:, held].detach(), **TIGHT)
-    found = torch.autograd.grad(out, mine, grad[:, held])
-    for mine_alone, true_gradient, chosen in zip(found, true_gradients, ((slice(None), heads), heads), strict=True):
-        assert_close(summed(mine_alone, mesh.get_group("sp")), true_gradient[chosen], **TIGHT)
-
-
-def test_with_tensor_parallelism() -> None:
-    """Dilation offsets are those of the head among all heads, wherever it lives."""
-    for schedule in ("exchange", "ring", "heads"):
-        on_ranks(4, tensor_and_sequence, schedule)
 
 
 def live() -> str:

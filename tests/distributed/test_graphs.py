@@ -35,7 +35,7 @@ def compare(function: Callable[..., Tensor], inputs: Sequence[Tensor], leaves: S
     assert_close(*results, **TIGHT)
 
 
-def shards(tokens: int = 40, order: Any = "contiguous") -> list[Tensor]:
+def shards(tokens: int, order: Any = "contiguous") -> list[Tensor]:
     """On a rank: its part of q, k and v."""
     here = Sharding(tokens, dist.get_world_size(), order).positions(dist.get_rank())
     return [x[:, :, here].requires_grad_() for x in tensors_for(4, 4, tokens)]
@@ -43,10 +43,12 @@ def shards(tokens: int = 40, order: Any = "contiguous") -> list[Tensor]:
 
 def with_dropout() -> None:
     """Every schedule, with zero keys; the sharding follows from the shape."""
-    pattern = masks.longnet([8, 20, 48], [1, 2, 4], padding="zeros")
+    pattern = masks.longnet([8, 20], [1, 2], padding="zeros")
     for schedule in ("exchange", "ring", "heads"):
         module = fd.BlockSparseAttention(pattern, mesh=line(), schedule=schedule, dropout=0.3)
-        compare(module, qkv := shards(), qkv, dynamic=True)
+        # The ops of the others go through AOT below.
+        how = {} if schedule == "heads" else {"backend": "eager", "dynamic": True}
+        compare(module, qkv := shards(24), qkv, **how)
 
 
 def with_a_score_mod() -> None:
@@ -103,9 +105,8 @@ def by_flex() -> None:
         return attend(*qkv, masks.local_window(left=10, right=0), mesh=where, schedule="exchange", engine=engine)
 
     with without_inductor():
-        found = exchanged("flex"), compiled_on_the_last(exchanged)("flex")
-    for out in found:
-        assert_close(out, exchanged("aten"), rtol=1e-5, atol=1e-5)
+        out = compiled_on_the_last(exchanged)("flex")
+    assert_close(out, exchanged("aten"), rtol=1e-5, atol=1e-5)
 
 
 def inductor() -> None:
@@ -123,8 +124,8 @@ def test_a_graph_is_as_eager_code(function: Callable[[], None]) -> None:
     on_ranks(2, function)
 
 
-def compiled_sizes(schedule: str, dynamic: bool | None, sizes: list[tuple[int, int]]) -> int:
-    """How many graphs some sizes take, each as exact as without compiling, with sinks and through the lse."""
+def compiled_sizes(schedule: str, dynamic: bool | None) -> int:
+    """How many graphs two sizes take, each as exact as without compiling, with sinks and through the lse."""
     torch._dynamo.reset()  # the limit on graphs counts those of calls before
     where, W = line(), dist.get_world_size()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -134,7 +135,7 @@ def compiled_sizes(schedule: str, dynamic: bool | None, sizes: list[tuple[int, i
         return out * 2, lse
 
     function = compiled_on_the_last(call, backend=graphs, dynamic=dynamic)
-    for batch, tokens in sizes:
+    for batch, tokens in ((1, 12), (2, 15)):
         generator = torch.Generator().manual_seed(dist.get_rank() + W * tokens)
         tensors = [torch.randn(batch, 4, tokens, 8, generator=generator, requires_grad=True) for _ in range(3)]
         tensors.append(torch.randn(4, generator=generator, requires_grad=True))
@@ -146,10 +147,7 @@ def compiled_sizes(schedule: str, dynamic: bool | None, sizes: list[tuple[int, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "dynamic", "sizes"),
-    [("exchange", None, [(1, 24), (2, 24), (2, 31)]), ("ring", True, [(1, 24), (2, 31)])],
-)
-def test_other_sizes_are_other_graphs(schedule: str, dynamic: bool | None, sizes: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(("schedule", "dynamic"), [("exchange", None), ("ring", True)])
+def test_other_sizes_are_other_graphs(schedule: str, dynamic: bool | None) -> None:
     """What is sent is planned for one size: sizes become constants, where torch.compile would leave them open."""
-    assert on_ranks(2, compiled_sizes, schedule, dynamic, sizes) == [0, len(sizes)]
+    assert on_ranks(2, compiled_sizes, schedule, dynamic) == [0, 2]

@@ -33,10 +33,8 @@ PATTERNS = {
     "causal": masks.causal(),
 }
 STEPS = [  # pattern, order, schedule, codec
-    *(("longnet", "contiguous", "exchange", None), ("longnet", "zigzag", "exchange", "int8")),
-    *(("longnet", "zigzag", "ring", None), ("window", "zigzag", "exchange", None)),
-    *(("window", "contiguous", "ring", "bf16"), ("causal", "contiguous", "exchange", "int8")),
-    *(("causal", "contiguous", "ring", None), ("causal", "zigzag", "ring", "bf16")),
+    *(("longnet", "zigzag", "exchange", "int8"), ("longnet", "contiguous", "ring", None)),
+    *(("window", "zigzag", "exchange", None), ("causal", "zigzag", "ring", "bf16")),
 ]
 
 
@@ -114,15 +112,6 @@ def test_memory_is_weighed_against_bytes_and_one_sentence_says_why(sizes, name, 
     assert re.findall(r"[\d.]+ (?:MiB|times)|exchange|ring", choice.reason) == facts or not sizes[0]
     if not sizes[0]:
         assert choice.reason == "no rank needs a key of another, so nothing is sent"
-
-
-def test_run_time_values_count() -> None:
-    """Documents that end with the shards need nothing from elsewhere; one document all."""
-    apart, one = torch.arange(4).repeat_interleave(32), torch.zeros(128, dtype=torch.int64)
-    choices = [choose_schedule(masks.documents(ids), Sharding(128, 4), **SIZES) for ids in (apart, one)]
-    assert [choice.exchange_bytes for choice in choices] == [0, 3 * 32 * 2 * 2 * 8 * 2]
-    with pytest.raises(ValueError, match="documents"):
-        choose_schedule(masks.documents("documents"), Sharding(128, 4), **SIZES)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from tests.support.sharded_cases import (
     ShardedCase,
     Way,
     assert_whole,
-    block_cases,
     by_each_way,
     by_way,
     call,
@@ -44,15 +43,15 @@ from tests.support.sharded_cases import (
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
 
 
-@pytest.mark.parametrize(("W", "most"), [(1, 3), (2, 7), (3, 7), (4, 5), (8, 3)])
+@pytest.mark.parametrize(("W", "most"), [(1, 3), (2, 6), (3, 5), (5, 3)])
 @DRAWN
 @given(data=st.data())
 def test_many_ranks_are_one(W: int, most: int, data: st.DataObject):
     """Output, lse and all gradients equal those of one rank, by every schedule that serves the call.
 
-    For drawn patterns, blocks and run-time tensors, heads, shardings, engines, sinks, scales, dropout and score_mods.
+    For drawn patterns, run-time tensors, heads and offsets of heads, shardings, engines and features.
     """
-    kinds = sharded_cases(W) | block_cases(W) | run_time_cases(W)
+    kinds = sharded_cases(W) | run_time_cases(W)
     cases = data.draw(st.lists(kinds, min_size=most - 2, max_size=most))
     engine = data.draw(st.sampled_from([None, "portable", "flex"]))
     for found in by_each_way([(case, ways_of(case, engine)) for case in cases]):
@@ -73,8 +72,8 @@ def not_drawn() -> list[ShardedCase]:
     custom = oracle.both(oracle.causal(), lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
     counts = oracle.counts(custom, range(4), 4, positions, positions)
     return [
-        *(ShardedCase(zeros, None, sharding, tensors, dropout_p=0.4) for sharding in (ragged, zigzag)),
-        *(ShardedCase(masks.causal(), None, sharding, shared) for sharding in (ragged, zigzag)),
+        ShardedCase(zeros, None, zigzag, tensors, dropout_p=0.4),
+        ShardedCase(masks.causal(), None, ragged, shared),
         ShardedCase(masks.longnet([8, 16, 40], [1, 2, 4]), longnet, zigzag, tensors_for(12, 4, 48, B=2, D=4)),
         ShardedCase(masks.custom(third_keys), counts, ragged, tensors_for(4, 2, 48, B=2, D=4, sinks=True)),
     ]
@@ -100,18 +99,16 @@ def test_the_error_does_not_grow_with_the_ranks():
 
     Also of key/value heads that several ranks read: what they add up has not been rounded before.
     """
-    N = 160
+    N = 96
     counts = oracle.counts(oracle.causal(), range(8), 8, torch.arange(N), torch.arange(N))
     tensors = [tensors_for(8, 2, N, D=32, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    ways = [*WAYS, {"schedule": "ring", "engine": "portable"}, {"schedule": "exchange", "engine": "portable"}, HEADS]
-    for W, order in ((2, "zigzag"), (8, "contiguous")):
-        cases = [ShardedCase(masks.causal(), counts, Sharding(N, W, order), each) for each in tensors]
-        for case, way, shares in by_way(cases, ways):
-            leaves = [x.clone().requires_grad_() for x in case.tensors]
-            out, lse = attend(*leaves, case.pattern, enable_gqa=True, engine=way.get("engine"), return_lse=True)
-            one = out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, case.cotangents)
-            alone, many = errors_of(case, one), errors_of(case, together(case, shares))
-            assert all(many[name] <= 1.1 * alone[name] for name in alone), (way, W, alone, many)
+    cases = [ShardedCase(masks.causal(), counts, Sharding(N, 4, "zigzag"), each) for each in tensors]
+    for case, way, shares in by_way(cases, [*WAYS, {"schedule": "ring", "engine": "portable"}, HEADS]):
+        leaves = [x.clone().requires_grad_() for x in case.tensors]
+        out, lse = attend(*leaves, case.pattern, enable_gqa=True, engine=way.get("engine"), return_lse=True)
+        one = out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, case.cotangents)
+        alone, many = errors_of(case, one), errors_of(case, together(case, shares))
+        assert all(many[name] <= 1.1 * alone[name] for name in alone), (way, alone, many)
 
 
 LONGNET = masks.longnet([8, 32], [1, 2]) & masks.causal()
@@ -141,14 +138,6 @@ def gradients_by_use(case: ShardedCase) -> list[tuple[str, list[list[Tensor]]]]:
         out, lse = call(case, *(leaves := leaves_of(case)), **way)
         found.append((f"lse alone, {way}", [alone, torch.autograd.grad(lse.sum() + (out * 0.0).sum(), leaves)]))
         both = []
-        for outermost in (False, True):  # of a plain sum cotangents are expanded
-            leaves = [x.detach() for x in leaves_of(case)]
-            if outermost:
-                leaves[:3] = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves[:3]]
-            out, lse = call(case, *(x.requires_grad_() for x in leaves), **way)
-            both.append([out.detach(), lse.detach(), *torch.autograd.grad(out.sum() + lse.sum(), leaves)])
-        found.append((f"memory formats, {way}", both))
-        both = []
         for ignored in (Unused.apply, lambda x: x * 0):
             out, _ = call(case, *(leaves := leaves_of(case)), **way)
             both.append(torch.autograd.grad((ignored(out) if dist.get_rank() == 0 else out).sum(), leaves))
@@ -169,7 +158,7 @@ class Unused(torch.autograd.Function):
 
 
 def test_gradients_do_not_depend_on_how_results_are_used():
-    """Through lse alone or beside zeros; in either memory format; and a rank that uses nothing keeps nobody waiting."""
+    """Through lse alone or beside zeros; and a rank that uses nothing keeps nobody waiting."""
     for uses in on_ranks(3, gradients_by_use, a_case(3, B=2)):
         for name, (one, other) in uses:
             assert any(x.any() for x in one) or "unused" in name

@@ -17,11 +17,12 @@ UNIT = 48 * MIB  # of one in a batch; so large that glibc takes and returns each
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
-    """Each step collects garbage, which takes a third of a second with all that other tests have made."""
+    """Each step collects garbage, which takes a third of a second with all that other tests have made.
+
+    It stays frozen: so does what was imported and collected, which an end would thaw for all tests that follow.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def touching(number: int) -> torch.Tensor:

@@ -112,12 +112,12 @@ TABLES = {
 def test_memory_of_a_table_is_that_of_the_real_engine(name: str, gathered: int) -> None:
     """The largest batch of problems stands for all."""
     block, most, of = TABLES[name]
-    rows, columns = (-(-2000 // side) for side in block)
+    rows, columns = (-(-1000 // side) for side in block)
     table = torch.randint(-1, columns, (2, rows, most), generator=torch.Generator().manual_seed(0))
     pattern = of(masks.selected_blocks(table, block=block, most=most))
-    bound = pattern.bind(num_heads=4, num_queries=2000, num_keys=2000)
-    size = AttentionSize(2000, 4, 32, torch.float32, num_kv_heads=2)
-    q, k, v = torch.randn(1, 4, 2000, 32), *torch.randn(2, 1, 2, 2000, 32)
+    bound = pattern.bind(num_heads=4, num_queries=1000, num_keys=1000)
+    size = AttentionSize(1000, 4, 32, torch.float32, num_kv_heads=2)
+    q, k, v = torch.randn(1, 4, 1000, 32), *torch.randn(2, 1, 2, 1000, 32)
     key = Call.at(q, k, pattern.text, num_heads_global=4)
     masks.cache().clear()
     with patch.object(_table, "GATHERED_BYTES", gathered):
@@ -159,13 +159,13 @@ SCORE_MODS = (None, lambda score, b, h, q, k: score + SLOPES[h] * (k - q), lambd
 
 @given(
     st.sampled_from([*sorted(PATTERNS), "all pairs", "padded"]),
-    st.integers(1, 1000),
+    st.integers(1, 500),
     st.tuples(*[st.sampled_from([8, 24, 64, 96])] * 2),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([(1, 4), (3, 2), (2, 1)]),
     st.fixed_dictionaries({"drops": st.booleans(), "score_mod": st.sampled_from(SCORE_MODS)}),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, batch_and_groups, options) -> None:
     others = {"all pairs": masks.every(), "padded": masks.longnet((100, 300), (1, 3), heads="grouped")}
     pattern = others[name] if name in others else masks.parse(PATTERNS[name])
@@ -186,7 +186,6 @@ def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, ba
     [
         ("longnet", "cuda", None, 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
         ("longformer", "cpu", None, 1 << 14, 36_900),
-        ("longnet", "cpu", "portable", 1 << 14, 36_900),
     ],
 )
 def test_beyond_the_largest_run_memory_goes_on_growing(name, device, engine, largest, num_tokens, monkeypatch) -> None:
@@ -246,7 +245,7 @@ def test_flex_holds_what_its_compiled_program_allocates(dtype) -> None:
 @pytest.mark.parametrize("name", ["longnet", "window"])
 def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
     """The model is real; what its attention operators hold inside is what the test above has checked."""
-    size, num_tokens, pattern = ModelSize(64, 3, 2, torch.float32), 2048, masks.parse(PATTERNS[name])
+    size, num_tokens, pattern = ModelSize(64, 3, 2, torch.float32), 1024, masks.parse(PATTERNS[name])
     call = attention_memory(pattern, attention_size(size, num_tokens))
     found = model_memory(size, num_tokens, call, checkpoint=checkpoint)
     model = longnet_around(pattern, size, checkpoint=checkpoint)
@@ -268,7 +267,7 @@ def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
 @pytest.mark.slow
 def test_predicted_peak_is_within_a_tenth_of_a_measured_one() -> None:
     """Resident memory of a process of its own, kernels' scratch and all."""
-    size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 32768, PATTERNS["longnet"]
+    size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 12288, PATTERNS["longnet"]
     call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
     found = model_memory(size, num_tokens, call, checkpoint=True)
     assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, True), 0.10)

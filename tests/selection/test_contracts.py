@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -197,10 +198,11 @@ def test_a_second_call_reads_nothing_on_the_host(scorer: str, within: masks.Patt
     assert masks.cache().forget(within) > 0
 
 
-@pytest.mark.parametrize(("scorer", "N"), [("mean", 4_096), ("minmax", 4_096), ("mass", 4_096)])
-def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
+@pytest.mark.parametrize("scorer", ["minmax", "mass"])
+def test_nothing_is_as_large_as_queries_by_keys(scorer: str) -> None:
     """Tensors stay below a sixteenth of the scores of all pairs, also where the boxes are built."""
     torch.manual_seed(0)
+    N = 4096
     q, k = torch.randn(2, 1, 2, N, 8)
     selector = fd.BlockSelector(block=256, scorer=scorer, choose=fd.TopK(4), always=masks.chunked(256))
     call = selector.call(selector.within, 0, 0.3)
@@ -218,8 +220,6 @@ def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
 COMPILED = {
     "mean": {"scorer": "mean", "choose": fd.TopK(3), "within": masks.causal() & masks.documents("docs")},
     "minmax": {"scorer": "minmax", "choose": fd.TopP(0.7, most=3), "query_block": 8, "query_summary": "first"},
-    "mass": {"scorer": "mass", "choose": fd.Threshold(0.1, most=3), "share": "all"},
-    "antidiagonal": {"scorer": "antidiagonal", "choose": fd.TopK(2), "query_block": 8, "within": masks.every()},
     "coarse": {
         "choose": fd.TopK(2),
         "coarse": fd.BlockSelector(block=16, choose=fd.TopK(2), share="all"),
@@ -238,9 +238,10 @@ def from_the_start() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("from_the_start")
 def test_compiled_equals_eager() -> None:
-    """Selectors of every kind in one graph for two lengths, with the gradients of what follows.
+    """Selectors in one graph for two lengths, with the gradients of what follows.
 
-    A module as a scorer has a graph a length, and goes through AOT in tests of SelectedAttention.
+    To a graph the scorer is a number of the one op. A module as a scorer has a graph a length, and goes through AOT in
+    tests of SelectedAttention.
     """
     selectors = [fd.BlockSelector(block=8, **options) for options in COMPILED.values()]
 
@@ -248,7 +249,8 @@ def test_compiled_equals_eager() -> None:
         found = [each(q, k, bindings=tensors) for each, tensors in zip_longest(selectors, [{"docs": docs}])]
         return found, sum(each.scores.masked_fill(each.blocks < 0, 0.0).sin().sum() for each in found)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=graphs)
     for tokens in (100, 60):
         torch.manual_seed(tokens)
         docs, (q, k) = torch.arange(tokens) // 37, (torch.randn(2, 2, tokens, 8, requires_grad=True) for _ in range(2))
@@ -259,3 +261,4 @@ def test_compiled_equals_eager() -> None:
             found, loss = function(q, k, docs)
             results.append([*(x for each in found for x in each), *torch.autograd.grad(loss, (q, k))])
         assert_close(*results)
+    assert graphs.frame_count == 1

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from flexdilated import masks
@@ -186,18 +187,21 @@ def test_no_tensor_has_all_pairs() -> None:
 
 def test_choice_and_loss_are_one_graph_for_any_length() -> None:
     indexer = indexer_of(torch.float32, query_dim=None)
-    x, q, k = torch.randn(1, 40, 7), *torch.randn(2, 1, 2, 40, 4)
 
     def step(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         chosen = indexer(x)
         return chosen, indexer.loss(x, q, k, chosen=chosen)
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-    for N in (40, 33):
-        few = [each[..., :N, :] for each in (x, q, k)]
-        (chosen, loss), expected = compiled(*few), step(*few)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=graphs, fullgraph=True)
+    for N in (20, 13):
+        given = torch.randn(1, N, 7), *torch.randn(2, 1, 2, N, 4).unbind()
+        for x in given:
+            torch._dynamo.mark_dynamic(x, x.dim() - 2)
+        (chosen, loss), expected = compiled(*given), step(*given)
         assert_close((chosen, loss), expected)
         assert_close(*(torch.autograd.grad(each, list(indexer.parameters())) for each in (loss, expected[1])))
+    assert graphs.frame_count == 1
 
 
 def test_a_table_changed_before_the_backward_raises() -> None:

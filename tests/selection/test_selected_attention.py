@@ -89,7 +89,7 @@ def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases())
 def test_it_attends_to_what_the_definition_chooses(case: Case) -> None:
     """Choice, scores, density and cut are the definition's; output and gradients those of dense attention.
@@ -256,7 +256,7 @@ def test_checkpointing_uses_the_choice_of_the_forward(gradient: str, kept: bool,
 
 @pytest.mark.slow
 def test_compiled_equals_eager() -> None:
-    """In one graph, with all gradients: of attention with a bias, of one without, and of what teaches its gate."""
+    """In one graph, with all gradients: of attention with a bias, and of what teaches its gate."""
     torch.compiler.reset()
     torch.manual_seed(0)
     selector = fd.BlockSelector(block=8, scorer=Gate(8), choose=fd.TopK(1), always=masks.chunked(8))
@@ -264,8 +264,7 @@ def test_compiled_equals_eager() -> None:
 
     def run(q, k, v):
         out, found = biased(q, k, v, return_selection=True)
-        other = taught(q, k, v)
-        return out, other, found.blocks, out.sin().sum() + other.cos().sum() + taught.distill_loss(q, k)
+        return out, found.blocks, out.sin().sum() + taught.distill_loss(q, k)
 
     leaves = [torch.randn(1, 2, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     results = []

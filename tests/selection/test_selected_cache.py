@@ -109,7 +109,7 @@ def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
     assert "SelectedCache(causal(), num_heads=2, engine=None: 25 tokens seen" in repr(cache)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(case=sequences(), data=st.data())
 def test_entries_at_different_positions(case: Case, data: st.DataObject) -> None:
     """Of whole query blocks: lengths, crops, joins, selections, other tokens that are taken back, and appended ones.

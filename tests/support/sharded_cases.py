@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -26,6 +26,7 @@ from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from flexdilated.testing.strategies import shardings
 from tests.support import oracle
 from tests.support.agreement import TIGHT
+from tests.support.dense_flex import dense_flex
 from tests.support.ranks import on_ranks
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import longnets, written_expressions
@@ -35,6 +36,7 @@ from tests.support.twins import Twin
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "sums over ranks")
 SEED, DISTANCES = 7, 7
+T = TypeVar("T")
 Way = Mapping[str, Any]  # options of the call
 WAYS: tuple[Way, ...] = ({"schedule": "exchange"}, {"schedule": "ring"})
 HEADS: Way = {"schedule": "heads"}
@@ -141,7 +143,7 @@ def ways_of(case: ShardedCase, engine: str | None = None) -> list[Way]:
     """
     ways = [{"schedule": "auto"}] if case.biased else WAYS  # which then is an exchange
     found = [way | {"engine": engine} for way in ways]
-    heads = case.tensors[0].shape[1] % case.sharding.num_ranks == 0 and case.head_offset == 0
+    heads = case.tensors[0].shape[1] % case.sharding.num_ranks == 0
     return [*found, *[HEADS | {"engine": "reference" if engine == "portable" else None}] * heads]
 
 
@@ -175,6 +177,13 @@ def summed(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """On a rank: what it returns on rank 0, for which the others wait."""
+    found = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return cast(T, found[0])
 
 
 def compiled_on_the_last(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -231,8 +240,6 @@ def shares_of(case: ShardedCase, **way: Any) -> Shares:
 @contextlib.contextmanager
 def flex_by_dense_kernels() -> Iterator[None]:
     """Engine "flex" with a dense kernel, as this machine has none with a backward."""
-    from tests.engines.test_flex import dense_flex
-
     engine = {"choose_engine": lambda *_, **__: "flex", "placed_engine": lambda *_: "flex"}
     kernel = {"_attend_in_parts": _flex_op._attend, "run_flex": partial(_flex_op.run_flex, kernel=dense_flex)}
     with patch.multiple(_attend, **engine), patch.multiple(_flex_op, **kernel):
@@ -296,12 +303,11 @@ def tensors_for(
 @st.composite
 def sharded_cases(draw: st.DrawFn, W: int) -> ShardedCase:
     """Any pattern that can be written down over 1 to 40 tokens, any features; any heads, or as many on each rank."""
-    by_heads = draw(st.booleans())
-    num_heads = W * draw(st.integers(1, 2)) if by_heads else draw(st.integers(1, 4))
+    by_heads, N = draw(st.booleans()), draw(st.integers(1, 40))
+    first = draw(st.sampled_from([0, 0, 1, 3]))
+    H = W * draw(st.integers(1, 2)) if by_heads else draw(st.integers(1, 4))
+    num_heads = first + H + draw(st.sampled_from([0, 0, 2]))
     twin: Twin = draw(st.one_of(written_expressions(num_heads), longnets()))
-    N = draw(st.integers(1, 40))
-    first = 0 if by_heads or not draw(st.booleans()) else draw(st.integers(0, num_heads - 1))
-    H = num_heads if by_heads else draw(st.integers(1, num_heads - first))
     G = draw(st.sampled_from([heads for heads in range(1, H + 1) if H % heads == 0]))
     size = {
         "B": draw(st.integers(1, 2)),
@@ -331,18 +337,3 @@ def run_time_cases(draw: st.DrawFn, W: int) -> ShardedCase:
     tensors = tensors_for(H, G, N, B=packed.batch, D=4, sinks=draw(st.booleans()), seed=draw(st.integers(0, 999)))
     features = {"dropout_p": draw(st.sampled_from([0.0, 0.4])), "biased": draw(st.booleans())}
     return ShardedCase(packed.pattern, packed.counts, draw(shardings(N, num_ranks=W)), tensors, **features)
-
-
-@st.composite
-def block_cases(draw: st.DrawFn, W: int) -> ShardedCase:
-    """Any blocks of keys for each block of queries: ranks whose queries see no own key, or no other, or none at all."""
-    N, block = 48, 8
-    rows = st.lists(st.sets(st.integers(0, N // block - 1), max_size=3).map(sorted), min_size=6, max_size=6)
-    tables = draw(st.lists(rows, min_size=4, max_size=4))
-    counts = oracle.counts(oracle.block_list(tables, block), range(4), 4, torch.arange(N), torch.arange(N))
-    heads, seed = draw(st.sampled_from([1, 2, 4])), draw(st.integers(0, 999))
-    tensors = tensors_for(4, heads, N, B=2, D=4, sinks=draw(st.booleans()), seed=seed)
-    sharding = draw(shardings(N, num_ranks=W))
-    return ShardedCase(
-        masks.block_list(tables, block=block), counts, sharding, tensors, through_lse=draw(st.booleans())
-    )

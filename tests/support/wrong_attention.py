@@ -55,15 +55,6 @@ class SoftmaxOverHeads(Dense):
         return scores.masked_fill(times == 0, -torch.inf).softmax(1).nan_to_num(0.0)
 
 
-class BlocksApart(Dense):
-    """Each block of keys has a softmax of its own, and the results are added (darcstar's block-sparse)."""
-
-    def weights(self, scores, times):
-        columns = torch.arange(times.shape[-1]) // 4
-        parts = [super(BlocksApart, self).weights(scores, times * (columns == block)) for block in columns.unique()]
-        return torch.stack(parts).sum(0)
-
-
 class CausalLeak(Dense):
     """The mask ends one key late."""
 
@@ -78,15 +69,6 @@ class DividedByAll(Dense):
     def forward(self, q, k, v):
         out = super().forward(q, k, v)
         return out / out.sum((1, 2), keepdim=True)
-
-
-class UnwrittenHeads(Dense):
-    """As many heads a group as the division gives: what remains of H over the groups is never written (fkodom)."""
-
-    def forward(self, q, k, v):
-        out, groups = super().forward(q, k, v), 3
-        written = q.shape[1] // groups * groups
-        return torch.cat([out[:, :written], torch.zeros_like(out[:, written:])], 1)
 
 
 class ZeroPadding(Dense):
@@ -112,15 +94,6 @@ class DetachedMerge(Dense):
             sums.append(scores.masked_fill(times == 0, -torch.inf).logsumexp(-1))
         shares = torch.stack(sums).softmax(0).nan_to_num(0.0).detach()
         return (shares[..., None] * torch.stack(parts)).sum(0)
-
-
-class SummedMerge(Dense):
-    """Branches are added up, each normalised by itself (darcstar)."""
-
-    def forward(self, q, k, v):
-        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
-        scores = self.scores(q, k)
-        return sum((self.weights(scores, times) @ v for times in self.branch_times(q, k)), torch.zeros_like(q))
 
 
 class OtherShards(Dense):

@@ -19,7 +19,7 @@ from tests.support.strategies import expressions, functions
 QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.one_of(expressions(3), functions()))
 def test_true_patterns_pass(twin):
     try:
