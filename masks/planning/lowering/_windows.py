@@ -139,7 +139,7 @@ def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
         of_parts = [{split.table: split for split in _factorizations(part)} for part in rule.parts]
         for table in of_parts[0]:
             splits = [of_part[table] for of_part in of_parts if table in of_part]
-            origins = {split.origin for split in splits if split.origin != "any"}
+            origins: set[_Origin] = {split.origin for split in splits if split.origin != "any"}
             if len(splits) == len(of_parts) and len(origins) <= 1:
                 rest = _with_parts(rule, tuple(split.rest for split in splits))
                 yield _Factorization(rest, table, next(iter(origins)) if origins else "any")
