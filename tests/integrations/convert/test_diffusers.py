@@ -59,8 +59,11 @@ def test_other_models_are_refused(name: str) -> None:
     assert any("past frames" in each or "linear attention" in each for each in reasons), reasons
 
 
-@pytest.mark.parametrize("name", ["Wan", "HunyuanVideo", "Flux"])
+@pytest.mark.parametrize(
+    "name", ["HunyuanVideo", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("Flux", "Wan"))]
+)
 def test_one_graph(name: str) -> None:
+    """Also of a text with padding."""
     model = model_of(name, num_layers=1)
     fd.convert(model, NEAR)
     want = step(model, name)

@@ -54,19 +54,19 @@ def test_small_slides_are_published(L, pooling) -> None:
 
 @pytest.mark.slow
 def test_full_width_is_published() -> None:
-    """768 channels and 16 heads in two of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""
+    """768 channels and 16 heads in one of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in SlideEncoder().parameters()) == 86_330_880
     torch.manual_seed(0)
-    config = SlideEncoderConfig(replace(SlideEncoderConfig().encoder, depth=2))
+    config = SlideEncoderConfig(replace(SlideEncoderConfig().encoder, depth=1), pooling="mean")
     weights = SlideEncoder(config).state_dict()
     model, exact = (SlideEncoder.from_checkpoint(weights, config, padding=each).eval() for each in ("zeros", None))
-    how = {"num_heads": 16, "branches": (slide_segments(), (1, 2, 4, 8, 16)), "grid": 1000}
+    how = {"num_heads": 16, "branches": (slide_segments(), (1, 2, 4, 8, 16)), "grid": 1000, "pooling": "mean"}
     tiles, corners = slide(config, 1100, dtype=torch.float32)  # in two segments of the first branch
     with torch.no_grad():
         truth = plain.slide_encoder(weights, tiles, corners, **how)[-1]
         assert (model(tiles, corners) - truth).norm() < 1e-5 * truth.norm()
-        assert (exact(tiles, corners) - truth).norm() > 1e-4 * truth.norm()
+        assert (exact(tiles, corners) - truth).norm() > 1e-3 * truth.norm()
 
 
 def test_segments() -> None:
@@ -123,7 +123,7 @@ def test_it_compiles(masked: bool) -> None:
     tiles, corners, mask = batch_of(60, 31) if masked else (*slide(SMALL, 60), None)
     assert_close(compiled(tiles, corners, key_padding_mask=mask), model(tiles, corners, key_padding_mask=mask), **TIGHT)
     for outside in (-1, 256 * SMALL.grid_size):
-        with pytest.raises(IndexError), torch.no_grad():
+        with pytest.raises(IndexError):
             compiled(tiles, torch.full_like(corners, outside), key_padding_mask=mask)
 
 

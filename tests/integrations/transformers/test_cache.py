@@ -1,6 +1,7 @@
 """FlexdilatedCache: attention over all tokens, bounded memory, refusals; layers that share keys or hold states."""
 
 from inspect import signature
+from itertools import cycle
 from random import Random
 from typing import Any
 from unittest import mock
@@ -43,12 +44,30 @@ def test_steps_equal_one_pass(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_layers_break_their_graph_at_it() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, cache: FlexdilatedCache, mask: Visibility) -> torch.Tensor:
+            keys, values = cache.update(2 * x, x, 0)
+            return attention(self, x, keys, values, mask)[0] + x.transpose(1, 2)
+
+    torch.compiler.reset()
+    rule, x, cache = PATTERNS["longnet"] & masks.causal(), torch.randn(1, 4, 22, 16), FlexdilatedCache()
+    compiled = torch.compile(Layer(), backend="eager")
+    parts = (slice(0, 20), slice(20, 21), slice(21, 22))
+    found = [compiled(x[:, :, part], cache, mask_of(rule, part)) for part in parts]
+    torch.testing.assert_close(torch.cat(found, 1).transpose(1, 2), attend(x, 2 * x, x, rule) + x)
+
+
+@torch.no_grad()
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_models_break_their_graph_at_it() -> None:
     model, rows, cache = model_of("llama", num_hidden_layers=1), tokens()[:, :22], FlexdilatedCache()
     set_pattern(model, PATTERNS["longnet"])
     want, compiled = model(rows, use_cache=False).logits, torch.compile(model, backend="eager")
-    found = [compiled(part, past_key_values=cache).logits for part in rows.split([20, 1, 1], dim=1)]
-    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
+    model(rows[:, :20], past_key_values=cache)
+    found = [compiled(part, past_key_values=cache).logits for part in rows[:, 20:].split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), want[:, 20:], rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -98,7 +117,7 @@ def test_a_prefill_holds_what_its_layer_needs() -> None:
 
 
 @given(random=st.randoms(use_true_random=True))
-@settings(max_examples=40)
+@settings(max_examples=16)
 @torch.no_grad()
 def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
     """Each output is attention over all tokens, or the cache says that it evicted keys and holds what it held."""
@@ -109,7 +128,7 @@ def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
     cache, used, stop, number = FlexdilatedCache(undo=undo), set(), 0, 0
     small = mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page)
     with small, mock.patch.object(_reader, "MOST_ROWS", rows), mock.patch.object(_cache, "MOST_ROWS", rows):
-        for _ in range(40):
+        for _ in range(25):
             number ^= random.random() < 0.25
             size = random.randint(1, 4)
             new = slice(stop, stop + size)
@@ -219,8 +238,10 @@ def written(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
     return model.generate(tokens(), past_key_values=cache, max_new_tokens=7, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("pattern", RULES)
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [*((name, "longnet") for name in FAMILIES), *zip(FAMILIES, cycle(["none", "window"]), strict=False)],
+)
 def test_tokens_are_those_of_the_model(name: str, pattern: str) -> None:
     """Without a pattern those that the model writes with its own attention; with one those of whole passes."""
     model = family_of(name)
@@ -240,7 +261,7 @@ def test_layers_that_share_keys_have_rules_of_their_own(wide: int) -> None:
     set_pattern(model, {wide: masks.local_window(left=300, right=0), 4 - wide: narrow, 0: narrow, 2: narrow})
     rows = tokens(1, 50).repeat(1, 16)
     want, cache = model(rows, use_cache=False).logits, FlexdilatedCache(undo=0)
-    found = [model(part, past_key_values=cache).logits for part in rows.split([60] * 13 + [1] * 20, dim=1)]
+    found = [model(part, past_key_values=cache).logits for part in rows.split([264] * 3 + [1] * 8, dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-4)
     assert [layer.num_tokens for layer in cache.layers] == [800, 800]
     assert cache.layers[0].keys.shape[2] < 400

@@ -104,7 +104,6 @@ def test_all_layers_are_found() -> None:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-COMPILED = ("BertLMHeadModel", "Gemma4ForCausalLM")  # tracing takes longer than all the rest
 _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in families()}
 
 
@@ -126,12 +125,18 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
 )
 def test_served(class_name: str) -> None:
     model_type, kind = _BY_CLASS[class_name]
-    calls = [each for each in CALLS if each != "compiled" or class_name in COMPILED]
-    found = examine(model_type, class_name, kind, calls)
+    found = examine(model_type, class_name, kind, [each for each in CALLS if each != "compiled"])
     assert found["outcome"] == "serves", found
     ways = ["plain", "padded", "pattern", "training", *(["dynamic", "static"] if kind == "causal" else [])]
     assert {way: found[way] for way in ways} == dict.fromkeys(ways, "yes")
     assert found["changes"] == "yes"
+
+
+@pytest.mark.thorough  # BERT and llama with documents are compiled in test_documents.py
+@pytest.mark.parametrize("class_name", ["BertLMHeadModel", "Gemma4ForCausalLM"])
+def test_documents_stay_apart_in_a_graph(class_name: str) -> None:
+    model_type, kind = _BY_CLASS[class_name]
+    assert examine(model_type, class_name, kind, ["compiled"])["compiled"] == "yes"
 
 
 @pytest.mark.parametrize(
