@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
+from flexdilated.integrations.transformers import set_pattern
 
 from .models import model_of, tokens
 from .tiny import tiny_model
@@ -235,18 +235,6 @@ def test_a_fall_over_a_cache_is_refused(data: st.DataObject) -> None:
     torch.testing.assert_close(got, apart(model, fall, N - fall), rtol=0, atol=2e-5)
     whole = model(tokens(), use_cache=False, position_ids=positions).logits
     torch.testing.assert_close(whole, got, rtol=0, atol=2e-5)
-
-
-@torch.no_grad()
-def test_a_cache_that_evicts_keys_takes_one_document() -> None:
-    model = model_of("llama")
-    set_pattern(model, LONGNET)
-    with pytest.raises(ValueError, match=r"cached keys do not record their document: .* use_cache=False"):
-        model(tokens(), position_ids=sequences(20, 30), past_key_values=FlexdilatedCache())
-    cache = FlexdilatedCache()
-    model(tokens(), position_ids=sequences(N), past_key_values=cache)
-    with pytest.raises(ValueError, match="cached keys do not record their document"):
-        model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "qwen2.5-vl"])
