@@ -143,31 +143,13 @@ def test_bad_values_end_in_a_status(command: str, data, capsys) -> None:
     assert status != 2 or ("error: " in said and printed == "[]")
 
 
-COMMANDS = {
-    "show": ["--json"],
-    "explain": ["--query", "3", "--key", "2", "--json"],
-    "plan": ["--json"],
-    "plan, ranks": ["--json", "--ranks", "2"],
-    "check": ["--json"],
-}
-
-
-@pytest.fixture
-def files(light) -> None:
+@pytest.mark.usefixtures("light")
+def test_an_expression_a_file_and_a_module_are_one_pattern(capsys) -> None:
     Path("p.json").write_text(masks.to_json(masks.strided(5)), encoding="utf-8")
     module = "from flexdilated import masks\nfirst = masks.every()\nmine = masks.strided(5)\nlast = masks.causal()\n"
     Path("p.py").write_text(module, encoding="utf-8")
-
-
-@pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_expression_a_file_and_a_module_are_one_pattern(command, capsys) -> None:
-    size = [] if command == "check" else ["-n", "40"]
-    told = []
-    for pattern in ("strided(5)", "p.json", "p.py:mine"):
-        assert main([command.partition(",")[0], pattern, *size, *COMMANDS[command]]) in (0, 1)
-        told.append(capsys.readouterr().out)
-    assert "strided(5)" in told[0]
+    told = [run(["show", pattern, "-n", "40", "--json"], capsys) for pattern in ("strided(5)", "p.json", "p.py:mine")]
+    assert "strided(5)" in told[0][1]
     assert told[0] == told[1] == told[2]
 
 

@@ -147,7 +147,7 @@ def test_what_a_layer_hands_over_must_be_known() -> None:
     with patch.object(_unsupported_models, "_KNOWN", _unsupported_models._KNOWN - {"indices"}):
         with pytest.raises(ValueError, match=said):
             set_pattern(model, {})
-        assert model.config._attn_implementation == "eager"
+        assert model.config._attn_implementation == "sdpa"
         _unsupported_models._why_unserved.cache_clear()
 
 
