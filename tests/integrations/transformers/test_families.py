@@ -19,7 +19,7 @@ from flexdilated.masks.patterns import names
 from tests.integrations.passes import Step, assert_same_step, counts, gradients_of
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
-from .sweep import CALLS, PAGE, examine, page, results
+from .sweep import PAGE, examine, page, results
 from .tiny import families, tiny_model
 
 # N tokens of a row, H heads
@@ -125,7 +125,7 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
 )
 def test_served(class_name: str) -> None:
     model_type, kind = _BY_CLASS[class_name]
-    found = examine(model_type, class_name, kind, [each for each in CALLS if each != "compiled"])
+    found = examine(model_type, class_name, kind, ["default", "cache", "checkpointed", "segments"])
     assert found["outcome"] == "serves", found
     ways = ["plain", "padded", "pattern", "training", *(["dynamic", "static"] if kind == "causal" else [])]
     assert {way: found[way] for way in ways} == dict.fromkeys(ways, "yes")
