@@ -271,17 +271,6 @@ def test_unbatched_and_alone() -> None:
     assert weights is None
 
 
-def test_calls_that_no_pattern_serves() -> None:
-    model = vit()
-    fd.convert(model, WINDOW)
-    with pytest.raises(ValueError, match=r"here of shape \(17, 17\); give convert another rule .* \(2, 1, 17, 17\)"):
-        model(torch.randn(2, 3, 16, 16), attn_mask=torch.ones(2, 1, 17, 17).triu().bool())
-    writer = language_model()
-    fd.convert(writer, WINDOW)
-    with pytest.raises(ValueError, match=r"Got a mask that hides other pairs|here of shape \(9, 9\)"):
-        writer(torch.zeros(2, 9, dtype=torch.long), attn_mask=torch.ones(9, 9, dtype=torch.bool))
-
-
 def test_key_masks_of_timm() -> None:
     """NaFlexVit pads images of different sizes, and may say so by a mask of keys alone."""
     model = vision()[0].create_model(
