@@ -52,10 +52,11 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
     sizes |= {"layers": 2}
     words = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--value-dim", "16", "--dtype", "bf16"]
     words += ["--batch", "3", "--layers", "2"]
-    for device in ("cpu", "cuda"):
-        found = flexdilated.plan(masks.parse(LONGNET), 512, **sizes, device=device)
-        assert data_of(capsys, LONGNET, "-n", "512", *words, "--device", device) == found.to_data()
-        assert main(["plan", LONGNET, "-n", "512", *words, "--device", device]) == 0
+    for device, dropout_p in (("cpu", 0.0), ("cuda", 0.1)):
+        found = flexdilated.plan(masks.parse(LONGNET), 512, **sizes, device=device, dropout_p=dropout_p)
+        asked = [LONGNET, "-n", "512", *words, "--device", device, "--dropout-p", str(dropout_p)]
+        assert data_of(capsys, *asked) == found.to_data()
+        assert main(["plan", *asked]) == 0
         assert capsys.readouterr().out == f"{found}\n"
         parts = "512 tokens, 4 heads over 2, head dim 32, values 16, bf16, batch 3", "How it is computed", "predicted"
         parts += "attend: kept for the backward", "model: training with checkpointing, peak"
@@ -70,23 +71,6 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(device, capsys) -> None:
-    pattern, sizes = masks.parse(LONGNET), {"num_heads": 4, "head_dim": 16, "value_dim": 32, "layers": 1}
-    size = AttentionSize(1500, 4, 16, torch.float32, value_dim=32)
-    found = flexdilated.plan(pattern, 1500, **sizes, device=device, dropout_p=0.1)
-    engine = "portable" if device == "cpu" else "flex"
-    assert found.engine == engine
-    trained = attention_memory(pattern, size, device=device, engine=engine, drops=True)
-    alone = attention_memory(pattern, size, device=device)
-    assert found.attention_memory == replace(trained, inference_peak=alone.inference_peak)
-    words = ["--heads", "4", "--head-dim", "16", "--value-dim", "32", "--layers", "1", "--device", device]
-    words += ["--dropout-p", "0.1"]
-    assert data_of(capsys, LONGNET, "-n", "1500", *words) == found.to_data()
-    assert f"{engine} on {device}, dropout 0.1" in str(found)
-    assert found.model_memory.training_peak > 0
-
-
 @pytest.mark.parametrize(
     ("options", "engine"),
     [
@@ -94,15 +78,21 @@ def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(de
         ({"score_mod": lambda score, b, h, q, k: score + h}, "portable"),
         ({"score_mod": lambda score, b, h, q, k: score + h, "device": "cuda"}, "flex"),
         ({"value_dim": 8, "device": "cuda"}, "portable"),
+        ({"dropout_p": 0.1}, "portable"),
+        ({"dropout_p": 0.1, "device": "cuda"}, "flex"),
     ],
 )
 def test_plan_names_the_engine_that_attend_chooses(options, engine) -> None:
+    """Of a training step; inference has no dropout, so that its peak is that of a call without it."""
     sizes = {"num_heads": 2, "layers": 1, **options}
     found = flexdilated.plan(masks.causal(), 300, **sizes)
     assert (found.engine, found.to_data()["engine"]) == (engine, engine)
-    size = AttentionSize(300, 2, sizes.get("head_dim", 64), torch.float32, value_dim=sizes.get("value_dim"))
-    how = {"device": sizes.get("device", "cpu"), "engine": engine, "score_mod": sizes.get("score_mod")}
-    assert found.attention_memory == attention_memory(masks.causal(), size, **how)
+    size, drops = AttentionSize(300, 2, 64, torch.float32, value_dim=sizes.get("value_dim")), "dropout_p" in options
+    how = {"device": sizes.get("device", "cpu"), "score_mod": sizes.get("score_mod")}
+    trained = attention_memory(masks.causal(), size, **how, engine=engine, drops=drops)
+    alone = attention_memory(masks.causal(), size, **how, engine=None if drops else engine)
+    assert found.attention_memory == replace(trained, inference_peak=alone.inference_peak)
+    assert ("dropout 0.1" in str(found)) == drops
 
 
 @pytest.mark.usefixtures("made_up_memory")

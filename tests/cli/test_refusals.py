@@ -18,6 +18,8 @@ FILES = {
     "raises.py": "one = 1\nraise LookupError('none')\n",
     "syntax.py": "def (\n",
     "two.py": "from flexdilated import masks\ngood = bad = masks.causal()\nnumber = 3\n",
+    "ends.py": "raise SystemExit(0)\n",
+    "broken.json": "{",
     "bad.pt": "x",
 }
 TENSORS = {"ids": torch.tensor([0, 0, 1, -1]), "lengths": torch.tensor(70000), "list": [1]}
@@ -63,6 +65,16 @@ REFUSED = {
     "check documents('ids')": "check_pattern draws positions, so",
     "check raises.py:p": "raises.py must run without an error, line 2; got LookupError: none",
     "check syntax.py:p": "syntax.py must run without an error; got SyntaxError: invalid syntax",
+    "check ends.py:p": "ends.py must run without an error, line 1; got SystemExit: 0",
+    "check two.py:": "must make a pattern of that name; got '', and the patterns in it are 'good', 'bad'",
+    "check none.py:p": "PATTERN must be an expression or a file that can be read; got 'none.py', which is no file",
+    "check none.json": "PATTERN must be an expression or a file that can be read; ...No such file...none.json",
+    "check folder.json": "PATTERN must be an expression or a file that can be read; ...directory...folder.json",
+    "check binary.json": "PATTERN must be an expression or a file of JSON in UTF-8; got binary.json",
+    "check broken.json": "a pattern must be JSON as to_json writes it; got '{'",
+    "check chunked(": "'(' was never closed; at column 8",
+    "check causal()+3": "+ takes patterns; got 3; at column 9",
+    f"check {'(' * 2000}": "brackets must nest at most",
     "check two.py:p": "must make a pattern of that name; got 'p', and the patterns in it are 'good', 'bad'",
     "tune x.json --device abacus": "--device must be one of cpu",
     "tune x.json --seconds 0": "--seconds must be above 0",
@@ -75,6 +87,8 @@ def test_a_wrong_command_line_is_answered(line: str, capsys, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text, encoding="utf-8")
+    Path("binary.json").write_bytes(b"\xff\x00")
+    Path("folder.json").mkdir()
     for name, tensor in TENSORS.items():
         torch.save(tensor, f"{name}.pt")
     status, printed, said = run(line.split(), capsys)

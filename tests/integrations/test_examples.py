@@ -74,14 +74,14 @@ def test_train_longnet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """Both models learn from the same parameters on; what is printed, returned and written agrees."""
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
     out = tmp_path / "new" / "out"
-    results = run("train_longnet", f"--steps 25 --tokens 128 --out {out}")
+    results = run("train_longnet", f"--steps 12 --tokens 128 --out {out}")
     printed = capsys.readouterr().out
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == results
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "mask.png", "results.json"]
     for name, each in results.items():
         assert each["before"] == pytest.approx(8.0, abs=0.1)
         assert each["after"] < each["before"] - 2
-        assert len(each["losses"]) == 25
+        assert len(each["losses"]) == 12
         row = f"{each['density']:.1%} {each['before']:.2f} {each['after']:.2f} {each['seconds']:.3f}"
         assert f"{name} {row}" in " ".join(printed.split())
     assert results["LongNet"]["losses"][0] == pytest.approx(results["dense"]["losses"][0], abs=0.05)

@@ -166,57 +166,43 @@ def test_equal_seeds_give_equal_parameters_both_ways(options) -> None:
     assert_close(dict(ours.state_dict()), dict(torchs.state_dict()), rtol=0, atol=0)
 
 
-def encoder_layer(self_attn=None, **options):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(
-        E, H, dim_feedforward=16, dropout=0.0, batch_first=True, dtype=torch.float64, **options
-    )
-    if self_attn is not None:
-        self_attn.load_state_dict(layer.self_attn.state_dict())
-        layer.self_attn = self_attn
-    return layer
-
-
 def replacement(segments=(3,), **options):
     options = {"batch_first": True, "dtype": torch.float64, **options}
     return fd.MultiheadDilatedAttention(E, H, segments, (1,), **options)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_encoder_layer_calls_it_in_every_mode(norm_first):
-    layer = encoder_layer(replacement(), norm_first=norm_first)
-    (x,) = inputs(E, lengths=(N,), batch_first=True)
-    expected = layer.train()(x)  # the ordinary path; no dropout
-    for training, gradients in ((False, False), (False, True), (True, False)):
+def test_torchs_layers_call_it_in_every_mode(norm_first):
+    """An encoder and a decoder, self- and cross-attention, with padding and causal masks: all pairs are torch's own."""
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "dtype": torch.float64}
+    dense = nn.Transformer(E, H, 1, 1, 16, **options)
+    model = copy.deepcopy(dense)
+    model.encoder.use_nested_tensor = False
+    for path in ("encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"):
+        own = replacement((64,), causal=path.startswith("decoder.layers.0.self"))
+        own.load_state_dict(dense.get_submodule(path).state_dict())
+        model.set_submodule(path, own)
+    tensors = inputs(E, E, lengths=(7, N), batch_first=True)
+    padding = torch.zeros(B, 7, dtype=torch.bool)
+    padding[0, -2:], padding[1, -5:] = True, True
+    how = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding, "tgt_mask": future()}
+    expected = dense(*tensors, **how)  # the ordinary path; no dropout
+    for training, gradients, named in ((False, False, True), (False, True, False), (True, False, True)):
         with torch.set_grad_enabled(gradients):
-            assert_close(layer.train(training)(x), expected, **TOLERANCE)
-    dense = encoder_layer(norm_first=norm_first).eval()
+            found = model.train(training)(*tensors, **how, **({"tgt_is_causal": True} if named else {}))
+        assert_close(found, expected, **TOLERANCE)
+    narrow = replacement((3,))
+    narrow.load_state_dict(dense.encoder.layers[0].self_attn.state_dict())
+    model.encoder.layers[0].self_attn = narrow
     with torch.no_grad():
-        assert (layer.eval()(x) - dense(x)).abs().max() > 1e-2
-        whole = encoder_layer(replacement((64,)), norm_first=norm_first).eval()
-        assert_close(whole(x), dense(x), **TOLERANCE)
-
-
-def test_encoder_hands_its_mask_and_padding_on():
-    def encoder(layer):
-        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    (x,) = inputs(E, lengths=(N,), batch_first=True)
-    padding = torch.zeros(B, N, dtype=torch.bool)
-    padding[0, -2:], padding[1, -7:] = True, True
-    expected = encoder(encoder_layer())(x, src_key_padding_mask=padding)
-    found = encoder(encoder_layer(replacement((64,))))(x, src_key_padding_mask=padding)
-    assert_close(found[~padding], expected[~padding], **TOLERANCE)
-    with torch.no_grad():
-        expected = encoder(encoder_layer()).eval()(x, mask=future(), is_causal=True)
-        causal = encoder(encoder_layer(replacement((64,), causal=True))).eval()
-        assert_close(causal(x, mask=future(), is_causal=True), expected, **TOLERANCE)
-        assert_close(causal(x, mask=future()), expected, **TOLERANCE)
+        assert (model.eval()(*tensors, **how) - expected).abs().max() > 1e-2
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_padding_in_an_encoder_built_around_dense_attention_raises():
-    encoder = nn.TransformerEncoder(encoder_layer(), 1).eval()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True).double(), 1).eval()
     encoder.layers[0].self_attn = replacement()
     padding = torch.zeros(B, N, dtype=torch.bool)
     padding[0, -2:] = True
@@ -225,19 +211,6 @@ def test_padding_in_an_encoder_built_around_dense_attention_raises():
     encoder.use_nested_tensor = False
     with torch.no_grad():
         assert encoder(torch.randn(B, N, E, dtype=torch.float64), src_key_padding_mask=padding).isfinite().all()
-
-
-def test_decoder_layer_takes_it_for_self_and_cross_attention():
-    torch.manual_seed(0)
-    dense = nn.TransformerDecoderLayer(E, H, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
-    layer = copy.deepcopy(dense)
-    for name in ("self_attn", "multihead_attn"):
-        ours = replacement((64,), causal=name == "self_attn")
-        ours.load_state_dict(getattr(dense, name).state_dict())
-        setattr(layer, name, ours)
-    x, memory = inputs(E, E, lengths=(N, 7), batch_first=True)
-    expected = dense(x, memory, tgt_mask=future(), tgt_is_causal=True)
-    assert_close(layer(x, memory, tgt_mask=future(), tgt_is_causal=True), expected, **TOLERANCE)
 
 
 def test_autocast_is_as_exact_as_torchs():

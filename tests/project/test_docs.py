@@ -1,6 +1,7 @@
 """The documentation: examples run and print what is shown, links lead on; each public name has its place, once."""
 
 import doctest
+import gc
 import inspect
 import io
 import re
@@ -75,7 +76,11 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile traces, and builds no kernels: other tests hold what is made of the trace."""
+    """torch.compile traces, and builds no kernels: other tests hold what is made of the trace.
+
+    Nor does `max_batch` look for garbage before each trial, among all that the suite holds.
+    """
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda model=None, **options: compiled(model, **{"backend": "eager", **options})
@@ -169,7 +174,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_every_public_name_has_an_example_that_runs(package, mesh, tmp_path, monkeypatch) -> None:
+def test_every_public_name_has_an_example_that_runs(package, mesh, tmp_path, monkeypatch, without_kernels) -> None:
     monkeypatch.chdir(tmp_path)
     make_memory_up(monkeypatch)  # no example prints a plan's bytes
     given = {"fd": flexdilated, "masks": masks, "mesh": mesh, "testing": testing, "torch": torch, "viewer": viewer}

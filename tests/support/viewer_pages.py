@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ SAMPLED = """
 """
 
 
+made_page = cache(page)  # whose tiles take a second
+
+
 @contextmanager
 def pages(browser: Browser, folder: Path) -> Iterator[Callable[..., Tab]]:
     """What opens a page of a pattern. At the end no page may have logged a fault, or asked for more than its file."""
@@ -48,7 +51,7 @@ def pages(browser: Browser, folder: Path) -> Iterator[Callable[..., Tab]]:
 
     def show(pattern: Any, tokens: int, *, link: str = "", window: dict[str, Any] | None = None, **how: Any) -> Tab:
         file = folder / f"{len(tabs)}.html"
-        file.write_text(page(pattern, tokens, **how), "utf-8")
+        file.write_text(made_page(pattern, tokens, **how), "utf-8")
         tab = browser.open(file.as_uri() + (f"#{link}" if link else ""), **(window or {}))
         tabs.append((tab, file.as_uri()))
         tab.settle()

@@ -15,7 +15,8 @@ from tests.support.viewer_pages import Shown, hold, look, sampled
 pytestmark = pytest.mark.slow
 
 LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
-SMALL = {"width": 560, "height": 420}
+SMALL = {"width": 420, "height": 320}
+MIDDLE = {"width": 720, "height": 560}
 # Where an element stands in the window, and the slots under a place there.
 PLACE = "(() => {{ const box = document.querySelector('{}').getBoundingClientRect(); return [box.x, box.y]; }})()"
 UNDER = """
@@ -35,8 +36,9 @@ GO_TO = """
 
 
 def test_the_wheel_zooms_from_everything_to_single_pairs(show):
-    tab = show(LONGNET, 1 << 20, num_heads=4)
-    x, y = 500.0, 480.0
+    pattern = masks.dilated(1 << 17, 8) & masks.causal()
+    tab = show(pattern, 1 << 20, num_heads=4, window=MIDDLE)
+    x, y = 400.0, 380.0
     q, k = tab.evaluate(UNDER.format(x, y))
     scales = [tab.evaluate("viewer.state.view.scale")]
     while scales[-1] > 1 / 40:
@@ -48,7 +50,7 @@ def test_the_wheel_zooms_from_everything_to_single_pairs(show):
     assert abs(there[0] - q) <= scales[0]
     assert abs(there[1] - k) <= scales[0]
     tab.settle()
-    case = Shown(LONGNET, 1 << 20)
+    case = Shown(pattern, 1 << 20)
     assert hold(sampled(tab, torch.Generator().manual_seed(1)), lambda q, k: case.counts(0, q, k)) >= 0
     for _ in range(200):
         tab.wheel(x, y, 1200)
@@ -58,9 +60,9 @@ def test_the_wheel_zooms_from_everything_to_single_pairs(show):
 
 
 def test_dragging_arrows_two_fingers_and_keys(show):
-    tab = show(LONGNET, 100_000, num_heads=4, link="q=50000&k=50000&span=2000&head=0")
+    tab = show(masks.causal(), 100_000, link="q=50000&k=50000&span=2000", window=MIDDLE)
     view = tab.evaluate("viewer.state.view")
-    tab.drag((600, 500), (500, 430))
+    tab.drag((400, 400), (300, 330))
     moved = tab.evaluate("viewer.state.view")
     assert moved["k"] - view["k"] == pytest.approx(100 * view["scale"])
     assert moved["q"] - view["q"] == pytest.approx(70 * view["scale"])
@@ -71,8 +73,8 @@ def test_dragging_arrows_two_fingers_and_keys(show):
     assert there["k"] - moved["k"] == pytest.approx(view["width"] * view["scale"] / 8)
     assert moved["q"] - there["q"] == pytest.approx(view["height"] * view["scale"] / 8)
     before = tab.evaluate("viewer.state.view.scale")
-    tab.touch("touchStart", [(400, 400), (600, 400)])
-    tab.touch("touchMove", [(300, 400), (700, 400)])
+    tab.touch("touchStart", [(200, 300), (300, 300)])
+    tab.touch("touchMove", [(150, 300), (350, 300)])
     tab.touch("touchEnd", [])
     assert tab.evaluate("viewer.state.view.scale") == pytest.approx(before / 2, rel=0.05)
     tab.press("0")
@@ -98,7 +100,7 @@ def test_dragging_arrows_two_fingers_and_keys(show):
 
 
 def test_controls_choose_head_order_and_blocks(show):
-    tab = show(LONGNET, 20_000, num_heads=4, window={"width": 900, "height": 500})
+    tab = show(LONGNET, 20_000, num_heads=4, window=MIDDLE)
     for field, value in (("head", "2"), ("block", "512")):
         choose(tab, field, value)
     box = tab.evaluate(PLACE.format("#residue"))
@@ -133,7 +135,7 @@ def test_a_link_restores_what_was_seen_and_one_without_sense_is_left_out(show):
 
 
 def test_a_pair_is_explained_as_by_the_command_that_the_page_names(show, capsys):
-    tab = show(LONGNET, 20_000, num_heads=4, link="q=4990&k=4090&span=30&head=1&block=0")
+    tab = show(LONGNET, 20_000, num_heads=4, link="q=4990&k=4090&span=30&head=1&block=0", window=MIDDLE)
     tab.evaluate(GO_TO.format(5001, 4097))
     said = tab.evaluate("document.getElementById('reasons').innerText")
     assert "query 5,001, key 4,097" in said
@@ -194,7 +196,8 @@ def test_pixels_are_as_full_as_the_rule_says(show, name):
     case = SHOWN[name]
     generator = torch.Generator().manual_seed(len(name))
     close = "q=0&k=0&span=30"  # a view that is counted at once
-    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=SMALL, link=close)
+    sizes = {} if case.keys is None else {"num_keys": case.keys}
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, **sizes, window=SMALL, link=close)
     rate = tab.evaluate("viewer.state.data.residue")
     assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
     filled = 0

@@ -40,7 +40,8 @@ def test_the_title_is_text_and_nothing_else():
     assert "<title>Who attends to whom</title>" in page(masks.causal(), 8)
 
 
-def test_the_data_is_the_traced_pattern_and_its_sizes():
+def test_the_data_is_the_traced_pattern_and_its_sizes(monkeypatch):
+    monkeypatch.setattr(_page, "_TILES", 16)
     data = data_of(page(LONGNET, 5000, num_heads=8, num_keys=7000, head=3))
     sizes = [data[name] for name in ("num_queries", "num_keys", "num_heads", "head", "residue")]
     assert sizes == [5000, 7000, 8, 3, 16]

@@ -199,10 +199,10 @@ def test_drawn_options(layers: type, names: set[str]) -> None:
     _hold(layers, {name: _OPTIONS[name] for name in sorted(names)})
 
 
-@pytest.mark.parametrize("layers", [Decoder, Encoder])
-def test_each_option(layers: type) -> None:
-    """Alone; few make a model that is not built, or not called in this way."""
-    found = {name: _hold(layers, {name: value}) for name, value in _OPTIONS.items()}
+def test_each_option() -> None:
+    """Alone, of a decoder and an encoder in turn; few make a model that is not built, or not called in this way."""
+    layers = cycle([Decoder, Encoder])
+    found = {name: _hold(next(layers), {name: value}) for name, value in _OPTIONS.items()}
     counts = [list(found.values()).count(kind) for kind in (True, False, None)]
     assert counts[0] > 40
     assert counts[1] > 15

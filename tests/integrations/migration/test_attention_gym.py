@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 import flexdilated as fd
 from bench._dense import counts
 from flexdilated import masks
+from tests.support import oracle
 
 ANY = ((1, 1), (5, 5), (33, 33), (200, 200), (17, 64), (64, 17))
 TOKENS = ((200, 200),)
@@ -29,6 +30,16 @@ DOCUMENTS = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
 INTERVALS = torch.tensor([[0, 30], [30, 31], [20, 64], [64, 64]])
 TREE = gym.build_tree_ancestor_matrix([-1, 0, 0, 1, 1, 2, 5], "cpu")
 TILES = torch.tensor([[[0, 3], [1, 2], [2, 3], [0, 1], [4, 2]], [[0, 1], [1, 0], [2, 0], [3, 4], [4, 3]]])  # 2 heads
+
+
+# The slots of a 16 x 16 grid's row-major tokens, in tiles of 8 x 4 and along a Z curve.
+TILED = torch.arange(256).view(2, 4, 8, 4).transpose(1, 2).flatten()
+MORTON = morton_encode(torch.arange(256) % 16, torch.arange(256) // 16)
+
+
+def moved(theirs: Callable, slot: Tensor) -> Callable:
+    """Their rule of slots, by tokens whose slots these are."""
+    return lambda b, h, q, k: theirs(b, h, slot[q], slot[k])
 
 
 def marked(token: Tensor):
@@ -99,6 +110,18 @@ SAME = {
         gym.generate_sta_mask_mod_2d((16, 15), (12, 15), (4, 3)),
         ((240, 240),),
     ),
+    # Theirs has the text behind the grid, ours before it.
+    "sta_2d with a text": Pair(
+        masks.blockwise(masks.neighborhood((4, 5), (1, 2)), 12).after(9) | masks.global_tokens(9),
+        moved(gym.generate_sta_mask_mod_2d((16, 15), (12, 15), (4, 3), 9), torch.arange(249).roll(9)),
+        ((249, 249),),
+    ),
+    "tiled_natten": Pair(
+        masks.neighborhood((16, 16), (1, 2)), moved(gym.generate_tiled_natten(16, 16, 5, 3, 4, 8), TILED), ((256, 256),)
+    ),
+    "morton_natten": Pair(
+        masks.neighborhood((16, 16), (1, 2)), moved(gym.generate_morton_natten(16, 16, 5, 3), MORTON), ((256, 256),)
+    ),
     "sta_3d": Pair(
         masks.blockwise(masks.neighborhood((3, 4, 2), (1, 1, 0)), 8),
         gym.generate_sta_mask_mod_3d((6, 8, 4), (6, 6, 2), (2, 2, 2)),
@@ -141,13 +164,6 @@ def test_same_pairs(name: str, num_queries: int, num_keys: int) -> None:
     assert expected.any()
 
 
-def test_text_tokens_stand_in_front() -> None:
-    """Theirs stand behind the grid, ours before it: `after` begins the grid's rule behind them."""
-    theirs = create_mask(gym.generate_sta_mask_mod_2d((16, 15), (12, 15), (4, 3), 9), 1, 1, 249, 249, "cpu")[0]
-    ours = masks.blockwise(masks.neighborhood((4, 5), (1, 2)), 12).after(9) | masks.global_tokens(9)
-    assert torch.equal(counts(ours, 249) > 0, theirs.roll((9, 9), (-2, -1)))
-
-
 def operands(num_heads: int = 4, num_tokens: int = 40) -> Tensor:
     return torch.randn(3, 2, num_heads, num_tokens, 16, generator=torch.Generator().manual_seed(0))
 
@@ -171,40 +187,19 @@ MODS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("name", MODS)
 def test_score_functions_go_in_as_they_are(name: str) -> None:
-    q, k, v = operands()
-    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
-    expected = flex_attention(q, k, v, score_mod=MODS[name], block_mask=block_mask)
+    q, k, v = operands().double()
+    tokens = torch.arange(40)
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
+
+    def modify(score: Tensor) -> Tensor:
+        return MODS[name](score, b, h, tokens[:, None], tokens)
+
+    expected, _ = oracle.attention(q, k, v, tokens <= tokens[:, None], modify=modify)
     found = fd.attend(q, k, v, masks.causal(), score_mod=MODS[name], engine="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
-
-
-@pytest.mark.parametrize("order", ["tiled", "morton"])
-def test_orders_of_a_grid(order: str) -> None:
-    """Their tokens stand in tiles, or along a Z curve: in row-major order the rule is that of `neighborhood`."""
-    place = torch.cartesian_prod(torch.arange(16), torch.arange(16))  # of the row-major tokens: row, column
-    if order == "tiled":
-        theirs, (rows, columns) = gym.generate_tiled_natten(16, 16, 5, 3, 4, 8), (8, 4)
-        row, column = place.T
-        slot = (row // rows * (16 // columns) + column // columns) * rows * columns
-        slot = slot + row % rows * columns + column % columns
-    else:
-        theirs = gym.generate_morton_natten(16, 16, 5, 3)
-        slot = morton_encode(*place.flip(1).T)
-    assert torch.equal(slot.sort().values, torch.arange(256))
-    moved = create_mask(theirs, 1, 1, 256, 256, "cpu")[0]
-    assert torch.equal(counts(masks.neighborhood((16, 16), (1, 2)), 256) > 0, moved[:, slot][:, :, slot])
-
-
-def test_a_canvas_that_is_no_square() -> None:
-    """Theirs clamps rows to the width: in a grid of 20 rows of 6, row 10 sees rows 3 to 5, in NATTEN rows 9 to 11."""
-    theirs = create_mask(gym.generate_natten(6, 20, 3, 3), 1, 1, 120, 120, "cpu")[0, 0].view(20, 6, 20, 6)
-    ours = counts(masks.neighborhood((20, 6), 1), 120).view(20, 6, 20, 6)
-    assert theirs[10, 2].any(-1).nonzero().flatten().tolist() == [3, 4, 5]
-    assert ours[10, 2].any(-1).nonzero().flatten().tolist() == [9, 10, 11]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -1,14 +1,15 @@
 """What docs/integrations/migration.md writes in place of other libraries' attention.
 
 dilated-attention-pytorch 0.2.0 (https://github.com/fkodom/dilated-attention-pytorch) is run itself. Restated are
-NATTEN's neighbourhoods (https://github.com/SHI-Labs/NATTEN, its documentation of windows and dilation) and xFormers'
-attention biases (https://github.com/facebookresearch/xformers, `xformers/ops/fmha/attn_bias.py` before mslk).
+NATTEN's neighbourhoods (https://github.com/SHI-Labs/NATTEN, its documentation of windows and dilation), by the oracle,
+and xFormers' attention biases (https://github.com/facebookresearch/xformers, `xformers/ops/fmha/attn_bias.py` before
+mslk).
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise, product
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from bench._dense import counts
 from bench._vision import FOLDER
 from flexdilated import masks
 from tests.project.test_docs import run
+from tests.support import oracle
 
 SEGMENTS, RATES = (16, 64), (1, 4)
 
@@ -90,23 +92,6 @@ def test_the_pairs_are_theirs_until_they_divide(package: Any, causal: bool) -> N
     torch.testing.assert_close(theirs(package, heads_last(), causal=causal), out / out.sum(1, keepdim=True) / 2)
 
 
-def test_faults_that_the_page_names(package: Any) -> None:
-    """Of theirs: later tokens change earlier rows, heads 10 and 11 of 12 stay empty, scale and dropout do nothing."""
-    plain, changed = theirs(package, heads_last(), causal=True), heads_last().clone()
-    changed[2, :, -1] += 1
-    moved = theirs(package, changed, causal=True)
-    assert int((plain != moved)[:, :-1].any(-1).any(-1).all(0).sum()) == 127
-    empty = ~package.DilatedAttention((8, 16, 32, 64, 128), (1, 2, 4, 6, 12))(*heads_last(12)).any(1).any(-1).any(0)
-    assert empty.nonzero().flatten().tolist() == [10, 11]
-    for option in ({"softmax_scale": 9.0}, {"attention_dropout": 0.9}):
-        assert torch.equal(theirs(package, heads_last(), causal=True, **option), plain)
-    out = ours(heads_last(), pattern_of(SEGMENTS, RATES))
-    turned = (theirs(package, heads_last()).sign() != out.sign())[out != 0].double().mean()
-    assert turned == pytest.approx(0.494, abs=1e-3)
-    with pytest.raises(Exception, match="can't divide axis"):
-        theirs(package, heads_last(num_tokens=100))
-
-
 def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
     """The module of the page has their parameters; with one branch over all, and no division, it is dense."""
     module = page.MagnetoAttention
@@ -124,71 +109,29 @@ def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
     torch.testing.assert_close(dense(x), want, rtol=1e-4, atol=1e-5)
 
 
-GRIDS = {
-    "na1d": ((23,), (5,), (2,)),
-    "na2d": ((7, 12), (3, 5), (1, 2)),
-    "na2d, one number": ((9, 9), 3, 2),
-    "na2d, all of the grid": ((5, 7), (5, 7), 1),
-    "na3d": ((4, 5, 6), (3, 1, 5), (1, 2, 1)),
-    "even": ((7, 12), (4, 6), (1, 2)),
-    "strides": ((9, 11), (4, 5), 1, (2, 3)),
-    "a causal axis": ((5, 6, 6), (3, 4, 3), 1, (2, 1, 3), (True, False, False)),
-    "causal, with rates": ((23,), 4, 2, 3, True),
+NEIGHBORHOODS = {
+    "one number": ((9, 9), 3, 2, 2, False),
+    "a number for each axis": ((5, 6, 8), (3, 2, 4), (1, 3, 2), (2, 1, 3), (True, False, False)),
 }
 
 
-def each_axis(number: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
-    return (number,) * len(grid) if isinstance(number, int) else number
-
-
-def window(place: int, length: int, size: int, dilation: int, stride: int = 1, is_causal: bool = False) -> list[int]:
-    """Of the tokens with the query's remainder, `size` in a row, with its leader as near their middle as can be."""
-    fellows = list(range(place % dilation, length, dilation))
-    group = fellows.index(place) // stride * stride
-    if is_causal:
-        leader = min(group + stride - 1, len(fellows) - 1)
-        return [each for each in fellows[max(leader - size + 1, 0) : leader + 1] if each <= place]
-    leader = min(group + stride // 2, len(fellows) - 1)
-    start = min(max(leader - size // 2, 0), len(fellows) - size)
-    return fellows[start : start + size]
-
-
-def dense_natten(q: Tensor, k: Tensor, v: Tensor, *numbers: Any) -> Tensor:
-    """Token by token; tensors are (batch, *grid, heads, head dim)."""
-    grid = tuple(q.shape[1:-2])
-    axes = list(zip(grid, *(each_axis(number, grid) for number in numbers), strict=True))
-    out = torch.empty_like(q)
-    for place in product(*map(range, grid)):
-        near = [torch.tensor(window(at, *axis)) for at, axis in zip(place, axes, strict=True)]
-        index = (slice(None), *torch.meshgrid(*near, indexing="ij"))
-        keys, values = (x[index].flatten(1, -3).transpose(1, 2) for x in (k, v))
-        query = q[(slice(None), *place)].unsqueeze(2)
-        out[(slice(None), *place)] = F.scaled_dot_product_attention(query, keys, values).squeeze(2)
-    return out
-
-
-def tensors(grid: tuple[int, ...]) -> Tensor:
-    return torch.randn(3, 2, *grid, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_same_function(page: SimpleNamespace, name: str) -> None:
-    """Outputs and gradients."""
-    grid, *numbers = GRIDS[name]
-    qkv = tensors(grid).requires_grad_()
-    options = dict(zip(("kernel_size", "dilation", "stride", "is_causal"), numbers, strict=False))
-    found = page.neighborhood_attention(*qkv, **options)
-    want = dense_natten(*qkv, *numbers)
+@pytest.mark.parametrize("name", NEIGHBORHOODS)
+def test_neighborhoods_of_natten(page: SimpleNamespace, name: str) -> None:
+    """Grids with heads last, every argument of theirs, fewer heads of k and v; outputs and gradients."""
+    grid, *numbers = NEIGHBORHOODS[name]
+    qkv = torch.randn(3, 2, *grid, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = inputs = [qkv[0].requires_grad_(), *(x[..., :1, :].requires_grad_() for x in qkv[1:])]
+    options = dict(zip(("kernel_size", "dilation", "stride", "is_causal"), numbers, strict=True))
+    found = page.neighborhood_attention(q, k, v, **options, scale=0.7, enable_gqa=True)
+    axes = zip(
+        grid, *(number if isinstance(number, tuple) else (number,) * len(grid) for number in numbers), strict=True
+    )
+    tokens = torch.arange(prod(grid))
+    counts = oracle.counts(oracle.neighborhood([(*axis, False) for axis in axes]), range(2), 2, tokens, tokens)
+    want, _ = oracle.attention(*(x.flatten(1, -3).transpose(1, 2) for x in inputs), counts, 0.7)
+    want = want.transpose(1, 2).unflatten(1, grid)
     torch.testing.assert_close(found, want)
-    grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (found, want)]
-    torch.testing.assert_close(*grads)
-
-
-def test_scale_and_grouped_heads(page: SimpleNamespace) -> None:
-    q, k, v = tensors((5, 6))
-    found = page.neighborhood_attention(q, k[..., :1, :], v[..., :1, :], 3, scale=0.7, enable_gqa=True)
-    k, v = (x[..., :1, :].expand(-1, -1, -1, 2, -1) for x in (k, v))
-    torch.testing.assert_close(found, dense_natten(q * (0.7 * 8**0.5), k, v, 3, 1))
+    torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), inputs) for out in (found, want)))
 
 
 def band(num_queries: int, num_keys: int, left: int | None, right: int | None, bottom_right: bool = False) -> Tensor:
@@ -199,32 +142,15 @@ def band(num_queries: int, num_keys: int, left: int | None, right: int | None, b
     return pairs if right is None else pairs.tril(shift + right)
 
 
-def block_diagonal(
-    q_lengths: Sequence[int], k_lengths: Sequence[int], block: Callable[[int, int], Tensor] = torch.ones
-) -> Tensor:
-    """Block i holds `block(queries, keys)` of sequence i."""
-    pairs = torch.zeros(sum(q_lengths), sum(k_lengths), dtype=torch.bool)
-    edges = (pairwise(accumulate(each, initial=0)) for each in (q_lengths, k_lengths))
-    for (top, bottom), (left, right) in zip(*edges, strict=True):
-        pairs[top:bottom, left:right] = block(bottom - top, right - left)
-    return pairs
-
-
-def pairs(pattern: masks.Pattern, num_queries: int, num_keys: int, **offsets: int) -> Tensor:
-    return counts(pattern, num_queries, num_keys, **offsets)[0] > 0
-
-
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("q_lengths", [[2, 1, 3], [9, 1, 20]], ids=str)
 def test_other_lengths_of_keys(page: SimpleNamespace, q_lengths: list[int], bottom_right: bool) -> None:
-    N, M, k_lengths = sum(q_lengths), 40, [9, 5, 26]
-    made = page.block_diagonal(q_lengths, k_lengths)
-    assert torch.equal(pairs(made, N, M), block_diagonal(q_lengths, k_lengths))
-    for lookback in (None, 1, 6):
-        made = page.block_diagonal(q_lengths, k_lengths, causal=True, bottom_right=bottom_right, lookback=lookback)
-        left = None if lookback is None else lookback - 1
-        want = block_diagonal(q_lengths, k_lengths, lambda n, m, left=left: band(n, m, left, 0, bottom_right))
-        assert torch.equal(pairs(made, N, M), want)
+    k_lengths = [9, 5, 26]
+    for causal, lookback in ((False, None), (True, None), (True, 1), (True, 6)):
+        made = page.block_diagonal(q_lengths, k_lengths, causal=causal, bottom_right=bottom_right, lookback=lookback)
+        limits = None if lookback is None else lookback - 1, 0 if causal else None, bottom_right
+        blocks = (band(*sizes, *limits).long() for sizes in zip(q_lengths, k_lengths, strict=True))
+        assert torch.equal(counts(made, sum(q_lengths), 40)[0], torch.block_diag(*blocks))
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 import flexdilated as fd
+from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.integrations.torchscale import (
     LongNetEncoder,
@@ -18,7 +20,6 @@ from flexdilated.integrations.torchscale import (
     slide_segments,
 )
 from tests.integrations.torchscale import plain
-from tests.support import oracle
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
 from tests.support.sharded_cases import line, summed
@@ -54,19 +55,19 @@ def test_small_slides_are_published(L, pooling) -> None:
 
 @pytest.mark.slow
 def test_full_width_is_published() -> None:
-    """768 channels and 16 heads in two of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""
+    """768 channels and 16 heads in one of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in SlideEncoder().parameters()) == 86_330_880
     torch.manual_seed(0)
-    config = SlideEncoderConfig(replace(SlideEncoderConfig().encoder, depth=2))
+    config = SlideEncoderConfig(replace(SlideEncoderConfig().encoder, depth=1), pooling="mean")
     weights = SlideEncoder(config).state_dict()
     model, exact = (SlideEncoder.from_checkpoint(weights, config, padding=each).eval() for each in ("zeros", None))
-    how = {"num_heads": 16, "branches": (slide_segments(), (1, 2, 4, 8, 16)), "grid": 1000}
+    how = {"num_heads": 16, "branches": (slide_segments(), (1, 2, 4, 8, 16)), "grid": 1000, "pooling": "mean"}
     tiles, corners = slide(config, 1100, dtype=torch.float32)  # in two segments of the first branch
     with torch.no_grad():
         truth = plain.slide_encoder(weights, tiles, corners, **how)[-1]
         assert (model(tiles, corners) - truth).norm() < 1e-5 * truth.norm()
-        assert (exact(tiles, corners) - truth).norm() > 1e-4 * truth.norm()
+        assert (exact(tiles, corners) - truth).norm() > 1e-3 * truth.norm()
 
 
 def test_segments() -> None:
@@ -123,7 +124,7 @@ def test_it_compiles(masked: bool) -> None:
     tiles, corners, mask = batch_of(60, 31) if masked else (*slide(SMALL, 60), None)
     assert_close(compiled(tiles, corners, key_padding_mask=mask), model(tiles, corners, key_padding_mask=mask), **TIGHT)
     for outside in (-1, 256 * SMALL.grid_size):
-        with pytest.raises(IndexError), torch.no_grad():
+        with pytest.raises(IndexError):
             compiled(tiles, torch.full_like(corners, outside), key_padding_mask=mask)
 
 
@@ -158,51 +159,32 @@ def test_padded_slides_are_those_alone(pooling, padding, merge_grad) -> None:
             assert_close(found[one], wanted, **TIGHT)
 
 
-def dense_encoder(model: SlideEncoder, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Features of the encoder, computed with its projections and dense float64 attention over visible tokens."""
-    rule = oracle.both(oracle.longnet(*BRANCHES, "contiguous"), oracle.visible_keys(visible))
-    places = torch.arange(x.shape[1])
-    counts = oracle.counts(rule, range(3), 3, places, places)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_layers_show_what_they_attend_by(masked: bool, pooling: str) -> None:
+    """Attention of the projected q, k and v by the layer's pattern gives the output of the layer.
+
+    With padding=None also where tiles in the middle are hidden: no token attends to them, and the mean excludes them.
+    """
+    torch.manual_seed(0)
+    layers = replace(LAYERS, padding=None) if masked else ALIGNED
+    model = SlideEncoder(replace(SMALL, encoder=layers, pooling=pooling)).double().eval()
+    tiles, corners = slide(SMALL, 40)
+    hidden = torch.rand(1, 40, generator=torch.Generator().manual_seed(2)) < (0.4 if masked else 0.0)
+    x = model.embed(*(x.masked_fill(hidden[..., None], 0) for x in (tiles, corners)))
+    rule = layers.pattern & masks.visible_keys(~F.pad(hidden[0], (1, 0))) if masked else layers.pattern
     for layer in model.encoder.layers:
-        out, _ = oracle.attention(*layer.project(x), counts)
-        joined = layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2))
-        x = x + layer.self_attn.out_proj(joined)
+        assert layer.pattern == layer.self_attn.pattern == layers.pattern
+        out = fd.attend(*layer.project(x), rule)
+        x = x + layer.self_attn.out_proj(layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2)))
         x = x + layer.ffn(layer.final_layer_norm(x))
     assert model.encoder.layer_norm is not None
-    return model.encoder.layer_norm(x)
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_any_tiles_may_be_hidden(pooling) -> None:
-    """With padding=None also tiles in the middle: no token attends to them, and the mean excludes them."""
-    torch.manual_seed(0)
-    model = SlideEncoder(replace(SMALL, encoder=replace(LAYERS, padding=None), pooling=pooling)).double()
-    tiles, corners = slide(SMALL, 40)
-    mask = torch.rand(1, 40, generator=torch.Generator().manual_seed(2)) < 0.4
-    x = dense_encoder(
-        model,
-        model.embed(*(x.masked_fill(mask[..., None], 0) for x in (tiles, corners))),
-        ~torch.nn.functional.pad(mask[0], (1, 0)),
-    )
-    pooled = x[:, 0] if pooling == "cls" else x[:, 1:][~mask].mean(0, keepdim=True)
-    assert_close(model(tiles, corners, key_padding_mask=mask), model.norm(pooled), **TIGHT)
-    everything = torch.ones_like(mask)
-    assert model(tiles, corners, key_padding_mask=everything).isfinite().all()
-
-
-def test_layers_show_what_they_attend_by() -> None:
-    """Attention of the projected q, k and v by the layer's pattern gives the output of the layer."""
-    torch.manual_seed(0)
-    model = SlideEncoder(replace(SMALL, encoder=ALIGNED)).double().eval()
-    tiles, corners = slide(SMALL, 40)
-    states = model.encoder(model.embed(tiles, corners), all_layers=True)
-    for layer, before, after in zip(model.encoder.layers, states, states[1:], strict=False):
-        assert layer.pattern == layer.self_attn.pattern == ALIGNED.pattern
-        q, k, v = layer.project(before)
-        out = fd.attend(q, k, v, layer.pattern)
-        joined = layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2))
-        x = before + layer.self_attn.out_proj(joined)
-        assert_close(after, x + layer.ffn(layer.final_layer_norm(x)), **TIGHT)
+    x = model.encoder.layer_norm(x)
+    pooled = x[:, 0] if pooling == "cls" else x[:, 1:][~hidden].mean(0, keepdim=True)
+    padding = {"key_padding_mask": hidden} if masked else {}
+    assert_close(model(tiles, corners, **padding), model.norm(pooled), **TIGHT)
+    if masked:
+        assert model(tiles, corners, key_padding_mask=torch.ones_like(hidden)).isfinite().all()
 
 
 RANKED = LongNetEncoderConfig(16, 2, 4, (8, 24, 60), (1, 2, 3))  # lengths that are multiples of their rates
@@ -259,10 +241,10 @@ def encode_tokens() -> None:
     one.load_state_dict(many.state_dict())
     x = torch.randn(2, 41, 16, dtype=torch.float64)
     mask = torch.arange(41) >= torch.tensor([[41], [17]])
-    held = sharding.positions(dist.get_rank())
-    assert_close(many(x[:, held], key_padding_mask=mask), one(x, key_padding_mask=mask)[:, held], **TIGHT)
-    held = other.positions(dist.get_rank())
-    assert_close(many(x[:, held], sharding=other), one(x[:, :30])[:, held], **TIGHT)
+    for tokens, by, call in ((41, sharding, {"key_padding_mask": mask}), (30, other, {})):
+        held = by.positions(dist.get_rank())
+        found = many(x[:, held], **call, sharding=by if by is other else None)
+        assert_close(found, one(x[:, :tokens], **call)[:, held], **TIGHT)
 
 
 def live() -> str:

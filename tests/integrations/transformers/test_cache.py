@@ -1,6 +1,7 @@
-"""FlexdilatedCache: attention over all tokens, bounded memory, refusals; layers that share keys or hold states."""
+"""FlexdilatedCache: attention over all tokens, bounded memory; layers that share keys or hold states."""
 
 from inspect import signature
+from itertools import cycle
 from random import Random
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from flexdilated.integrations.transformers._attention import Visibility, attenti
 from flexdilated.integrations.transformers._mask_functions import RulePatterns
 
 from .models import model_of, tokens
-from .tiny import tiny_config, tiny_model
+from .tiny import tiny_model
 
 PATTERNS = {"longnet": masks.longnet((4, 32), (1, 4)), "window": masks.local_window(left=7, right=0)}
 
@@ -43,12 +44,30 @@ def test_steps_equal_one_pass(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_layers_break_their_graph_at_it() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, cache: FlexdilatedCache, mask: Visibility) -> torch.Tensor:
+            keys, values = cache.update(2 * x, x, 0)
+            return attention(self, x, keys, values, mask)[0] + x.transpose(1, 2)
+
+    torch.compiler.reset()
+    rule, x, cache = PATTERNS["longnet"] & masks.causal(), torch.randn(1, 4, 22, 16), FlexdilatedCache()
+    compiled = torch.compile(Layer(), backend="eager")
+    parts = (slice(0, 20), slice(20, 21), slice(21, 22))
+    found = [compiled(x[:, :, part], cache, mask_of(rule, part)) for part in parts]
+    torch.testing.assert_close(torch.cat(found, 1).transpose(1, 2), attend(x, 2 * x, x, rule) + x)
+
+
+@torch.no_grad()
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_models_break_their_graph_at_it() -> None:
     model, rows, cache = model_of("llama", num_hidden_layers=1), tokens()[:, :22], FlexdilatedCache()
     set_pattern(model, PATTERNS["longnet"])
     want, compiled = model(rows, use_cache=False).logits, torch.compile(model, backend="eager")
-    found = [compiled(part, past_key_values=cache).logits for part in rows.split([20, 1, 1], dim=1)]
-    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
+    model(rows[:, :20], past_key_values=cache)
+    found = [compiled(part, past_key_values=cache).logits for part in rows[:, 20:].split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), want[:, 20:], rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -98,7 +117,7 @@ def test_a_prefill_holds_what_its_layer_needs() -> None:
 
 
 @given(random=st.randoms(use_true_random=True))
-@settings(max_examples=40)
+@settings(max_examples=16)
 @torch.no_grad()
 def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
     """Each output is attention over all tokens, or the cache says that it evicted keys and holds what it held."""
@@ -109,7 +128,7 @@ def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
     cache, used, stop, number = FlexdilatedCache(undo=undo), set(), 0, 0
     small = mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page)
     with small, mock.patch.object(_reader, "MOST_ROWS", rows), mock.patch.object(_cache, "MOST_ROWS", rows):
-        for _ in range(40):
+        for _ in range(25):
             number ^= random.random() < 0.25
             size = random.randint(1, 4)
             new = slice(stop, stop + size)
@@ -142,34 +161,11 @@ def mask_of(rule: masks.Pattern | masks.Mixture, queries: slice) -> Visibility:
 
 
 @torch.no_grad()
-def test_what_it_refuses() -> None:
-    model = model_with("longnet")
-    with torch.enable_grad(), pytest.raises(ValueError, match="a cache computes no gradients"):
-        model(tokens(), past_key_values=FlexdilatedCache())
-    mask = torch.ones(2, 50, dtype=torch.long)
-    mask[1, :9] = 0
-    with pytest.raises(ValueError, match="one rule holds for all rows; here it depends on 'padding'"):
-        model(tokens(), attention_mask=mask, past_key_values=FlexdilatedCache())
-    set_pattern(model, masks.local_window(left=3, right=3), compose="replace")
-    with pytest.raises(ValueError, match="a cache needs a causal pattern"):
-        model(tokens(), past_key_values=FlexdilatedCache())
-    with pytest.raises(ValueError, match="undo must be at least 0"):
-        model(tokens(), past_key_values=FlexdilatedCache(undo=-1))
+def test_chunks_whose_tokens_see_later_ones_come_whole() -> None:
+    model, cache = model_of("llama"), FlexdilatedCache()
     set_pattern(model, masks.chunked(10), compose="replace")
-    cache = FlexdilatedCache()
     parts = [model(part, past_key_values=cache).logits for part in tokens().split(20, 1)[:2]]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens()[:, :40]).logits)
-    with pytest.raises(ValueError, match=r"must end where no query sees a later key, .* 36 tokens to keep"):
-        cache.crop(-4)
-    with pytest.raises(ValueError, match="here query 40 sees key 49: bring 10 or 20 tokens, or write pattern & masks"):
-        model.generate(tokens()[:, :40], max_new_tokens=2, past_key_values=FlexdilatedCache())
-    model.set_attn_implementation("sdpa")
-    cache = FlexdilatedCache()
-    model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match="none has read those of the last tokens"):
-        model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match="tokens_to_remove must be 0 or negative, and at least -50; got 1"):
-        cache.crop(1)
 
 
 @torch.no_grad()
@@ -216,11 +212,13 @@ def family_of(name: str) -> Any:
 
 
 def written(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
-    return model.generate(tokens(), past_key_values=cache, max_new_tokens=7, do_sample=False, **options)
+    return model.generate(tokens(), past_key_values=cache, max_new_tokens=5, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("pattern", RULES)
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [*((name, "longnet") for name in FAMILIES), *zip(FAMILIES, cycle(["none", "window"]), strict=False)],
+)
 def test_tokens_are_those_of_the_model(name: str, pattern: str) -> None:
     """Without a pattern those that the model writes with its own attention; with one those of whole passes."""
     model = family_of(name)
@@ -228,7 +226,7 @@ def test_tokens_are_those_of_the_model(name: str, pattern: str) -> None:
     set_pattern(model, RULES[pattern])
     want = own if pattern == "none" else written(model, use_cache=False)
     assert torch.equal(written(model, FlexdilatedCache(model.config, undo=0)), want)
-    if pattern == "longnet":
+    if (name, pattern) in (("gemma3n_text", "longnet"), ("falcon_h1", "longnet")):
         assert torch.equal(written(model, FlexdilatedCache(model.config), num_beams=2), written(model, num_beams=2))
 
 
@@ -240,25 +238,10 @@ def test_layers_that_share_keys_have_rules_of_their_own(wide: int) -> None:
     set_pattern(model, {wide: masks.local_window(left=300, right=0), 4 - wide: narrow, 0: narrow, 2: narrow})
     rows = tokens(1, 50).repeat(1, 16)
     want, cache = model(rows, use_cache=False).logits, FlexdilatedCache(undo=0)
-    found = [model(part, past_key_values=cache).logits for part in rows.split([60] * 13 + [1] * 20, dim=1)]
+    found = [model(part, past_key_values=cache).logits for part in rows.split([264] * 3 + [1] * 8, dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-4)
     assert [layer.num_tokens for layer in cache.layers] == [800, 800]
     assert cache.layers[0].keys.shape[2] < 400
-
-
-def test_families_that_need_another_cache() -> None:
-    """Each says which."""
-    model = family_of("qwen3_next")
-    set_pattern(model, {})
-    with pytest.raises(ValueError, match=r"states of linear attention .*: FlexdilatedCache\(model\.config\)"):
-        written(model, FlexdilatedCache())
-    model = tiny_model("deepseek_v3", "DeepseekV3ForCausalLM", "causal").eval()
-    set_pattern(model, {})
-    with pytest.raises(ValueError, match=r"from latents, leave the cache to transformers, a DynamicCache"):
-        written(model, FlexdilatedCache())
-    assert torch.equal(written(model, DynamicCache()), written(model, use_cache=False))
-    with pytest.raises(ValueError, match=r"the model needs a DynamicIndexedLayer\. Leave the cache to transformers"):
-        FlexdilatedCache(tiny_config("deepseek_v32"))
 
 
 @pytest.mark.parametrize("length", [20, 1])

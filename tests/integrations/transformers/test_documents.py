@@ -13,12 +13,13 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
+from flexdilated.integrations.transformers import set_pattern
 
 from .models import model_of, tokens
 from .tiny import tiny_model
@@ -29,13 +30,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 N = 50
 LONGNET = masks.longnet((4, 16), (1, 2))
-MAKE = {
-    "llama": lambda: model_of("llama"),
-    "mistral": lambda: model_of("mistral"),
-    "gpt2": lambda: model_of("gpt2"),
-    "bert": lambda: model_of("bert"),
-    "modernbert": lambda: model_of("modernbert", local_attention=500),
-    "llama 4": lambda: model_of("llama4", attention_chunk_size=500),
+MAKE: dict[str, Callable[..., Any]] = {
+    **{name: partial(model_of, name) for name in ("llama", "mistral", "gpt2", "bert")},
+    "modernbert": partial(model_of, "modernbert", local_attention=500),
+    "llama 4": partial(model_of, "llama4", attention_chunk_size=500),
     "clip": lambda: tiny_model("clip_text_model", "CLIPTextModel", eos_token_id=96).eval(),
     "qwen2.5-vl": lambda: tiny_model("qwen2_5_vl_text", "Qwen2_5_VLTextModel").eval(),
 }
@@ -86,7 +84,7 @@ kept_pair = cache(pair)  # for tests that change neither
 
 @pytest.mark.parametrize("name", ALL_PAIRS)
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=12)
 @torch.no_grad()
 def test_a_call_is_attention_within_documents(name: str, data: st.DataObject) -> None:
     """Documents as counted token by token; SDPA gets them as a mask of queries and keys."""
@@ -176,7 +174,7 @@ def chunks(data: st.DataObject) -> list[tuple[int, int]]:
 
 
 @given(data=st.data())
-@settings(max_examples=24)
+@settings(max_examples=16)
 @torch.no_grad()
 def test_positions_that_go_on_over_a_cache(data: st.DataObject) -> None:
     """With gaps and repeats, padding, and rows that change their places: each call equals SDPA's."""
@@ -208,7 +206,7 @@ def test_positions_that_go_on_over_a_cache(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=24)
+@settings(max_examples=12)
 @torch.no_grad()
 def test_a_fall_over_a_cache_is_refused(data: st.DataObject) -> None:
     """Served in the first call, over a cache that was reset too; refused afterwards, and so is what follows it."""
@@ -237,18 +235,6 @@ def test_a_fall_over_a_cache_is_refused(data: st.DataObject) -> None:
     torch.testing.assert_close(got, apart(model, fall, N - fall), rtol=0, atol=2e-5)
     whole = model(tokens(), use_cache=False, position_ids=positions).logits
     torch.testing.assert_close(whole, got, rtol=0, atol=2e-5)
-
-
-@torch.no_grad()
-def test_a_cache_that_evicts_keys_takes_one_document() -> None:
-    model = model_of("llama")
-    set_pattern(model, LONGNET)
-    with pytest.raises(ValueError, match=r"cached keys do not record their document: .* use_cache=False"):
-        model(tokens(), position_ids=sequences(20, 30), past_key_values=FlexdilatedCache())
-    cache = FlexdilatedCache()
-    model(tokens(), position_ids=sequences(N), past_key_values=cache)
-    with pytest.raises(ValueError, match="cached keys do not record their document"):
-        model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "qwen2.5-vl"])
@@ -332,21 +318,14 @@ def test_cross_attention_sees_every_key_of_any_document() -> None:
     assert torch.equal(found, second(read, torch.cat([93 - written[:, :8], written[:, 8:]], 1)))
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "bert"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("qwen2.5-vl", marks=pytest.mark.thorough)])
 @torch.no_grad()
 def test_one_graph_for_all_documents(name: str) -> None:
     """Values of positions are not read while a model is traced; padding is a tensor too."""
     torch.compiler.reset()
-    model = MAKE[name]()
-    set_pattern(model, LONGNET)
-    graphs: list[torch.fx.GraphModule] = []
-    number = 0
-
-    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, fullgraph=True, backend=kept)
+    model = set_pattern(MAKE[name](**({"num_hidden_layers": 1} if name == "bert" else {})), LONGNET)
+    counter, number = CompileCounter(), 0
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
     mask = torch.ones(2, N, dtype=torch.long)
     mask[1, :9] = 0
     options = {"attention_mask": mask} if name == "bert" else {}
@@ -355,25 +334,26 @@ def test_one_graph_for_all_documents(name: str) -> None:
         batch = {"input_ids": tokens(), "position_ids": positions, **options}
         got, want = first_output(compiled, **batch), first_output(model, **batch)
         torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-5)
-        number = number or len(graphs)
-        assert len(graphs) == number
+        number = number or counter.frame_count
+        assert counter.frame_count == number
 
 
 @torch.no_grad()
 def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
-    """One token at a time, over a static cache, with the message of the error."""
+    """Steps over a static cache are one graph, in which one number comes to the host, however many layers there are."""
     torch.compiler.reset()
-    model = model_of("llama", num_hidden_layers=1)
-    set_pattern(model, {})
-    step = torch.compile(model, fullgraph=True, backend="eager")
+    model, positions = set_pattern(model_of("llama"), LONGNET), torch.arange(N)[None] // 2
+    graphs = EagerAndRecordGraphs()
+    step = torch.compile(model, fullgraph=True, backend=graphs)
     past = StaticCache(config=model.config, max_cache_len=64)
-    want = model(tokens(), position_ids=torch.arange(N)[None] // 2, use_cache=True).logits
-    model(tokens()[:, :30], position_ids=torch.arange(30)[None] // 2, past_key_values=past)
-    got = step(tokens()[:, 30:34], position_ids=torch.arange(30, 34)[None] // 2, past_key_values=past).logits
-    torch.testing.assert_close(got, want[:, 30:34], rtol=0, atol=1e-5)
-    for place in range(34, 38):
-        got = step(tokens()[:, place, None], position_ids=torch.tensor([[place // 2]]), past_key_values=past).logits
+    want = model(tokens(), position_ids=positions, use_cache=True).logits
+    model(tokens()[:, :30], position_ids=positions[:, :30], past_key_values=past)
+    for place in range(30, 36):
+        got = step(tokens()[:, place, None], position_ids=positions[:, place, None], past_key_values=past).logits
         torch.testing.assert_close(got[:, 0], want[:, place], rtol=0, atol=1e-5)
+    (graph,) = graphs.graphs
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert (targets.count("item"), targets.count("flexdilated.aten.default")) == (1, 2)
     with pytest.raises(RuntimeError, match=r"cached keys do not record their document: .* with use_cache=False"):
         step(tokens()[:, :1], position_ids=torch.tensor([[3]]), past_key_values=past)
 
@@ -395,7 +375,7 @@ def test_threads_and_errors_leave_no_trace() -> None:
     falls = [5, 11, 20, 33, 42]
     want = [run(fall) for fall in falls]
     with ThreadPoolExecutor(5) as pool:
-        for number, got in enumerate(pool.map(run, falls * 8)):
+        for number, got in enumerate(pool.map(run, falls * 4)):
             assert torch.equal(got, want[number % 5])
 
 

@@ -21,7 +21,7 @@ from flexdilated.masks.patterns import names
 from tests.integrations.passes import assert_same_step
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
-from .sweep import CALLS, PAGE, examine, page, results
+from .sweep import PAGE, examine, page, results
 from .tiny import families, tiny_model
 
 # N tokens of a row, H heads
@@ -106,7 +106,6 @@ def test_all_layers_are_found() -> None:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-COMPILED = ("BertLMHeadModel", "Gemma4ForCausalLM")  # tracing takes longer than all the rest
 _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in families()}
 
 
@@ -128,47 +127,29 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
 )
 def test_served(class_name: str) -> None:
     model_type, kind = _BY_CLASS[class_name]
-    calls = [each for each in CALLS if each != "compiled" or class_name in COMPILED]
-    found = examine(model_type, class_name, kind, calls)
+    found = examine(model_type, class_name, kind, ["default", "cache", "checkpointed", "segments"])
     assert found["outcome"] == "serves", found
     ways = ["plain", "padded", "pattern", "training", *(["dynamic", "static"] if kind == "causal" else [])]
     assert {way: found[way] for way in ways} == dict.fromkeys(ways, "yes")
     assert found["changes"] == "yes"
 
 
-@pytest.mark.parametrize(
-    ("class_name", "said"),
-    [
-        ("DogeForCausalLM", r"DogeAttention, makes or changes the mask.*attn_implementation='sdpa' or 'eager' serves"),
-        ("Inkling2ForCausalLM", "Inkling2SlidingAttention, gives each query a sink logit of its own"),
-        ("GitForCausalLM", "GitSelfAttention, computes with a mask of queries and keys"),
-        ("T5Gemma2ForConditionalGeneration", "T5Gemma2MergedAttention, makes or changes the mask"),
-        (
-            "BloomForCausalLM",
-            "BloomForCausalLM has no layer that asks .* own code: attn_implementation='sdpa' or 'eager' keeps it, "
-            "or call flexdilated.attend",
-        ),
-        ("LongformerForMaskedLM", r"masks\.recipes\.longformer\(radius, num_global\) makes its pattern for any model"),
-        ("BigBirdForCausalLM", r"masks\.recipes\.bigbird\(num_tokens\) makes its pattern for any model"),
-    ],
-)
-def test_refused_at_once(class_name: str, said: str) -> None:
+@pytest.mark.thorough  # BERT and llama with documents are compiled in test_documents.py
+@pytest.mark.parametrize("class_name", ["BertLMHeadModel", "Gemma4ForCausalLM"])
+def test_documents_stay_apart_in_a_graph(class_name: str) -> None:
     model_type, kind = _BY_CLASS[class_name]
-    model = tiny_model(model_type, class_name, kind).eval()
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=said):
-        set_pattern(model, masks.local_window(left=3, right=0))
-    assert model.config._attn_implementation == before
+    assert examine(model_type, class_name, kind, ["compiled"])["compiled"] == "yes"
 
 
 def test_what_a_layer_hands_over_must_be_known() -> None:
-    """Else it would be ignored in silence, as the choice of an indexer would."""
+    """Else it would be ignored in silence, as the choice of an indexer would. The model is as it was."""
     model = tiny_model("deepseek_v32", "DeepseekV32ForCausalLM", "causal").eval()
     _unsupported_models._why_unserved.cache_clear()
     said = "DeepseekV32Attention, hands indices to attention functions, which flexdilated does not know"
     with patch.object(_unsupported_models, "_KNOWN", _unsupported_models._KNOWN - {"indices"}):
         with pytest.raises(ValueError, match=said):
             set_pattern(model, {})
+        assert model.config._attn_implementation == "sdpa"
         _unsupported_models._why_unserved.cache_clear()
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from flexdilated import masks
@@ -111,8 +110,3 @@ def test_a_tower_that_cannot_be_served_is_left_and_the_text_is_served() -> None:
         ValueError, match=r"layer 1 keeps the attention of transformers, so it takes no pattern: model\.v"
     ):
         set_pattern(model, {1: WINDOW, 2: WINDOW})
-
-
-def test_a_tower_alone_is_refused_by_its_own_name() -> None:
-    with pytest.raises(ValueError, match=r"^PixtralVisionModel cannot be served: it computes with a mask of queries"):
-        set_pattern(transformers.PixtralVisionModel(tiny_config("pixtral")), WINDOW)

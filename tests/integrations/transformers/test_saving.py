@@ -1,9 +1,9 @@
 """A saved pattern is attended by after loading, or loading fails: in a process with this library and in one without."""
 
 import copy
+import importlib.util
+import inspect
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from flexdilated import masks
 from flexdilated.integrations.transformers import attention_layers, register, set_pattern
 from flexdilated.integrations.transformers._layers import layer_pattern
-from tests.support import vision
 
 from .models import model_of, tokens
 from .tiny import tiny_model
 
 WINDOW = masks.local_window(left=5, right=2)
-REFUSED = 'Specified `attn_implementation="flexdilated"` is not supported'
 
 
 def llava() -> Any:
@@ -51,34 +50,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_without_this_library_loading_fails(folders: Path) -> None:
-    """By any class, also the text model of a composite one; and with it, before `register` or `set_pattern`."""
-    script = """
-import transformers
-models = (
-    ("AutoModel", "llama"), ("AutoModelForCausalLM", "llama"), ("LlamaForCausalLM", "llama"),
-    ("AutoModelForImageTextToText", "llava"), ("LlamaForCausalLM", "llava"),
-    ("AutoModelForCausalLM", "unset-0"), ("LlamaForCausalLM", "unset-1"), ("AutoModelForImageTextToText", "unset-2"),
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without this library, or that has only imported it, which is done here."""
+    monkeypatch.setattr(PreTrainedConfig, "to_dict", inspect.unwrap(PreTrainedConfig.to_dict))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, "flexdilated")
+    for name in ("", "._attention"):
+        spec = importlib.util.find_spec(f"flexdilated.integrations.transformers{name}")
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.usefixtures("unregistered")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, "llama") for kind in ("AutoModel", "AutoModelForCausalLM", "LlamaForCausalLM")),
+        *((kind, "llava") for kind in ("AutoModelForImageTextToText", "LlamaForCausalLM")),
+        *((kind, f"unset-{number}") for number, (kind, *_) in enumerate(UNSET)),
+    ],
 )
-def load(kind, name):
-    try:
-        getattr(transformers, kind).from_pretrained(f"{folder}/{name}")
-    except ValueError as error:
-        print(error)
-for kind, name in models:
-    load(kind, name)
-print("flexdilated" in sys.modules)
-import flexdilated.integrations.transformers
-load(*models[0])
-"""
-    path = [each for each in sys.path if each != str(vision.FOLDER)]  # whose import fails there
-    begin = f"import sys; sys.path[:] = {path!r}\nfolder = {str(folders)!r}\n"
-    command = [sys.executable, "-c", begin + script]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    *said, imported, last = ended.stdout.splitlines()
-    assert len(said) == 8
-    assert all(each.startswith(REFUSED) for each in (*said, last))
-    assert imported == "False"
+def test_without_this_library_loading_fails(folders: Path, kind: str, name: str) -> None:
+    """By any class, also the text model of a composite one; and with it, before `register` or `set_pattern`."""
+    with pytest.raises(ValueError, match=r'^Specified `attn_implementation="flexdilated"` is not supported'):
+        getattr(transformers, kind).from_pretrained(folders / name)
 
 
 @pytest.mark.parametrize("compose", ["and", "replace"])
