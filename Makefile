@@ -10,10 +10,11 @@ TORCH ?= $(PINNED)
 VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-TRITON := $(VENV)/triton
-FLASH := $(VENV)/flash
-ONNX := $(VENV)/onnx
-VISION := $(VENV)/vision
+# hypothesis looks for constants in local files, and takes those for others by the name of the folder.
+TRITON := $(VENV)/triton/site-packages
+FLASH := $(VENV)/flash/site-packages
+ONNX := $(VENV)/onnx/site-packages
+VISION := $(VENV)/vision/site-packages
 SITE := $(VENV)/docs
 RELEASE := $(VENV)/release
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead. Modules are compiled

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(sys.prefix) / "vision"
+FOLDER = Path(sys.prefix) / "vision/site-packages"
 _OPERATORS = ("nms", "qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.cases.transformers import tiny_model
 from flexdilated.integrations.transformers import register
-
-from .tiny import tiny_model
 
 VOCABULARY = 97
 NUM_HEADS = 4

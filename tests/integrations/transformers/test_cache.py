@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache
 
+from bench.cases.transformers import tiny_model
 from flexdilated import attend, masks
 from flexdilated.decoding import _held_keys, _reader
 from flexdilated.integrations.transformers import FlexdilatedCache, _cache, set_pattern
@@ -19,7 +20,6 @@ from flexdilated.integrations.transformers._attention import Visibility, attenti
 from flexdilated.integrations.transformers._mask_functions import RulePatterns
 
 from .models import model_of, tokens
-from .tiny import tiny_model
 
 PATTERNS = {"longnet": masks.longnet((4, 32), (1, 4)), "window": masks.local_window(left=7, right=0)}
 

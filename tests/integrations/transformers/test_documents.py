@@ -18,11 +18,11 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import flexdilated as fd
+from bench.cases.transformers import tiny_model
 from flexdilated import masks
 from flexdilated.integrations.transformers import set_pattern
 
 from .models import model_of, tokens
-from .tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 

@@ -13,6 +13,8 @@ from transformers import masking_utils as rules
 import flexdilated as fd
 from bench._dense import counts
 from bench.cases._training import Step, gradients_of
+from bench.cases.transformers import families, tiny_model
+from bench.cases.transformers.sweep import PAGE, examine, page, results
 from flexdilated import masks
 from flexdilated.integrations.transformers import _unsupported_models, attention_layers, set_pattern
 from flexdilated.integrations.transformers._attention import attention
@@ -21,8 +23,6 @@ from flexdilated.masks.patterns import names
 from tests.integrations.passes import assert_same_step
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
-from .sweep import PAGE, examine, page, results
-from .tiny import families, tiny_model
 
 # N tokens of a row, H heads
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.cases.transformers import tiny_config, tiny_model
 from flexdilated import masks
 from flexdilated.integrations.transformers import attention_layers, set_pattern
-
-from .tiny import tiny_config, tiny_model
 
 WINDOW = masks.local_window(left=2, right=0)
 IMAGE, TEXT = 92, 90  # the token of a place in an image, and how many others there are

@@ -13,12 +13,12 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from bench.cases.transformers import tiny_model
 from flexdilated import masks
 from flexdilated.integrations.transformers import attention_layers, register, set_pattern
 from flexdilated.integrations.transformers._layers import layer_pattern
 
 from .models import model_of, tokens
-from .tiny import tiny_model
 
 WINDOW = masks.local_window(left=5, right=2)
 

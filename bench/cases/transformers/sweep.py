@@ -1,6 +1,6 @@
 """Hold set_pattern to every family of transformers, and write docs/integrations/transformers_families.md.
 
-    python -m tests.integrations.transformers.sweep [class ...]
+    python -m bench.cases.transformers.sweep [class ...]
 
 The outcomes are kept in families.json, one class after another: a run does the classes that are not in it, or those
 that are named.
@@ -23,7 +23,7 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.integrations.transformers import set_pattern
 
-from .tiny import BATCH, LENGTH, families, inputs_of, liven, tiny_model
+from . import BATCH, LENGTH, families, inputs_of, liven, tiny_model
 
 FAMILIES = Path(__file__).with_name("families.json")
 PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers_families.md"
@@ -34,7 +34,7 @@ _INTRODUCTION = """# Families of transformers
 
 Every class that `AutoModelForCausalLM`, `AutoModelForMaskedLM`, `AutoModelForSeq2SeqLM`, `AutoModel` and those of
 images and speech make, as a tiny model with random weights, of transformers {version}. The command `python -m
-tests.integrations.transformers.sweep` writes this page.
+bench.cases.transformers.sweep` writes this page.
 
 A model that is served gives, after `set_pattern(model, {{}})`, the outputs of its own attention to 1e-4 of the largest
 value: plain, with padding on the right, in training (the gradients too, to 1e-3), and the same greedy tokens over a
