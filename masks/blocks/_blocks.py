@@ -32,7 +32,8 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 class Blocks:
     """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
 
-    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on.
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. A list that is built
+    with settle=False may also have empty blocks, and full ones with `full` False.
 
     heads: index of the table of each head; heads can share one.
     full: True if all q_block * k_block pairs exist and are allowed.
@@ -224,7 +225,7 @@ class ListedBlocks(NamedTuple):
     plain: blocks in other rows in which all blocks are full.
     masked: blocks in other rows, with a partial block.
 
-    The numbers are sums or means over tables.
+    The numbers are sums over heads and folds in `Term.listed_blocks`, and means over tables in `estimate_blocks`.
     """
 
     runs: float

@@ -82,10 +82,10 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: OperandSizes
 ) -> float:
-    """Return a lower bound on the predicted seconds of terms with block lists.
+    """Return a lower bound on the predicted seconds of block lists that compute `wanted_pairs` pairs or more.
 
-    The bound is the time to compute only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate of
-    any block size.
+    It is the time of these pairs, over all heads, at the fastest `runs` or `plain` rate of any block size, plus that of
+    the terms' copies and kernel calls. Pairs of terms without block lists are bounded only if they are no faster.
 
     given: order of the tokens in q, k and v.
     """

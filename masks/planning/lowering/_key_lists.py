@@ -81,7 +81,7 @@ class KeyLists:
         return replace(self, keys=self.keys.to(device), ends=self.ends.to(device))
 
     def pairs_of_tables(self) -> Int64[Tensor, " T"]:
-        """Return the number of pairs in each table, for one head and over all batch entries."""
+        """Return the number of pairs in each table for one head, summed over the b batch entries of `shape`."""
         return self.counts.view(self.shape).sum((0, 2))
 
     def full_and_other_blocks(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class KeyLists:
 
     @cached_property
     def masked_pairs(self) -> int:
-        """Number of pairs, of one head and all batch entries, that are computed under dense masks of 256 queries."""
+        """Number of pairs, of one head and the b entries of `shape`, that dense masks of 256 queries compute."""
         entries, _, queries = self.shape
         ends = [min(queries, begin + _QUERIES_AT_ONCE) for begin in range(0, queries, _QUERIES_AT_ONCE)]
         return entries * sum((end - begin) * self.num_masked_keys(end) for begin, end in pairwise([0, *ends]))

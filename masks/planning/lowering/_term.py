@@ -290,7 +290,8 @@ class Term:
     def listed_blocks(self) -> ListedBlocks:
         """Number of computed blocks over all heads and folds, by kind of query block as in `ListedBlocks`.
 
-        An estimate for block lists. If run-time tensors differ by batch entry, only the first entry is counted.
+        An estimate for block lists. All blocks of a term without lists count as `plain`. If run-time tensors differ by
+        batch entry, only the first entry is counted.
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
