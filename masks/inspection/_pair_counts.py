@@ -26,7 +26,7 @@ class PlannedCounts:
 
     useful_pairs: allowed pairs, once for each branch that allows them.
     computed_pairs: pairs in computed blocks.
-    full_blocks: whole blocks that allow every pair.
+    full_blocks: whole blocks that allow every pair; of a table, also those cut short along the queries.
     partial_blocks: other computed blocks; a dense mask counts as one for each head.
     table_bytes: bytes of the block lists; of dense, causal and strip terms, the bytes that lists of them would take; 0
         for a dense mask or a table of keys or blocks.

@@ -157,7 +157,7 @@ def plan_with_table(
     The pairs in the table are one `TableTerm`; all other pairs are planned as by `plan`. If the pattern has no table
     that the engine reads, the result is that of `plan`. Cached.
 
-    engine: name of the engine, "aten" or "portable".
+    engine: name of the engine that computes the call; a table of blocks is read by "aten" alone.
 
     Raises ValueError for tables that differ by batch entry, whose number does not divide the heads, or that have no row
     for the first query.

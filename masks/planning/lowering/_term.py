@@ -407,7 +407,10 @@ class Term:
         return replace(self, q=Layout(period, rate), k=Layout(period, rate))
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
+        """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool over the slots of one fold.
+
+        h is an index into the term's heads.
+        """
         inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
         ends = self.q_offset + self.q.end(_LARGEST_SIDE), self.k_offset + self.k.end(_LARGEST_SIDE)
         dtype = index_dtype(device, 0, max(*ends, self.num_heads_global))
