@@ -192,7 +192,7 @@ def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int
 def evaluate(
     rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Yield the dense masks of these blocks, of some blocks at a time: True if allowed, False beyond the last slot.
+    """Yield the dense masks of these blocks, several blocks at a time: True if allowed, False beyond the last slot.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """

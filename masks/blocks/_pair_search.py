@@ -243,7 +243,7 @@ def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads
     """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
     These are boxes whose queries and keys have equal steps, if each part of the pattern has a period that divides the
-    step, or by its bounds allows all pairs of the box, or none. Then a diagonal has all its pairs allowed, or none. The
+    step, or by its bounds allows all pairs of the box, or none: all pairs of a diagonal are then allowed, or none is. The
     bounds of other boxes are unchanged.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)

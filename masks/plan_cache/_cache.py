@@ -158,7 +158,7 @@ class Cache:
 
     @property
     def budget_bytes(self) -> int:
-        """Largest number of bytes of all entries together; setting it evicts entries above it immediately."""
+        """Largest number of bytes of all entries together; setting it evicts the excess immediately."""
         return self._limits.bytes
 
     @budget_bytes.setter
@@ -167,7 +167,7 @@ class Cache:
 
     @property
     def budget_entries(self) -> int:
-        """Largest number of entries; setting it evicts entries above it immediately."""
+        """Largest number of entries; setting it evicts the excess immediately."""
         return self._limits.entries
 
     @budget_entries.setter

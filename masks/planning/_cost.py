@@ -85,7 +85,7 @@ def least_seconds(
     """Return a lower bound on the predicted seconds of block lists that compute `wanted_pairs` pairs or more.
 
     It is the time of these pairs, over all heads, at the fastest `runs` or `plain` rate of any block size, plus that of
-    the terms' copies and kernel calls. Pairs of terms without block lists are bounded only if they are no faster.
+    the terms' copies and kernel calls. It need not bound a term without block lists, whose kernel may be faster.
 
     given: order of the tokens in q, k and v.
     """

@@ -95,7 +95,7 @@ class KeyLists:
         return not len(self.keys) or bool((self.keys - query).max() <= self.q_lead)
 
     def num_masked_keys(self, end: int) -> int:
-        """Return n: under a dense mask, consecutive queries of which `end` - 1 is the last read keys 0 to n - 1.
+        """Return n: under a dense mask, keys 0 to n - 1 are read by consecutive queries up to query end - 1.
 
         With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
         """

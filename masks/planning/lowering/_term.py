@@ -393,7 +393,8 @@ class Term:
     def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
         """Return the term over one period of its rule if copies of its block list along the diagonal make up the list.
 
-        None if they do not.
+        None unless queries and keys have one `Layout` and positions from 0 on, the tokens are several whole periods,
+        each residue class of a period fills whole blocks, and the rule allows no pair across periods.
         """
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
