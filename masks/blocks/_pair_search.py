@@ -243,8 +243,8 @@ def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads
     """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
     These are boxes whose queries and keys have equal steps, if each part of the pattern has a period that divides the
-    step, or by its bounds allows all pairs of the box, or none: all pairs of a diagonal are then allowed, or none is. The
-    bounds of other boxes are unchanged.
+    step, or by its bounds allows all pairs of the box, or none. All pairs of a diagonal are then allowed, or none is.
+    The bounds of other boxes are unchanged.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):

@@ -177,7 +177,7 @@ def _num_gathered_heads(term: Term, groups: int) -> int:
     """Return how many heads of keys are copied: one for each query head, or one for each key-value head.
 
     Keys are copied for each query head if heads differ in the tokens of their `Compact` or `Padded` order, and always
-    for evenly spaced folds of a `Compact` order.
+    for a single fold, or evenly spaced folds, of a `Compact` order.
     """
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets

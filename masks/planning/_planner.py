@@ -332,7 +332,7 @@ def plan_at(
     The plan's bound has the rank's sizes. The terms allow no pair with a key that the placement lacks.
 
     The plan has the terms of all runs of queries. If block lists cover all runs at once, its `options` are complete;
-    else they are those of one run, of one whose terms share rows if there is such a run, and () without any run.
+    else they are those of one run, of one whose terms share rows if there is such a run; () if there are no parts.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))
