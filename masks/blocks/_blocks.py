@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
 from ._block_search import Leaves, Sides, SlotIntervals, find_leaves, leaves_everywhere
-from ._rule import BlockPlaces, Rule, alike
+from ._rule import BlockPlaces, Rule, mask_classes
 
 # T tables (one for each distinct head), E listed blocks
 
@@ -180,16 +180,16 @@ def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
-    number, one_of_each = alike(rule, places, shape)
+    number, one_of_each = mask_classes(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
     counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
-    for mask in evaluate(rule, BlockPlaces(*(each[one_of_each] for each in places)), shape):
+    for mask in dense_masks(rule, BlockPlaces(*(each[one_of_each] for each in places)), shape):
         counts[begin : begin + len(mask)] = mask.sum((1, 2))
         begin += len(mask)
     return counts[number]
 
 
-def evaluate(
+def dense_masks(
     rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """Yield the dense masks of these blocks, several blocks at a time: True if allowed, False beyond the last slot.
@@ -248,7 +248,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
         tables, first, others = torch.arange(len(rule.heads)), rows, torch.arange(0)
         everywhere = torch.cartesian_prod(tables, torch.arange(rows), torch.arange(columns))
-        tiles = evaluate(rule, BlockPlaces(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
+        tiles = dense_masks(rule, BlockPlaces(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
         pairs = torch.cat([each.sum((1, 2)) for each in tiles])
         some = pairs.nonzero().squeeze(1)
         table, row, column = everywhere[some].unbind(1)
