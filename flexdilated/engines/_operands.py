@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..masks.blocks import Blocks, Rule, alike, evaluate
+from ..masks.blocks import Blocks, Rule, dense_masks, mask_classes
 from ..masks.core import device_kind
 from ..masks.planning import CountedPairs, SharedListTerm, Term, entry_terms
 
@@ -35,9 +35,9 @@ def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Boo
     limit = _MASK_BYTES // distinct[0].nbytes
     known: dict[int, int] = {}
     codes: list[int] = []
-    look_of, first = alike(rule, blocks.places(partial), blocks.shape)
+    look_of, first = mask_classes(rule, blocks.places(partial), blocks.shape)
     looked_at = partial[first]
-    for tiles in evaluate(rule, blocks.places(looked_at), blocks.shape):
+    for tiles in dense_masks(rule, blocks.places(looked_at), blocks.shape):
         found = _fingerprints(tiles).tolist()
         for index, code in enumerate(found):
             if code not in known:
@@ -275,7 +275,7 @@ def _slots_in_pairs(
     """
     if masks is None:
         begin = 0
-        for tiles in evaluate(rule, blocks.places(index), blocks.shape):
+        for tiles in dense_masks(rule, blocks.places(index), blocks.shape):
             yield index[begin : begin + len(tiles)], tiles.any(2), tiles.any(1)
             begin += len(tiles)
         return

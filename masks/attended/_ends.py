@@ -52,8 +52,9 @@ class Ends:
 
         The recognized rules are
 
-        * causal order and windows without keys after the query, over tokens, or over blocks whose size divides the
-          chunk;
+        * causal order and windows without keys after the query;
+        * rules over blocks whose size divides the chunk, if the inner rule is recognized for a chunk of that many
+          blocks;
         * rules without pairs across segments whose length divides the chunk;
         * intersections of which some part is recognized, and unions of which every part is.
 

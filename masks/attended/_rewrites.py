@@ -199,8 +199,9 @@ def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
 def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
 
-    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped if it
-    then excludes no key. None also if nothing changes.
+    The factor is merged with another such factor of `rest`; None if `_joint_window` cannot merge them. If `rest`
+    has none, the factor restricts queries and keys to its reach, and is dropped if it then excludes no key; None if
+    nothing changes.
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None

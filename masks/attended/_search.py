@@ -57,9 +57,9 @@ def attended_keys(
     )
 
 
-def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
+def keys_of_any(searches: Iterable[KeyQuery]) -> Ranges:
     """Return the union of the keys that these searches find, as disjoint ranges ascending by their first positions."""
-    return union_of(found for wanted in questions for found in keys_seen(wanted))
+    return union_of(found for wanted in searches for found in keys_seen(wanted))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:

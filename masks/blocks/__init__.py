@@ -7,11 +7,11 @@ from ._blocks import (
     ListedBlocks,
     build_blocks,
     count_pairs,
+    dense_masks,
     estimate_blocks,
-    evaluate,
     join_blocks,
     repeat_blocks,
 )
 from ._pair_search import Budget, PairCounts, bounded_pairs, even_places, pairs_of_queries, settle
-from ._rule import BlockPlaces, Rule, alike, allowed_pairs
+from ._rule import BlockPlaces, Rule, allowed_pairs, mask_classes
 from ._tables import PackedBlocks, table_bytes, to_block_mask

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
 from ._block_search import Leaves, Sides, SlotIntervals, find_leaves, leaves_everywhere
-from ._rule import BlockPlaces, Rule, alike
+from ._rule import BlockPlaces, Rule, mask_classes
 
 # T tables (one for each distinct head), E listed blocks
 
@@ -32,7 +32,8 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 class Blocks:
     """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
 
-    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on.
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. A list that is built
+    with settle=False may also have empty blocks, and full ones with `full` False.
 
     heads: index of the table of each head; heads can share one.
     full: True if all q_block * k_block pairs exist and are allowed.
@@ -179,19 +180,19 @@ def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
-    number, one_of_each = alike(rule, places, shape)
+    number, one_of_each = mask_classes(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
     counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
-    for mask in evaluate(rule, BlockPlaces(*(each[one_of_each] for each in places)), shape):
+    for mask in dense_masks(rule, BlockPlaces(*(each[one_of_each] for each in places)), shape):
         counts[begin : begin + len(mask)] = mask.sum((1, 2))
         begin += len(mask)
     return counts[number]
 
 
-def evaluate(
+def dense_masks(
     rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Yield the dense masks of these blocks, a chunk of blocks at a time: True if allowed, False beyond the last slot.
+    """Yield the dense masks of these blocks, several blocks at a time: True if allowed, False beyond the last slot.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -224,7 +225,7 @@ class ListedBlocks(NamedTuple):
     plain: blocks in other rows in which all blocks are full.
     masked: blocks in other rows, with a partial block.
 
-    The numbers are sums or means over tables.
+    The numbers are sums over heads and folds in `Term.listed_blocks`, and means over tables in `estimate_blocks`.
     """
 
     runs: float
@@ -247,7 +248,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
         tables, first, others = torch.arange(len(rule.heads)), rows, torch.arange(0)
         everywhere = torch.cartesian_prod(tables, torch.arange(rows), torch.arange(columns))
-        tiles = evaluate(rule, BlockPlaces(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
+        tiles = dense_masks(rule, BlockPlaces(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
         pairs = torch.cat([each.sum((1, 2)) for each in tiles])
         some = pairs.nonzero().squeeze(1)
         table, row, column = everywhere[some].unbind(1)

@@ -242,8 +242,9 @@ def _index_at(count: Counts, share: Tensor) -> Tensor:
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
     """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
-    Queries and keys must have equal steps, and each part of the pattern must have a period that divides the step, or
-    allow all pairs of the box, or none. All pairs of a diagonal are then allowed, or none is.
+    These are boxes whose queries and keys have equal steps, if each part of the pattern has a period that divides the
+    step, or by its bounds allows all pairs of the box, or none. All pairs of a diagonal are then allowed, or none is.
+    The bounds of other boxes are unchanged.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):
@@ -302,7 +303,7 @@ def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
     """Yield the patterns that this one combines, at any depth, by union, intersection, complement or head.
 
-    A pattern that evaluates its part at other positions is not split.
+    A pattern that combines none is yielded itself, and so is one that evaluates its part at other positions.
     """
     if isinstance(pattern, Composite):
         for part in pattern.parts:

@@ -157,7 +157,7 @@ class BlockPlaces(NamedTuple):
     column: Shaped[Tensor, " n"]
 
 
-def alike(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+def mask_classes(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
     A block is alone in its class if its queries or its keys are in several slot runs of the rule, or if these have

@@ -148,7 +148,7 @@ def explain(
     batch: index of the batch entry, for run-time tensors.
     num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. With num_tokens,
         the explanation includes the block, of block_size, that contains the pair in natural order. If there are as many
-        keys as queries, it also includes the block in the order of `masks.layout`.
+        keys as queries, it also includes the block in the order of `masks.layout`, if this is not the natural order.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.

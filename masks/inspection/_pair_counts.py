@@ -26,9 +26,10 @@ class PlannedCounts:
 
     useful_pairs: allowed pairs, once for each branch that allows them.
     computed_pairs: pairs in computed blocks.
-    full_blocks: whole blocks that allow every pair.
-    partial_blocks: other computed blocks.
-    table_bytes: bytes of the block lists; of dense, causal and strip terms, the bytes that lists of them would take.
+    full_blocks: whole blocks that allow every pair; of a table, also those cut short along the queries.
+    partial_blocks: other computed blocks; a dense mask counts as one for each head.
+    table_bytes: bytes of the block lists; of dense, causal and strip terms, the bytes that lists of them would take; 0
+        for a dense mask or a table of keys or blocks.
     """
 
     useful_pairs: int
@@ -49,7 +50,10 @@ def sums_by_field(counts: Sequence[PlannedCounts]) -> dict[str, int]:
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Return the counts of a term. A term of shape "blocks" builds its block lists, as in a call of attention."""
+    """Return the counts of a term.
+
+    A term of shape "blocks", other than a `PaddedTerm`, builds its block lists, as in a call of attention.
+    """
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES

@@ -132,7 +132,7 @@ class WindowBlocks:
     sides: (queries, keys) of a block.
     state: EMPTY, PARTIAL or FULL for each block; EMPTY also if a count that is not exact is estimated as 0.
 
-    As in block lists, a block cut short by the end of the sequence is never FULL.
+    As in block lists, a block cut short by the end of the sequence is never FULL, nor is one without an exact count.
     """
 
     cells: Cells

@@ -372,10 +372,10 @@ Order = Permutation | ListedOrder | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Return the rate, at most `most`, of a residue-major order in which each dilated rule's tokens are in runs.
+    """Return the rate of a residue-major order in which the active tokens of dilated rules are in runs.
 
     It is the least common multiple of the dilation rates of `branch`, taken in ascending order; a rate that would raise
-    it above `most` is skipped. 1 without dilation.
+    it above `most` is skipped: active tokens of its rules may then not be in runs. 1 without dilation.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

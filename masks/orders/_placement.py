@@ -195,10 +195,10 @@ class Padded:
     def num_slots(self) -> int:
         """Number of slots of each head: enough for the tokens of any head, and whole blocks, at least two of them."""
         last = self.num_segments - 1
-        held = last * self.width + int(self.held()[1][:, last].max())
+        held = last * self.width + int(self.filled_slots()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
 
-    def held(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
+    def filled_slots(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
         """Return (first, past) for each head and segment: slots first to past - 1 of the segment hold tokens."""
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]

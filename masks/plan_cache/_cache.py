@@ -158,7 +158,7 @@ class Cache:
 
     @property
     def budget_bytes(self) -> int:
-        """Largest number of bytes of all entries together; setting it evicts entries immediately."""
+        """Largest number of bytes of all entries together; setting it evicts the excess immediately."""
         return self._limits.bytes
 
     @budget_bytes.setter
@@ -167,7 +167,7 @@ class Cache:
 
     @property
     def budget_entries(self) -> int:
-        """Largest number of entries; setting it evicts entries immediately."""
+        """Largest number of entries; setting it evicts the excess immediately."""
         return self._limits.entries
 
     @budget_entries.setter
@@ -243,7 +243,7 @@ class Cache:
         return len(dropped)
 
     def clear(self) -> None:
-        """Drop every entry, and reset the statistics to zero."""
+        """Drop every entry, and reset the statistics to zero; values that are being built will not be kept."""
         with self._lock:
             dropped, self._bytes = len(self._entries), 0
             for kept in (self._entries, self._copies, self._masters, self._building):

@@ -164,7 +164,7 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
 class Snapped(NamedTuple):
     """Pattern with sizes rounded up to whole blocks.
 
-    changes: a line of text for each part that changed, and for each part that cannot be rounded.
+    changes: a line of text for each distinct part that changed, and for each one that cannot be rounded.
     """
 
     pattern: Any

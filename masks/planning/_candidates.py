@@ -187,7 +187,9 @@ def _joint_options(
 
 
 def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
-    """True if `allowed` permits dense masks, and num_masks * num_queries * num_keys is at most 2**20.
+    """True if a dense mask has at most 2**20 pairs, num_masks * num_queries * num_keys, and `allowed` permits it.
+
+    It does with `masks` and `key_weights`, and without `lists_only`.
 
     num_masks: number of distinct masks: 1 if all heads have equal rules, else the number of heads.
     """

@@ -82,10 +82,10 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: OperandSizes
 ) -> float:
-    """Return a lower bound on the predicted seconds of terms with block lists.
+    """Return a lower bound on the predicted seconds of block lists that compute `wanted_pairs` pairs or more.
 
-    The bound is the time to compute only `wanted_pairs` pairs, over all heads, at the fastest `runs` or `plain` rate of
-    any block size.
+    It is the time of these pairs, over all heads, at the fastest `runs` or `plain` rate of any block size, plus that of
+    the terms' copies and kernel calls. It need not bound a term without block lists, whose kernel may be faster.
 
     given: order of the tokens in q, k and v.
     """
@@ -125,7 +125,7 @@ def least_seconds_in_larger_blocks(
 def computed_pairs(term: Term) -> int:
     """Return the number of pairs that the kernel of a term computes, allowed or not, over all heads and folds.
 
-    Blocks that extend past the last slot count in full. An estimate for a term with block lists.
+    Blocks that extend past the last slot count in full. An estimate for block lists, except of a `SharedListTerm`.
     """
     return round(sum(term.listed_blocks) * term.block_side**2)
 
@@ -177,7 +177,7 @@ def _num_gathered_heads(term: Term, groups: int) -> int:
     """Return how many heads of keys are copied: one for each query head, or one for each key-value head.
 
     Keys are copied for each query head if heads differ in the tokens of their `Compact` or `Padded` order, and always
-    for evenly spaced folds of a `Compact` order.
+    for a single fold, or evenly spaced folds, of a `Compact` order.
     """
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets

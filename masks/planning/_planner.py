@@ -157,7 +157,10 @@ def plan_with_table(
     The pairs in the table are one `TableTerm`; all other pairs are planned as by `plan`. If the pattern has no table
     that the engine reads, the result is that of `plan`. Cached.
 
-    Raises ValueError for tables that differ by batch entry.
+    engine: name of the engine that computes the call; a table of blocks is read by "aten" alone.
+
+    Raises ValueError for tables that differ by batch entry, whose number does not divide the heads, or that have no row
+    for the first query.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or OperandSizes.usual_on(kind)
@@ -325,11 +328,11 @@ def plan_at(
 
     The rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global.
 
-    Terms number queries by their index in q, and keys by position. The plan's bound has the rank's sizes. The terms
-    allow no pair with a key that the placement lacks.
+    Terms number queries by their index in q, or an `IntervalTerm` by position, and all terms number keys by position.
+    The plan's bound has the rank's sizes. The terms allow no pair with a key that the placement lacks.
 
     The plan has the terms of all runs of queries. If block lists cover all runs at once, its `options` are complete;
-    else they are those of one run, of one whose terms share rows if there is such a run.
+    else they are those of one run, of one whose terms share rows if there is such a run; () if there are no parts.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...masks.blocks import BlockPlaces, Blocks, Rule, evaluate
+from ...masks.blocks import BlockPlaces, Blocks, Rule, dense_masks
 from ...masks.planning import Term
 from .._operands import HiddenSlots, additive_mask, distinct_masks, hidden_slots, random_numbers
 
@@ -198,7 +198,7 @@ class KernelCalls:
         length = call.columns.shape[1]
         row = call.row.repeat_interleave(length)
         places = BlockPlaces(torch.full_like(row, call.table), row, call.columns.flatten())
-        return torch.cat(list(evaluate(self.rule, places, self.shape)))
+        return torch.cat(list(dense_masks(self.rule, places, self.shape)))
 
 
 def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:

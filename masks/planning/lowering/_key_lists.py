@@ -34,14 +34,14 @@ class KeyLists:
     ends: one past the last place of each list in `keys`.
     shape: (b, T, N); b is 1 or the number of batch entries, and heads share tables in consecutive groups of equal size.
     num_keys: number of the call's keys, M.
-    lag: position of the first query minus that of the first key.
+    q_lead: position of the first query minus that of the first key.
     """
 
     keys: Int64[Tensor, " E"]
     ends: Int64[Tensor, " bTN"]
     shape: tuple[int, int, int]
     num_keys: int
-    lag: int
+    q_lead: int
 
     @classmethod
     def of(cls, entries: Sequence[tuple[Bound, KeyRows]]) -> KeyLists:
@@ -61,8 +61,8 @@ class KeyLists:
         ]
         counts = torch.cat([count for count, _ in found])
         bound = entries[0][0]
-        shape, lag = (len(entries), most, bound.num_queries), bound.q_offset - bound.k_offset
-        return cls(torch.cat([keys for _, keys in found]), counts.cumsum(0), shape, bound.num_keys, lag)
+        shape, q_lead = (len(entries), most, bound.num_queries), bound.q_offset - bound.k_offset
+        return cls(torch.cat([keys for _, keys in found]), counts.cumsum(0), shape, bound.num_keys, q_lead)
 
     @cached_property
     def counts(self) -> Int64[Tensor, " bTN"]:
@@ -81,7 +81,7 @@ class KeyLists:
         return replace(self, keys=self.keys.to(device), ends=self.ends.to(device))
 
     def pairs_of_tables(self) -> Int64[Tensor, " T"]:
-        """Return the number of pairs in each table, for one head and over all batch entries."""
+        """Return the number of pairs in each table for one head, summed over the b batch entries of `shape`."""
         return self.counts.view(self.shape).sum((0, 2))
 
     def full_and_other_blocks(self) -> tuple[int, int]:
@@ -92,20 +92,20 @@ class KeyLists:
     def is_causal(self) -> bool:
         """True if no query lists a key at a later position than its own."""
         query = torch.arange(len(self.ends), device=self.ends.device).repeat_interleave(self.counts) % self.shape[2]
-        return not len(self.keys) or bool((self.keys - query).max() <= self.lag)
+        return not len(self.keys) or bool((self.keys - query).max() <= self.q_lead)
 
     def num_masked_keys(self, end: int) -> int:
-        """Return n: under a dense mask, a chunk of queries that ends before query `end` reads keys 0 to n - 1.
+        """Return n: under a dense mask, keys 0 to n - 1 are read by consecutive queries up to query end - 1.
 
         With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
         """
         # n depends on no further property of the lists: otherwise later tokens could change the rounding of earlier
         # results.
-        return min(max(1, end + self.lag), self.num_keys) if self.is_causal else self.num_keys
+        return min(max(1, end + self.q_lead), self.num_keys) if self.is_causal else self.num_keys
 
     @cached_property
     def masked_pairs(self) -> int:
-        """Number of pairs, of one head and all batch entries, that are computed under dense masks of 256 queries."""
+        """Number of pairs, of one head and the b entries of `shape`, that dense masks of 256 queries compute."""
         entries, _, queries = self.shape
         ends = [min(queries, begin + _QUERIES_AT_ONCE) for begin in range(0, queries, _QUERIES_AT_ONCE)]
         return entries * sum((end - begin) * self.num_masked_keys(end) for begin, end in pairwise([0, *ends]))

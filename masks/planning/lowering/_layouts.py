@@ -183,7 +183,7 @@ def _folds_of_residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Fol
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
     """Return the terms, with causal ones on block lists replaced by terms without lists; None if none is replaced.
 
-    Two terms replace one: a dense one over the keys before all queries and, if there are more keys, a causal triangle.
+    A term is replaced by a dense one over the keys before all queries and, if there are more keys, a causal triangle.
     A term that cannot be split in this way, as for keys that end between the first and the last query, is kept.
     """
     parts = [_split_causal_term(term) for term in terms]

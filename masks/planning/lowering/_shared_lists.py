@@ -93,7 +93,7 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
+        (q_first, q_past), (k_first, k_past) = self.q.filled_slots(), self.k.filled_slots()
         keys = k_past - k_first
         if not self.is_causal:
             return ((q_past - q_first) * keys).sum(1)
@@ -110,7 +110,7 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
     def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
+        (q_first, q_past), (k_first, k_past) = self.q.filled_slots(), self.k.filled_slots()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
         listed = torch.zeros(len(k_first[0]), len(row), len(column), dtype=torch.bool)
@@ -127,7 +127,7 @@ class PaddedTerm(SharedListTerm):
         return listed & whole, listed & ~whole
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
+        (q_first, q_past), (k_first, k_past) = self.q.filled_slots(), self.k.filled_slots()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
         lonely_k = torch.where(no_queries, k_first, q_past.maximum(k_first) if self.is_causal else k_past)
@@ -150,7 +150,7 @@ class PaddedTerm(SharedListTerm):
 
         Query slots without a token are not masked.
         """
-        (first, past), width = self.k.held(), self.k.width
+        (first, past), width = self.k.filled_slots(), self.k.width
         last = self.k.num_segments - 1
         each = (torch.tensor([self.k.segment - offset for offset in self.k.offsets]) + self.k.step - 1) // self.k.step
         dtype = index_dtype(device, 0, (last + 2) * width)
@@ -244,7 +244,7 @@ def _padded_orders(offsets: tuple[int, ...], segment: int, rate: int, bound: Bou
         for begin, end in zip(begins, ends, strict=True)
     )  # fmt: skip
     # Nothing to compute if a side has no active token.
-    return (q, k) if all(bool((side.held()[1] > side.held()[0]).any()) for side in (q, k)) else None
+    return (q, k) if all(bool((side.filled_slots()[1] > side.filled_slots()[0]).any()) for side in (q, k)) else None
 
 
 class IntervalTerm(SharedListTerm):

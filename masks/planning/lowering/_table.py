@@ -253,7 +253,10 @@ class TableProblems:
         return self.pairs_of_entries.sum((1, 2))
 
     def full_and_other_blocks(self) -> tuple[int, int]:
-        """Return (number of fully allowed blocks, number of other blocks) that the tables list."""
+        """Return (number of fully allowed blocks, number of other blocks) that the tables list.
+
+        Fully allowed blocks have all their keys, but may be of a query block that the call has only in part.
+        """
         full = int(self.whole.sum())
         return full, int((self.column >= 0).sum()) - full
 

@@ -290,7 +290,8 @@ class Term:
     def listed_blocks(self) -> ListedBlocks:
         """Number of computed blocks over all heads and folds, by kind of query block as in `ListedBlocks`.
 
-        An estimate for block lists. If run-time tensors differ by batch entry, only the first entry is counted.
+        An estimate for block lists. All blocks of a term without lists count as `plain`. If run-time tensors differ by
+        batch entry, only the first entry is counted.
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
@@ -392,7 +393,8 @@ class Term:
     def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
         """Return the term over one period of its rule if copies of its block list along the diagonal make up the list.
 
-        None if they do not.
+        None unless queries and keys have one `Layout` and positions from 0 on, the tokens are several whole periods,
+        each residue class of a period fills whole blocks, and the rule allows no pair across periods.
         """
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
@@ -406,7 +408,10 @@ class Term:
         return replace(self, q=Layout(period, rate), k=Layout(period, rate))
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
+        """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool over the slots of one fold.
+
+        h is an index into the term's heads.
+        """
         inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
         ends = self.q_offset + self.q.end(_LARGEST_SIDE), self.k_offset + self.k.end(_LARGEST_SIDE)
         dtype = index_dtype(device, 0, max(*ends, self.num_heads_global))

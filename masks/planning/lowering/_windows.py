@@ -188,7 +188,7 @@ def _terms_of_small_window(
 ) -> Sequence[Term]:
     """Return the terms of the rule `rest` in a small window, chosen without comparing costs.
 
-    They are the terms of windows inside this window, if the rule has such windows; else `compact_terms`, if the rule
+    They are the terms of windows inside this window, if `window_terms` returns them; else `compact_terms`, if the rule
     has them; else one term over all tokens in natural order.
     """
     split = split_into_windows(rest, part)

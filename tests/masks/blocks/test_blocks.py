@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import BlockPlaces, PackedBlocks, _block_search, _blocks, alike, evaluate
+from flexdilated.masks.blocks import BlockPlaces, PackedBlocks, _block_search, _blocks, dense_masks, mask_classes
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.orders._layout import Compact, Layout, ListedOrder
@@ -80,8 +80,8 @@ def assert_alike(term: Term, q_block: int, k_block: int) -> int:
     sides = [-(-slots // side) for slots, side in zip(shape[:2], shape[2:], strict=True)]
     everywhere = [torch.arange(number) for number in (len(rule.heads), *sides)]
     places = BlockPlaces(*torch.cartesian_prod(*everywhere).unbind(1))
-    number, one_of_each = alike(rule, places, shape)
-    tiles = torch.cat(list(evaluate(rule, places, shape)))
+    number, one_of_each = mask_classes(rule, places, shape)
+    tiles = torch.cat(list(dense_masks(rule, places, shape)))
     assert torch.equal(number[one_of_each], torch.arange(len(one_of_each)))
     assert torch.equal(tiles[one_of_each][number], tiles)
     return len(one_of_each)
