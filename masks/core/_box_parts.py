@@ -104,8 +104,8 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 def halves(owned: Owned, period: int = 1) -> Owned:
     """Return 2n parts of n boxes, each cut in two across its longer side: all first halves, then all second halves.
 
-    A box is cut at a multiple of `period`, a number of positions, near its middle if one is inside the box. The first
-    half of a box of one pair is empty.
+    A box is cut at a multiple of `period`, a number of positions, near its middle if one is inside the box, else in its
+    middle. The first half of a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -133,8 +133,8 @@ def _half_size(progression: Progression, period: int) -> Tensor:
 def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
     """Return (index of the group of each box, one box for each group): boxes equal up to a shift share a group.
 
-    A shift moves queries and keys together by a multiple of `period`. The returned boxes have head 0 and no negative
-    positions.
+    A shift moves queries and keys together by a multiple of `period`. Heads are ignored. The returned boxes have head 0
+    and no negative positions.
     """
     place = box.q.first.remainder(period)
     columns = (place, box.k.first - box.q.first, box.q.count, box.k.count)

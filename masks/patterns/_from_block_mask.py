@@ -130,7 +130,7 @@ def _pattern_of_rules(
 def rules_of_mask_mod(
     function: Any, entries: int | None, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
-    """Return a list with the pattern of a mask_mod in each batch entry; it repeats one pattern if no entry is read.
+    """Return a list with the pattern of a mask_mod in each batch entry; it repeats one pattern if `b` is not read.
 
     entries: number of batch entries; None, if the number is unknown, gives a list of one pattern.
     custom, reads_entry: as in `of_block_mask`.
@@ -161,7 +161,7 @@ def _mask_mod_at_entry(function: Any, entry: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _entry_numbers(batch: int) -> Tensor:
-    """Return arange(batch), the identical tensor in each call, as patterns combine only if tensors of a name are."""
+    """Return arange(batch), cached: patterns with tensors of one name combine only if these are one object."""
     return torch.arange(batch)
 
 
