@@ -161,8 +161,8 @@ class OnGrid(Pattern):
         """Return integer tensors, each with an entry for each of the n boxes.
 
         Boxes with equal entries in all tensors, and with equal counts and steps of queries and of keys, have equal
-        masks. A box with more than one rectangle of queries or of keys has its first positions as entries, so that only
-        an equal box matches it.
+        masks. A box with more than one rectangle of queries or of keys has its first positions or slots as entries, so
+        that only an equal box matches it.
 
         q, k: rectangles of the boxes' queries and keys.
         """
