@@ -15,7 +15,7 @@ from ._pattern import Pattern
 _PAIRS_AT_ONCE = 1 << 20  # pairs evaluated together
 _MOST_CLASSES = 1 << 6  # most residue classes if any class of queries may see any class of keys
 _SMALL_FACTOR = 1 << 6  # prime factors below this are split off one by one; the cofactor stays whole
-_ABOVE_DISTANCES = 1 << 33  # above the distance of any two positions
+_LARGEST_SPACING = 1 << 33  # above the distance of any two positions
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Owned:
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of the rule's spacing; the query and key of an allowed pair are congruent modulo the spacing.
+    together: factors of the rule's spacing, or of 2**33 if that is less; the query and key of an allowed pair are
+        congruent modulo the spacing, and equal if it is at least 2**33.
     apart: factors of the least common multiple of the rule's dilation rates, without those of the spacing. It is empty
         if their product exceeds 64, or if the rule depends on the distance alone: counting by diagonals is then faster.
     """
-    spacing = min(rule.spacing(), _ABOVE_DISTANCES)
+    spacing = min(rule.spacing(), _LARGEST_SPACING)
     others = lcm(spacing, *rule.rates()) // spacing
     return _factors(spacing), [] if rule.period() == 1 or others > _MOST_CLASSES else _factors(others)
 

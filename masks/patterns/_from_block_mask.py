@@ -36,7 +36,7 @@ from ._per_sample import per_sample
 # B batch entries and H heads with block lists, R query blocks (rows), C key blocks (columns)
 
 # Lists of more pairs are not compared with the mask_mod, which is evaluated for every pair in half a second.
-_COMPARED_PAIRS = 1 << 28
+_MOST_COMPARED_PAIRS = 1 << 28
 
 
 @pattern_kind("positions_below", positional=0)
@@ -199,7 +199,7 @@ def _lists_match_rule(
     if rule == every():
         return bool((partial | full).all())
     by_head = rule.for_head(0, 1) is not rule
-    if queries * keys * len(full) > _COMPARED_PAIRS or (by_head and len(full) == 1):
+    if queries * keys * len(full) > _MOST_COMPARED_PAIRS or (by_head and len(full) == 1):
         return False
     mask_mod = rule.mask_mod(num_heads=len(full), device=torch.device("cpu"))
     batch, head = torch.tensor(0), torch.arange(len(full) if by_head else 1)[:, None, None]
