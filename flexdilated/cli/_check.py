@@ -19,8 +19,8 @@ from ._terminal import CommandParser, UsageError, one_thread, progress
 
 _DEFAULT_HEADS = 4
 _MOST_PAIRS = 1 << 22  # over all heads: the tables of all pairs then fill most of a gigabyte
-_SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
-_BOXES = 25  # examples between two steps of the bar
+_LARGEST_SEED = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
+_BOXES_A_STEP = 25  # examples between two steps of the bar
 _HEAD_DIMS = (8, 1, 3, 16)
 _LEAST_CALLS = 8  # with one number of key/value heads and one head dim; the last group may have fewer
 # Four calls a length: two kinds of values, gradients through output and lse, and queries that begin later.
@@ -38,7 +38,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--examples", type=int, default=500, least=1, metavar="E", help="to draw, of boxes and of calls (%(default)s)")
     add("--heads", type=int, least=1, metavar="H", help=f"query heads ({_DEFAULT_HEADS}, or per_head's)")
     add("--max-tokens", type=int, default=96, least=1, metavar="N", help="the longest sequence (%(default)s)")
-    add("--seed", type=int, default=0, least=-_SEEDS, most=_SEEDS, help="of what is drawn (%(default)s)")
+    add("--seed", type=int, default=0, least=-_LARGEST_SEED, most=_LARGEST_SEED, help="of what is drawn (%(default)s)")
     add("--json", action="store_true", help="print plain data")
     parser.set_defaults(command=check)
 
@@ -108,8 +108,8 @@ def _steps(
     Raises AssertionError with a counterexample.
     """
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
-    for first in range(0, examples, _BOXES):
-        number = min(_BOXES, examples - first)
+    for first in range(0, examples, _BOXES_A_STEP):
+        number = min(_BOXES_A_STEP, examples - first)
         check_pattern(pattern, **sizes, examples=number, seed=seed + first)
         yield number, "the rule"
 

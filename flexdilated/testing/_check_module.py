@@ -152,7 +152,7 @@ def examine_attention_module(
         lengths near multiples of the pattern's segment lengths, strides and windows, 64, 65, 128, 129 and so on.
         max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
         257, listed in the report.
-    lengths: numbers of tokens to test; None: choose them by max_tokens and examples.
+    lengths: numbers of tokens to test, and no others; None: choose them by max_tokens and examples.
     calls: how to call the module; None for `Calls()`, as module(q, k, v).
     checks: names of the checks to run, None for all `MODULE_CHECKS`.
     skip: names of checks to omit.

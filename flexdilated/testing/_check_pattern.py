@@ -20,7 +20,7 @@ from ..masks.planning import shared_terms
 _CPU = torch.device("cpu")
 _NUM_SINGLE_PAIRS = 100
 _SHRINK_TRIES = 500
-_WINDOWS, _WINDOW = 24, 48  # number of tested windows of a periodic rule, and their sides
+_NUM_WINDOWS, _WINDOW_SIDE = 24, 48  # number of tested windows of a periodic rule, and their sides
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
 # For block lists: block sizes, layout rates, and the number of tries to draw sizes that the pattern accepts.
@@ -166,17 +166,18 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
 
 
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (heads, queries, keys), each 1D: first all of the table, then _WINDOWS windows of _WINDOW queries and keys.
+    """Yield (heads, queries, keys), each 1D: first all of the table, then _NUM_WINDOWS windows.
 
-    Their first queries are in the first three periods; in half of the windows the keys are near the queries.
+    A window has _WINDOW_SIDE consecutive queries and as many keys. Its first query is in the first three periods; in
+    half of the windows the keys are near the queries.
     """
-    heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_WINDOW)
+    heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_WINDOW_SIDE)
     yield heads, whole, whole
-    for index in range(_WINDOWS):
+    for index in range(_NUM_WINDOWS):
         q = int(torch.randint(3 * period, (), generator=generator))
         if index % 3 == 0:  # around a multiple of the period
-            q = max(0, period * (1 + index % 2) - _WINDOW // 2)
-        near = max(0, q + int(torch.randint(-_WINDOW, _WINDOW, (), generator=generator)))
+            q = max(0, period * (1 + index % 2) - _WINDOW_SIDE // 2)
+        near = max(0, q + int(torch.randint(-_WINDOW_SIDE, _WINDOW_SIDE, (), generator=generator)))
         k = near if index % 2 == 0 else int(torch.randint(3 * period, (), generator=generator))
         yield heads, q + side, k + side
 

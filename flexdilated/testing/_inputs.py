@@ -21,8 +21,9 @@ _NO_LENGTHS = ("seed", "head", "rows")
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
     """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
-    They are the numbers in `pattern.to_data()`, such as segment lengths, rates, strides and block sizes, and lengths
-    that follow from these, such as the width of a window. For a custom function only the period is known.
+    They are the numbers in `pattern.to_data()`, such as segment lengths, rates, strides and block sizes, but not seeds,
+    heads and listed blocks; and lengths that follow from these, such as the width of a window. For a custom function
+    only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
     return tuple(sorted((_edges_in_data(pattern.to_data()) | periods) - {0}))

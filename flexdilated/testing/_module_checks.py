@@ -40,7 +40,7 @@ class Check:
     holds: text that follows the sum of these numbers in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
-    long: True if the check also runs at `LONG_LENGTHS`.
+    long: True if the check also runs at `LONG_LENGTHS`, where the caller limits no lengths.
     shrinks: True if a shorter failing length is searched.
     """
 
@@ -177,7 +177,8 @@ def _cases_of_compiled_lengths(subject: Subject) -> Iterator[Case]:
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
     """Compare a new module's out and lse, and gradients if q and out require them, with dense attention.
 
-    Rows without keys, and rows outside `case.rows`, are left out. In half precision out must have the dtype of q.
+    Of out and lse, rows without keys and rows outside `case.rows` are left out. In half precision out must have the
+    dtype of q.
     needs_gradients: raise AssertionError if out requires no gradient. Returns the number of compared rows.
     """
     out, lse = subject.run(subject.module(case.q.dtype), case)
@@ -196,7 +197,7 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
 def _assert_right_weights(subject: Subject, case: Case) -> int:
     """Compare the softmax weight of every pair with that of dense attention; return the number of pairs.
 
-    The weights are outputs of calls with one-hot vectors as values.
+    The weights are outputs of calls with one-hot vectors as values. Rows without keys are not compared.
     """
     parts, module, D = [], subject.module(), subject.head_dim
     for first in range(0, case.length, D):
@@ -325,7 +326,7 @@ def _assert_state_loads(subject: Subject, case: Case) -> int:
     """Raise Failure unless two modules give identical outputs after the second loads the state_dict of the first.
 
     Both modules are called before the load. A call must not change the names in the state_dict. Returns the number of
-    names.
+    names. Raises DoesNotApply if the module is no nn.Module.
     """
     first, second = subject.module(), subject.module()
     if not isinstance(first, nn.Module):

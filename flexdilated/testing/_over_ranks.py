@@ -32,7 +32,8 @@ def run_over_ranks(calls: Calls, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
     """Run a module on RANKS processes with a part of the tokens each; return [out, dq, dk, dv], joined on the CPU.
 
     q (B, H, N, D), k and v (B, G, N, D). The gradients are for `cotangents` of out. The result is [out] if out requires
-    no gradient. Raises Failure if the functions cannot be pickled, or if a process raises or takes more than LIMIT_S.
+    no gradient. Raises Failure if the functions cannot be pickled, or if a process raises, exits early or takes more
+    than LIMIT_S.
     """
     grad, _ = cotangents(q, q[..., 0].double(), through_lse=False)
     # pickle copies tensors; multiprocessing's pickler would share them.

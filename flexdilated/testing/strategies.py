@@ -98,10 +98,10 @@ def longnets(
     heads: Literal["all", "grouped"] = "all",
     padding: bool = False,
 ) -> _st.SearchStrategy[Pattern | Mixture]:
-    """Strategy for `masks.longnet` of 1 to max_branches branches, with any segment lengths and rates.
+    """Strategy for `masks.longnet` of 1 to max_branches branches, with both offset rules.
 
     Segment lengths are at most max_number, rates at most 7 and at most max_number; a rate need not divide its segment
-    length. Both offset rules are drawn.
+    length.
 
     heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads.
     padding: pass padding="zeros" to `masks.longnet`, which needs heads="all" and calls over whole sequences. `patterns`

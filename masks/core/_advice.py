@@ -115,7 +115,8 @@ class _Parameters(NamedTuple):
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Advised], _Advised]:
     """Return a decorator of functions or classes that rejects missing, excess and unknown arguments with advice.
 
-    Such arguments make the decorated function or class raise TypeError.
+    Such arguments make the decorated function or class raise TypeError. If it has **kwargs, only the unknown keywords
+    that are in `keywords` do.
 
     keywords: {unknown keyword: advice}. For another unknown keyword the error names a parameter of a similar name; if
         there is none, or a graph is compiled, it lists all parameters.

@@ -15,7 +15,7 @@ from ._pattern import Pattern
 _PAIRS_AT_ONCE = 1 << 20  # pairs evaluated together
 _MOST_CLASSES = 1 << 6  # most residue classes if any class of queries may see any class of keys
 _SMALL_FACTOR = 1 << 6  # prime factors below this are split off one by one; the cofactor stays whole
-_ABOVE_DISTANCES = 1 << 33  # above the distance of any two positions
+_LARGEST_SPACING = 1 << 33  # above the distance of any two positions
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Owned:
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of the rule's spacing; the query and key of an allowed pair are congruent modulo the spacing.
+    together: factors of the rule's spacing, or of 2**33 if that is less; the query and key of an allowed pair are
+        congruent modulo the spacing, and equal if it is at least 2**33.
     apart: factors of the least common multiple of the rule's dilation rates, without those of the spacing. It is empty
         if their product exceeds 64, or if the rule depends on the distance alone: counting by diagonals is then faster.
     """
-    spacing = min(rule.spacing(), _ABOVE_DISTANCES)
+    spacing = min(rule.spacing(), _LARGEST_SPACING)
     others = lcm(spacing, *rule.rates()) // spacing
     return _factors(spacing), [] if rule.period() == 1 or others > _MOST_CLASSES else _factors(others)
 
@@ -104,8 +105,8 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 def halves(owned: Owned, period: int = 1) -> Owned:
     """Return 2n parts of n boxes, each cut in two across its longer side: all first halves, then all second halves.
 
-    A box is cut at a multiple of `period`, a number of positions, near its middle if one is inside the box. The first
-    half of a box of one pair is empty.
+    A box is cut at a multiple of `period`, a number of positions, near its middle if one is inside the box, else in its
+    middle. The first half of a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -133,8 +134,8 @@ def _half_size(progression: Progression, period: int) -> Tensor:
 def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
     """Return (index of the group of each box, one box for each group): boxes equal up to a shift share a group.
 
-    A shift moves queries and keys together by a multiple of `period`. The returned boxes have head 0 and no negative
-    positions.
+    A shift moves queries and keys together by a multiple of `period`. Heads are ignored. The returned boxes have head 0
+    and no negative positions.
     """
     place = box.q.first.remainder(period)
     columns = (place, box.k.first - box.q.first, box.q.count, box.k.count)

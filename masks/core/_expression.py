@@ -346,7 +346,7 @@ class Expression:
         tensors: values by name.
         extent: one past the last position of the queries and of the keys.
 
-        Raises ValueError for a tensor that is missing or does not fit.
+        Raises ValueError for a tensor that is missing or does not fit, TypeError for a wrong dtype.
         """
         if not self.varies:
             return self
@@ -412,7 +412,8 @@ class Expression:
         are dropped.
 
         Raises ValueError for sizes below 1, offsets below 0, heads or positions that do not fit the pattern, and
-        tensors that are missing or do not fit; TypeError for sizes and offsets that are not integers.
+        tensors that are missing or do not fit; TypeError for sizes and offsets that are not integers, and for tensors
+        of a wrong dtype.
         """
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
         rule = self.unpadded
@@ -432,6 +433,7 @@ class Expression:
         Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
 
         Raises ValueError for a pattern with run-time tensors: intersect such a pattern with the result instead.
+        Raises TypeError for other patterns as `documents`.
         """
         return KINDS["per_document"].of(self, documents)
 
@@ -471,7 +473,8 @@ class Expression:
         `attend(q_offset=starts)` with starts of shape (batch,) is equivalent. A mixture is changed branch by branch.
 
         Raises ValueError for a pattern with run-time tensors, except for an intersection with `visible_keys`. Other
-        run-time patterns may be intersected with the result; they count query i as position i.
+        run-time patterns may be intersected with the result; they count query i as position i. When the tensor is used,
+        raises ValueError for a start below 0.
 
         >>> last = masks.local_window(left=7, right=0).queries_from(torch.tensor([90, 12]))  # samples of 91 and 13 keys
         """

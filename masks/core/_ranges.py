@@ -103,8 +103,9 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
     """Return distinct ascending positions as ranges, cut where the distance to the next position changes.
 
-    Consecutive integers always become one range of step 1. Positions 0, 4, 8, 9, 10 and 20 are range(0, 5, 4),
-    range(8, 11) and range(20, 21).
+    Consecutive integers always become one range of step 1. A distance above 1 that occurs once in a row joins no
+    positions: 0 and 7 are two ranges. Positions 0, 4, 8, 9, 10 and 20 are range(0, 5, 4), range(8, 11) and
+    range(20, 21).
     """
     if not len(positions):
         return ()

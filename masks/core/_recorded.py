@@ -76,7 +76,8 @@ class Recorded:
 
     build: function of these tensors, or of others in their place; it returns a plain function of the recorded
         function's arguments. Functions with equal operations and equal Python values share one `build` while a cache
-        keeps it, so that `build` can be a key for them.
+        keeps it, so that `build` can be a key for them; not so if `text` is None because of an object whose class
+        defines __eq__, such as a dict.
     shape, dtype: of the recorded function's result.
     reads: indices of the arguments on whose values the result may depend.
     text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses

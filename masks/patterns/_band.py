@@ -120,8 +120,8 @@ def _distance_at_least(low: Tensor) -> MaskMod:
 class Causal(Band):
     """Pattern that allows a pair iff key position <= query position.
 
-    Positions of queries and of keys count from 0, so the mask is aligned at its top-left corner: query 0 sees only
-    key 0.
+    Without offsets, positions of queries and of keys count from 0, so the mask is aligned at its top-left corner:
+    query 0 sees only key 0.
     """
 
     def limits(self) -> tuple[None, int, int]:

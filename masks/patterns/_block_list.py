@@ -242,6 +242,7 @@ class TableRule(Pattern):
     """Base of patterns that allow a pair iff a table lists the key's block in the row of the query's block.
 
     There is one table for all heads, or one for each global head; `table` returns all of them as a `BlockTable`.
+    Positions from the table's `limit` on are in no allowed pair.
     """
 
     @property

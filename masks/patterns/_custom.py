@@ -49,9 +49,9 @@ Places = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _BATCH, _HEAD = 0, 1  # indices of arguments
-_HEADS = (3, 2, 1)
-_TOKENS = (17, 9, 5, 3, 2, 1)
-_POINTS = 40
+_GRID_HEADS = (3, 2, 1)  # sizes of the grid for which a mask_mod is checked, see `_largest_grid`
+_GRID_TOKENS = (17, 9, 5, 3, 2, 1)
+_MOST_SINGLE_CELLS = 40  # of the grid, for which it is also called one by one
 
 
 @dataclass(eq=False)
@@ -407,9 +407,9 @@ def _largest_grid(function: MaskMod) -> Places:
     smallest size if there is none. Positions begin at 0. The grid has two batch entries, and one key fewer than queries
     if it has over two queries.
     """
-    b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
+    b, h, t = (torch.arange(number, device="cpu") for number in (2, _GRID_HEADS[0], _GRID_TOKENS[0]))
     grid: Places = ()
-    for tokens, heads in product(_TOKENS, _HEADS):
+    for tokens, heads in product(_GRID_TOKENS, _GRID_HEADS):
         grid = b[:, None, None, None], h[:heads, None, None], t[:tokens, None], t[: tokens - (tokens > 2)]
         try:
             function(*(part.clone() for part in grid))
@@ -454,7 +454,7 @@ def _check_elementwise(name: str, function: MaskMod, grid: Places, result: Tenso
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cells, answers = cells[:, order], result.flatten()[order]
     once = "for a grid of positions and for single positions"
-    tries = [(once, cells, some) for some in (slice(None), *range(min(_POINTS, len(answers))))]
+    tries = [(once, cells, some) for some in (slice(None), *range(min(_MOST_SINGLE_CELLS, len(answers))))]
     for when, given, some in (*tries, ("for int32 positions, which kernels use, and int64", cells.int(), slice(None))):
         given, expected = given[:, some], answers[some]
         found = _call_on_grid(name, function, given.unbind(0), " int32" if given.dtype == torch.int32 else "")

@@ -36,7 +36,7 @@ from ._per_sample import per_sample
 # B batch entries and H heads with block lists, R query blocks (rows), C key blocks (columns)
 
 # Lists of more pairs are not compared with the mask_mod, which is evaluated for every pair in half a second.
-_COMPARED_PAIRS = 1 << 28
+_MOST_COMPARED_PAIRS = 1 << 28
 
 
 @pattern_kind("positions_below", positional=0)
@@ -130,7 +130,7 @@ def _pattern_of_rules(
 def rules_of_mask_mod(
     function: Any, entries: int | None, custom: Callable[[Any], Pattern], reads_entry: Callable[[Any], bool]
 ) -> list[Pattern]:
-    """Return a list with the pattern of a mask_mod in each batch entry; it repeats one pattern if no entry is read.
+    """Return a list with the pattern of a mask_mod in each batch entry; it repeats one pattern if `b` is not read.
 
     entries: number of batch entries; None, if the number is unknown, gives a list of one pattern.
     custom, reads_entry: as in `of_block_mask`.
@@ -161,7 +161,7 @@ def _mask_mod_at_entry(function: Any, entry: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _entry_numbers(batch: int) -> Tensor:
-    """Return arange(batch), the identical tensor in each call, as patterns combine only if tensors of a name are."""
+    """Return arange(batch), cached: patterns with tensors of one name combine only if these are one object."""
     return torch.arange(batch)
 
 
@@ -199,7 +199,7 @@ def _lists_match_rule(
     if rule == every():
         return bool((partial | full).all())
     by_head = rule.for_head(0, 1) is not rule
-    if queries * keys * len(full) > _COMPARED_PAIRS or (by_head and len(full) == 1):
+    if queries * keys * len(full) > _MOST_COMPARED_PAIRS or (by_head and len(full) == 1):
         return False
     mask_mod = rule.mask_mod(num_heads=len(full), device=torch.device("cpu"))
     batch, head = torch.tensor(0), torch.arange(len(full) if by_head else 1)[:, None, None]

@@ -86,7 +86,7 @@ def select(rectangle: Rectangle, index: Tensor) -> Rectangle:
 
 @dataclass(frozen=True)
 class Rectangles:
-    """R non-empty rectangles of a grid; run[r] is the index of the progression that rectangle r is part of.
+    """R non-empty rectangles of a grid; run[r] is the index of the progression or slot run that holds rectangle r.
 
     sides: for each axis of the grid, outermost first, the R progressions of coordinates.
     """
@@ -95,9 +95,9 @@ class Rectangles:
     sides: Rectangle
 
     def first_and_is_only(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
-        """Return two tensors (first, is_only) with one entry for each progression, 0 to number - 1.
+        """Return two tensors (first, is_only) with one entry for each progression or slot run, 0 to number - 1.
 
-        first: index of a rectangle of the progression, 0 if it has none.
+        first: index of one of its rectangles, 0 if it has none.
         is_only: True if it has exactly one.
         """
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))

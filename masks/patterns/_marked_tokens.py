@@ -38,7 +38,8 @@ _MarkTest = Callable[[Any], Any]
 class MarkedTokens(Pattern):
     """Base of patterns that allow a pair iff its query (with `rows`) or its key (with `columns`) is marked.
 
-    Position t is marked iff first <= t mod period < stop, with the numbers that `marks` returns.
+    Position t is marked iff first <= t mod period < stop, with the numbers that `marks` returns; if the period is None,
+    iff t < stop.
     """
 
     rows: bool

@@ -69,7 +69,10 @@ class MaskTable(Table):
     rows: Bool[Tensor, "B T Q K"]
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return (queries, keys) of all allowed pairs in the mask of the first batch entry and head."""
+        """Return (queries, keys), indices of the True elements of the first batch entry and head.
+
+        They are all allowed pairs unless a dim of queries or keys has size 1, which serves further positions.
+        """
         queries, keys = self.rows[0, 0].nonzero().unbind(1)
         return queries, keys
 

@@ -35,7 +35,10 @@ class AxisWindows(Protocol):
     """The windows of keys that queries see along one axis of a grid."""
 
     def seen(self, first: int, last: int) -> Ranges:
-        """Return the places that queries at places `first` to `last` (included) see, as ascending ranges."""
+        """Return the places that queries at places `first` to `last` (included) see, as ascending ranges.
+
+        If the rule has a dilation rate, first and last are in one residue class, and only its queries count.
+        """
         ...
 
     def count(self, q: Progression, k: Progression) -> Bounds:
@@ -158,8 +161,8 @@ class OnGrid(Pattern):
         """Return integer tensors, each with an entry for each of the n boxes.
 
         Boxes with equal entries in all tensors, and with equal counts and steps of queries and of keys, have equal
-        masks. The entries of a box with more than one rectangle of queries or of keys are its first positions, so that
-        only an equal box matches it.
+        masks. A box with more than one rectangle of queries or of keys has its first positions or slots as entries, so
+        that only an equal box matches it.
 
         q, k: rectangles of the boxes' queries and keys.
         """

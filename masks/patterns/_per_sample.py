@@ -121,7 +121,7 @@ class PerSample(Composite):
 
     @property
     def chosen(self) -> Pattern:
-        """Return the part that all batch entries follow. Raises ValueError if their parts differ."""
+        """Return the part that all batch entries follow. Raises ValueError if their numbers differ or are unknown."""
         return self.parts[int(_require_entry_numbers(self.which).only_row)]
 
     def superset(self) -> Pattern:
@@ -206,7 +206,7 @@ class QueriesFrom(_MethodPattern):
 
     @property
     def start(self) -> int:
-        """Return the start that all batch entries have. Raises ValueError if their starts differ."""
+        """Return the start that all batch entries have. Raises ValueError if their starts differ or are unknown."""
         return int(_require_entry_numbers(self.starts).only_row)
 
     def below(self, positions: int) -> Pattern:

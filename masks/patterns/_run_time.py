@@ -55,7 +55,7 @@ add_safe_globals([CarriedTensor])
 class RunTime(Pattern):
     """Base of patterns that need a run-time tensor: `given` holds it, or is None if each call passes it by `name`.
 
-    num_dims: number of dims of the tensor for one batch entry; one more dim is the batch.
+    num_dims: largest number of dims of the tensor for one batch entry; one more dim is the batch.
 
     The pattern's text holds the name and not the values, so new values neither retrace nor recompile. Subclasses define
     two methods: `table` returns the `Table`, which is the pattern with the values of a tensor, and `widest` returns

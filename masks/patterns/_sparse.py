@@ -52,8 +52,8 @@ _ADVICE = {
 class Sparse(RunTime):
     """Pattern that allows a pair iff the run-time sparse matrix `name` has a nonzero entry at [query, key].
 
-    places: for a carried matrix, index of each pair's entry among the matrix's values; pairs are in the order of rows
-        and keys. None if the matrix repeats an index, or if each call passes it by `name`.
+    places: for a carried matrix, index of each pair's entry among the matrix's values; pairs are ordered by batch
+        entry, matrix, query and key. None if the matrix repeats an index, or if each call passes it by `name`.
     num_values: number of values of a carried matrix, zeros and repetitions included; else 0.
     """
 

@@ -51,7 +51,10 @@ class Runs:
     stops: Int64[Tensor, " S"]
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last): a progression meets at most the runs first to last; first > last if it meets none."""
+        """Return (first, last): each progression meets at most the runs first to last, and none if first > last.
+
+        With a step above 1 it may step over some or all of these runs.
+        """
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
