@@ -432,12 +432,12 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
-    """Return the attention of a head group in parts, each of which reads one view of the keys.
+    """Return a head group's attention in parts: one for each view of the keys, or one that gathers the keys by index.
 
     seen: the queries, the keys that they see, and the mask.
 
-    If the keys are a tensor of positions, or would take more than a few views, the result is a single part, which
-    gathers them by index. The parts have consecutive levels (output buffers) from `level` on.
+    The keys are gathered if they are a tensor of positions or would take more than a few views. The parts have
+    consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     rows, stops = slice(seen.rows.start, seen.rows.stop, seen.rows.step), [*accumulate(lengths)]

@@ -119,9 +119,9 @@ class _SlotMap:
     rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (token in each slot of each head, mask of the slots that hold a token; None if all do).
+        """Return (token in each slot of each head, mask of the slots that hold a token).
 
-        For kind "segments" the tokens may be outside the tensor.
+        The mask is None for kind "heads", where all slots do. For kind "segments" the tokens may be outside the tensor.
         """
         if self.kind == "heads":
             return slot, None
@@ -134,9 +134,9 @@ class _SlotMap:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (slot of each token of every query head, mask of the tokens that have a slot; None if all do).
+        """Return (slot of each token of every query head, mask of the tokens that have a slot).
 
-        For kind "segments" the slots may be after the last one.
+        The mask is None for kind "heads", where all tokens do. For kind "segments" the slots may be after the last one.
         """
         if self.kind == "heads":
             return token, None

@@ -30,9 +30,9 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    The name has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
-    because a trace does not support tuples here. Sizes are converted to numbers, as a fake implementation would format
-    a dynamic size as a symbol.
+    The name has the kind of object, the device, the call with the sizes of `Call.operands`, and the shapes of the
+    run-time tensors. It is a string, because a trace does not support tuples here. Sizes are converted to numbers, as a
+    fake implementation would format a dynamic size as a symbol.
 
     what: the kind of object, a key of `MAKERS`.
     """
@@ -60,7 +60,7 @@ def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], call: Call) 
 def _prepare(
     q: Tensor, k: Tensor, bindings: list[Tensor], what: str, constants: str, q_offset: int, k_offset: int
 ) -> Tensor:
-    """Return an empty tensor; during tracing, the fake implementation builds an object and stores it in `Traced`.
+    """Return an empty tensor; during tracing, the fake implementation builds an object that `Traced` does not hold yet.
 
     what: kind of the object, a key of `MAKERS`.
     constants, q_offset, k_offset: `Call.arguments`.
