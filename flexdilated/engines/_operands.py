@@ -218,9 +218,9 @@ def _hidden_mask(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
-    """Return the queries of a term that attend to no key, and the keys that no query attends to.
+    """Return masks of a term's hidden slots: queries and keys that are in no allowed pair.
 
-    Slots outside the listed blocks, which kernels do not read, may be left out.
+    For slots outside the listed blocks, which kernels do not read, a mask may have either value.
 
     blocks: the term's block list for each batch entry, or one for all.
     """

@@ -44,15 +44,16 @@ class IndexMap:
 
 
 def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
-    """Return the score_mod as a `Recorded`: its operations, with the Python values that it reads as constants.
+    """Return a score_mod as engines take it: a `Recorded` or, in a graph of torch.compile, a function.
 
-    Tensors that it reads are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of
-    torch.compile the result is not a `Recorded`, but a function that calls score_mod and checks its result.
+    A `Recorded` has the score_mod's operations, with the Python values that it reads as constants; tensors that it
+    reads are kept, not copied. The function calls score_mod and checks its result. None and a `Recorded` are returned
+    unchanged.
 
     dtype, device: of the scores.
 
     Raises TypeError or ValueError if the score_mod does not return one score, converts a score to a Python value, or
-    writes to a tensor that it captured.
+    writes to a tensor that it captured. In a graph, the function raises, if score_mod does not return one score.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
