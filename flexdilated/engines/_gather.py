@@ -366,8 +366,9 @@ def _placed_key_side(term: Term, placement: Placement, groups: int) -> StridedSi
     placement: positions of the tokens in k and v.
     groups: number of query heads for each key/value head.
 
-    If the term has all query heads of its key/value heads, from head 0 on, and these attend to equal positions, each
-    key/value head is gathered once.
+    Each key/value head is gathered once if the term has all query heads of its key/value heads, from head 0 on, and
+    term.k is a ListedOrder, a Folded, or a Compact with equal starts for all heads. Else it is read once for each query
+    head.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)

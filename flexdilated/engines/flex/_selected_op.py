@@ -136,7 +136,7 @@ def prepare_call(
         head, query, key_first = (torch.tensor(at, device=device) for at in call.offsets)
         where = CallOffsets(head, query, key_first, call.q_offset % leaf.block[0], _table_indices(call, count))
         held = tuple(table.on(device) for table in tables(rule))
-        classes = None if held or unit else _classes(call, rule, leaf.block, device)
+        classes = None if held or unit else _classify_blocks(call, rule, leaf.block, device)
         rest_mod = rule.mask_mod(num_heads=call.num_heads_global, device=device)
         return PreparedCall(sizes, rest_mod, held, where, classes, skipped)
 
@@ -156,7 +156,7 @@ def _table_indices(call: Call, count: int) -> tuple[int, ...]:
     return () if own == tuple(range(count)) else own
 
 
-def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
+def _classify_blocks(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
     """Return, for each (query block, key block), 2 if both are whole and the rule allows all their pairs, else 1.
 
     The result has one head (h = 1) if the rule is equal for all heads. It is None if it would have more than
