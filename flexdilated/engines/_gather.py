@@ -63,7 +63,10 @@ class StridedSide:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Return the tokens of x in all slots of the term: a view of a single head run of step 1, else a copy."""
+        """Return the tokens of x in all slots of the term: a view if the term is one head run and layout.step is 1.
+
+        Otherwise the result is a copy.
+        """
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -174,8 +177,8 @@ class PickedSide:
     Slot s of fold f of row h of heads holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
     head serves all rows.
 
-    heads: head of the tensor for each row: for each head of the term or, if equal heads are adjacent and equally many,
-        for each tensor head once (see `_without_repeats`).
+    heads: head of the tensor for each row. The rows are the heads of the term or, in some terms whose heads share
+        tensor heads and hold equal tokens, the tensor heads.
     """
 
     heads: tuple[int, ...]
@@ -224,9 +227,9 @@ class PickedSide:
         self.put(lse, sums[1])
 
     def _head_views(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
-        """Yield (view of some heads of x, token in each slot of a head, slice of the term's heads that read the view).
+        """Yield (view of some heads of x, token in each slot of a row, slice of the rows that read the view).
 
-        The n = F * S tokens are those of fold 0, then of fold 1, and so on, and are equal for all heads of a view. No
+        The n = F * S tokens are those of fold 0, then of fold 1, and so on, and are equal for all rows of a view. No
         view has one head of x twice, so each can be written to.
         """
         index = self.index.to(x.device, torch.int64).flatten(1)
@@ -245,9 +248,10 @@ TokenGather = StridedSide | WholeSide | PickedSide
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> TokenGather:
-    """Return the reader and writer of one side of a term, for tensors in the token order `given`.
+    """Return the reader and writer of one side of a term.
 
     layout: token in each slot of the term.
+    given: order of the tokens in the tensor; used only if `layout` is a Permutation.
     heads: head of the tensor that each head of the term reads.
 
     The result is a WholeSide for an order of all tokens, StridedSide if the slots are strided views, else a PickedSide.
@@ -343,7 +347,7 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     """Return (queries, keys) of a term: readers and writers of its tokens in q and in k and v.
 
     groups: number of query heads for each key/value head.
-    placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
+    placement: positions of the tokens in q, k and v; None if they are consecutive.
     """
     if placement is not None:
         # Queries of such a term are numbered as in q.
@@ -362,8 +366,9 @@ def _placed_key_side(term: Term, placement: Placement, groups: int) -> StridedSi
     placement: positions of the tokens in k and v.
     groups: number of query heads for each key/value head.
 
-    If the term has all query heads of its key/value heads, from head 0 on, and these attend to equal positions, each
-    key/value head is gathered once.
+    Each key/value head is gathered once if the term has all query heads of its key/value heads, from head 0 on, and
+    term.k is a ListedOrder, a Folded, or a Compact with equal starts for all heads. Else it is read once for each query
+    head.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
@@ -380,8 +385,8 @@ def _located_side(
 ) -> StridedSide | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    The result is a StridedSide if the places in a fold are evenly spaced, the folds are evenly spaced, and these two
-    distances are equal for all folds and heads; else it is a PickedSide.
+    The result is a StridedSide if the places in a fold ascend evenly, the folds are evenly spaced and do not descend,
+    and these two distances are equal for all folds and heads; else it is a PickedSide.
 
     heads: the term's heads, or one of them for each key/value head.
     tensor_heads: head of the tensor that each of `heads` reads.

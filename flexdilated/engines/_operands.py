@@ -126,8 +126,8 @@ class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
     A term has Q slots of queries and K slots of keys. E is the number of batch entries, or 1 if all have equal masks. X
-    is the number of query heads, or 1 if all have equal masks. `queries` is None if no query is hidden, `keys` if no
-    key is hidden.
+    is the number of query heads, or 1 if all have equal masks. `queries` may be None if no query is hidden, `keys` if
+    no key is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -202,7 +202,7 @@ def _hidden_mask(
     seen: number for each slot, above 0 if it is in an allowed pair. Dim 0 counts the query blocks (or key blocks) of
         the first table, then those of the second, and so on.
     places: index in `seen` of each listed block.
-    heads: index of each head's table.
+    heads: index of each head's table; [0] if all heads share one table, for a mask with X = 1.
     slots: number of slots of a head.
 
     The mask may include slots of a block that only another table lists. Returns None if no table lists a block with a
@@ -218,7 +218,9 @@ def _hidden_mask(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
-    """Return the queries of a term that attend to no key, and the keys that no query attends to.
+    """Return masks of a term's hidden slots: queries and keys that are in no allowed pair.
+
+    For slots outside the listed blocks, which kernels do not read, a mask may have either value.
 
     blocks: the term's block list for each batch entry, or one for all.
     """

@@ -78,9 +78,9 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
     The op differs from one of `torch.library.custom_op` that modifies no argument in three ways. Its results are
     detached: autograd forbids in-place writes to a view among several outputs. It raises ValueError, eagerly and in a
-    trace, for inputs with tangents, mapped dims or gradients inside `torch.func`, which a custom op would ignore. Each
-    list argument but the first may be None, which AOTInductor packages pass for an empty list; torch finds the kernel
-    by the first argument.
+    trace, for inputs with tangents, mapped dims or gradients inside `torch.func`, which a custom op would ignore. List
+    arguments may be None, which AOTInductor packages pass for an empty list; only the op's first argument may not, as
+    torch finds the kernel by it.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
@@ -152,7 +152,8 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | No
 
     op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept). `bindings` are run-time tensors, which get no
         gradient; `kept` are tensors for the backward only; the first option is the text of the call's constants.
-    backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv).
+    backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv). The gradient of
+        sinks is that of `sinks_gradient`.
     refusal: None for a backward_op that has a gradient itself.
     over_ranks: run the backward even without an incoming gradient, as other ranks wait for data from this one.
     """

@@ -344,10 +344,10 @@ _GROUP_BYTES = 1000  # assumed size of a head group in the cache
 
 
 def needs_no_plan(call: Call) -> bool:
-    """True for calls that need no plan: at most MOST_ROWS queries at consecutive positions, in natural order.
+    """True for calls that need no plan: at most MOST_ROWS queries, in natural order, that are not self-attention.
 
-    False for self-attention (queries and keys at equal positions), for a placement and for a requested block size. The
-    sizes of self-attention repeat, so its plan is in the cache, and a cached plan is faster than none.
+    Such a call has neither a placement nor a requested block size. In self-attention, queries and keys are at equal
+    positions. Its sizes repeat, so its plan is in the cache, and a cached plan is faster than none.
     """
     few = call.num_queries <= MOST_ROWS and call.rate == 1 and not call.block_size and not call.placement
     return few and (call.num_queries, call.q_offset) != (call.num_keys, call.k_offset)
@@ -432,12 +432,12 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: int) -> list[RowPart]:
-    """Return the attention of a head group in parts, each of which reads one view of the keys.
+    """Return a head group's attention in parts: one for each view of the keys, or one that gathers the keys by index.
 
     seen: the queries, the keys that they see, and the mask.
 
-    If the keys are a tensor of positions, or would take more than a few views, the result is a single part, which
-    gathers them by index. The parts have consecutive levels (output buffers) from `level` on.
+    The keys are gathered if they are a tensor of positions or would take more than a few views. The parts have
+    consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     rows, stops = slice(seen.rows.start, seen.rows.stop, seen.rows.step), [*accumulate(lengths)]

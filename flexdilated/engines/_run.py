@@ -75,12 +75,10 @@ def _run_with_listed_keys(
     bindings: list[Tensor],
     call: Call,
     features: Features,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Return (out, natural lse) of a call: pairs of the table by engine portable, other pairs by flex, merged.
 
     listed: split of the call's pattern.
-
-    The lse may be None without features.return_lse.
     """
     if not listed.others:
         return portable(q, k, v, bindings, call, features)

@@ -44,15 +44,16 @@ class IndexMap:
 
 
 def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
-    """Return the score_mod as a `Recorded`: its operations, with the Python values that it reads as constants.
+    """Return a score_mod as engines take it: a `Recorded` or, in a graph of torch.compile, a function.
 
-    Tensors that it reads are kept, not copied. None and a `Recorded` are returned unchanged. In a graph of
-    torch.compile the result is not a `Recorded`, but a function that calls score_mod and checks its result.
+    A `Recorded` has the score_mod's operations, with the Python values that it reads as constants; tensors that it
+    reads are kept, not copied. The function calls score_mod and checks its result. None and a `Recorded` are returned
+    unchanged.
 
     dtype, device: of the scores.
 
     Raises TypeError or ValueError if the score_mod does not return one score, converts a score to a Python value, or
-    writes to a tensor that it captured.
+    writes to a tensor that it captured. In a graph, the function raises, if score_mod does not return one score.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
@@ -123,8 +124,8 @@ def apply_score_mod(
 ) -> Float[Tensor, "x t Q K"]:
     """Return the scores after score_mod, which is called for one score at a time, as in FlexAttention.
 
-    b, h: batch entry and head of each problem.
-    q, k: positions of queries and keys.
+    b, h, q, k: batch entry and head of each problem, and its queries and keys, by the indices or positions that
+        score_mod takes.
     hidden: True for pairs that are not allowed, for which score_mod may fail. For such a pair, score_mod gets the
         indices of an allowed pair of the same group of queries and keys, if there is one; callers must mask the result.
     """
@@ -158,10 +159,10 @@ def _with_one_element_score(score_mod: ScoreMod) -> ScoreMod:
 def _replace_hidden_pairs(
     shown: Bool[Tensor, "y t Q K"], q: Int[Tensor, "1 t Q"], k: Int[Tensor, "1 t Q K"]
 ) -> tuple[Int[Tensor, "y t Q"], Int[Tensor, "y t Q K"]]:
-    """Return (q, k), in which each pair that is not allowed has the positions of an allowed pair of its query.
+    """Return (q, k), in which each pair that is not allowed has the indices of an allowed pair of its query.
 
-    If the query has none, the pair has the positions of an allowed pair of another query: the first query of the group
-    that has one. If no query of the group has one, it has the positions of the group's first pair.
+    If the query has none, the pair has the indices of an allowed pair of another query: the first query of the group
+    that has one. If no query of the group has one, it has the indices of the group's first pair.
 
     shown: True for allowed pairs.
     """
@@ -268,7 +269,7 @@ def function_key(x: object, depth: int = 4) -> Hashable:
 
     Numbers, strings, bytes, ranges, dtypes, devices and patterns count by type and value, as they are constants of a
     traced graph. Functions, lists, tuples, dicts and sets count by their contents, up to `depth` levels deep. Deeper
-    levels, tensors and other objects, which may hold tensors, count by type alone.
+    ones, tensors and other objects, which may hold tensors, count by type alone.
     """
     if isinstance(x, float | complex):
         return type(x), repr(x)  # 0.0 equals -0.0, and NaN not itself

@@ -127,7 +127,8 @@ def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor]
     bindings: run-time tensors of the pattern, sorted by name.
     batch: number of batch entries.
 
-    Raises ValueError unless the numbers of entries in the table and in the rule are 1 or `batch`.
+    Raises ValueError unless the numbers of entries in the table and in the rule are 1 or `batch`, and TypeError or
+    ValueError for a table whose dtype, shape or values do not fit the call.
     """
     leaf = selection.leaf
     (table,) = tensors_of(call, leaf, bindings)

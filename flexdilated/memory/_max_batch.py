@@ -102,11 +102,11 @@ def max_batch(
     trials: list[Trial] = []
 
     def fits(n: int) -> bool:
-        peak = _peak(step, n, where)
+        peak = _peak_bytes(step, n, where)
         trials.append(Trial(n, None if peak is None else peak - start))
         return peak is not None and peak - start <= budget
 
-    if _peak(step, smallest, where) is None or not fits(smallest):
+    if _peak_bytes(step, smallest, where) is None or not fits(smallest):
         took = f"it took {bytes_text(trials[0].peak)}" if trials and trials[0].peak else "it ran out of memory"
         raise ValueError(
             f"step({smallest}), the smaller probe, must fit into the budget of {bytes_text(budget)}; {took}: give a "
@@ -157,7 +157,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
+def _peak_bytes(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
     """Return the peak bytes of this process during step(n), bytes held before included; None if memory runs out.
 
     On CPU the peak is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current

@@ -465,8 +465,9 @@ def _table_memory(best: Plan, size: AttentionSize) -> _CallBytes:
 def _portable_memory(
     program: FlexProgram, table: TableTerm | None, size: AttentionSize, settings: _CallSettings
 ) -> _CallBytes:
-    """Return the memory of a call by engine portable.
+    """Return the memory of attention by engine portable over the pairs of a program and of a table.
 
+    program: without steps to count the table's pairs alone, which portable computes for engine flex.
     table: table of single keys, whose pairs are not in the program; None if the pattern has none.
     """
     features = Features(1.0)
@@ -503,8 +504,8 @@ def _portable_memory(
 def _memory_of_two_parts(first: _CallBytes, second: _CallBytes, size: AttentionSize) -> _CallBytes:
     """Return the memory of two parts of a call that are computed one after the other and merged eagerly.
 
-    The merge converts both outputs to float32 and adds them, each times its share. If the outputs are narrower than
-    float32, autograd keeps the converted outputs.
+    The merge adds both outputs, each times its share, in float32 or wider. If it has to convert the outputs, autograd
+    keeps the converted outputs.
     """
     (*given, output), lse = size.nbytes, first.lse
     wide = output // size.dtype.itemsize * max(4, size.dtype.itemsize)

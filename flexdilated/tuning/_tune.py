@@ -79,7 +79,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
     """Return a function that runs the plan on x once, and returns (out,), or with `backward` (out, dq, dk, dv).
 
     engine: "aten" or "flex".
-    block_size: (queries, keys) of a block; empty: those of the plan.
+    block_size: (queries, keys) of a block; empty: those of the plan for "aten", the default of the engine for "flex".
     """
     num_kv_heads, scale, device = x.k.shape[1], x.q.shape[-1] ** -0.5, x.q.device
     if engine == "flex":
@@ -167,8 +167,8 @@ def measure(
 
     An option of one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest.
     Options that compute all branches together are compared with the fastest options of the branches, run one after the
-    other. The choice is the fastest option for all branches together if it wins this comparison, else the fastest
-    option of each branch.
+    other and listed as one more timed option (BRANCH_BY_BRANCH). The choice is the fastest option for all branches
+    together if it wins this comparison, else the fastest option of each branch.
 
     backward: time forward and backward.
     engine: None: the default of the device.
@@ -235,7 +235,8 @@ def measure_options(
     """Time the ways to compute a pattern; return [(name, predicted seconds, median measured seconds)].
 
     A way to compute one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest;
-    ways to compute all branches together are all timed. Times are of the forward pass, or with `backward` of forward
+    ways to compute all branches together are all timed, and so are the branches' fastest ways, one after the other,
+    where there are such ways. Times are of the forward pass, or with `backward` of forward
     and backward, for random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the
     branch's number, from 1: "branch 1: natural".
     """
@@ -255,7 +256,8 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
     """Measure the ways to compute this call, unless it has been measured, and store the fastest for later calls.
 
     It measures forward and backward if gradients are enabled and q, k or v requires one, else forward; a measurement of
-    forward alone is repeated at the first call that needs the backward. It measures nothing while torch.compile traces.
+    forward alone is repeated at the first call that needs the backward. It measures nothing while torch.compile traces,
+    and for fake tensors.
 
     has_bindings: True if the pattern has run-time tensors.
 

@@ -217,6 +217,8 @@ def gradients(
     call: pattern and sizes of the call.
     bindings: run-time tensors of the pattern, sorted by name.
     whole: out, lse and their gradients, of rows that may have more keys than the call, or a sink.
+
+    If the call has only pairs of a table of single keys, which are gathered, dq is in the dtype of q even if `wide`.
     """
     programs, others = _programs_for(call, bindings, q)
 

@@ -220,8 +220,8 @@ def _sort_terms(
 ) -> list[tuple[TokenGather, TokenGather, Term]]:
     """Return the (queries, keys, term) of a program in the order in which its terms are computed.
 
-    Terms over every query and head come first, as the sum over terms can start from the result of such a term. Among
-    these, and among the remaining terms, terms over equal keys are adjacent, to share one copy of the keys.
+    Terms whose query side has `has_all_tokens` come first, as the sum over terms can start from the result of such a
+    term. Among these, and among the remaining terms, terms over equal keys are adjacent, to share one copy of the keys.
     """
     seen: dict[TokenGather, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]

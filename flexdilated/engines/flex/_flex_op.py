@@ -65,8 +65,8 @@ def run_time_program(
     batch: number of batch entries.
     operands: as in `static_program`.
 
-    The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules, so
-    the two programs differ only in tensors.
+    The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules. The
+    two programs differ only in tensors, whose sizes may differ too: heads with equal values share a block table.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
@@ -92,7 +92,8 @@ def blank_program(
     batch: number of batch entries.
     operands: as in `static_program`.
 
-    Programs from `run_time_program` differ from this one only in the tensors that `run_time_tables` returns.
+    Programs from `run_time_program` differ from this one only in the tensors that `run_time_tables` returns, in the
+    sizes that they have in this program.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
@@ -134,7 +135,7 @@ def _cached_program(
 def run_time_tables(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """Return the tensors of a call's program that differ from those of `blank_program`, term after term.
+    """Return the tensors of a call's program that may differ from those of `blank_program`, term after term.
 
     For each term they are its block tables (as in BlockMask) and, if its rule has run-time tables, the rows of these
     tables that its mask reads, and its masks of hidden queries and keys. No value changes any shape.
@@ -176,10 +177,11 @@ def _declared_shapes(
 
 
 def _varying_tensors(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
-    """Yield (tensor, padded width) for all tensors of a program that depend on the values of run-time tensors.
+    """Yield (tensor, padded width) for all tensors of a program that may depend on the values of run-time tensors.
 
     The padded width is a size of the last dim that is enough for all values. The order is that in which `with_tables`
-    reads them: for each step its block tables, the rows of its run-time tables, and its masks of hidden slots.
+    reads the tensors: for each step its block tables and, if it has run-time tables, their rows and its masks of hidden
+    slots.
     """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device

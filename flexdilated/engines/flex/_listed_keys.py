@@ -36,7 +36,8 @@ class ListedKeys:
     place: index, in the call's pattern, of the branch with the table.
     places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
     on_triton: True if Triton's kernels compute the pairs, False if plain operations do, None if Triton's kernels do for
-        the tensors that they support. With a score_mod or dropout, plain operations compute the pairs in any case.
+        the tensors that they support. Plain operations always compute them with a score_mod or dropout, where a graph
+        or autograd records the forward, and in the backward under deterministic algorithms.
     """
 
     source: KeyLists | KeyTable | PaddedRows
@@ -231,8 +232,8 @@ def listed_rows(
 ) -> Tensor:
     """Return the keys of each query in a table of single keys, as indices in the call: (b, t, N, width).
 
-    Keys that the rest of the pattern forbids are left out. Keys are in ascending order, followed by -1 for none. The
-    shape depends on the shapes of the run-time tensors only.
+    Keys that the rule on the table's pairs does not allow are left out. Keys are in ascending order, followed by -1 for
+    none. No value of a run-time tensor changes the shape.
 
     bindings: the pattern's run-time tensors, sorted by name; the pattern must have no pairs outside the table.
     constants, q_offset, k_offset: `Call.arguments`.
@@ -266,8 +267,9 @@ def _shape_of_rows(
 ) -> tuple[int, int, int, int]:
     """Return (b, t, N, width), the shape of the result of `listed_rows`.
 
-    If the rest of the pattern, which restricts the table's pairs, has run-time tensors, b is the batch and t the number
-    of heads: values then decide which entries and heads have equal keys.
+    If the rule that further restricts the table's pairs has run-time tensors, b is the batch and t the number of heads:
+    values then decide which entries and heads have equal keys. Otherwise b is the number of batch entries of the table,
+    and t the number of tables in the result of `tables_of_heads`.
 
     Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
     """

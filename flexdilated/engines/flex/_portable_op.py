@@ -130,6 +130,7 @@ def portable_gradients(
 
     bindings: the pattern's run-time tensors, sorted by name.
     whole: out, lse and their gradients, which may be of a softmax over more keys than the call's, and over sinks.
+    features: without a score_mod; sinks have no effect, as `whole` includes them.
     """
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = portable_run(call, q, bindings, features).backward(q, k, v, whole)

@@ -50,7 +50,10 @@ class Portable:
         return tuple(x for x in self.tensors if x.requires_grad)
 
     def reading(self, tensors: Sequence[Tensor]) -> Portable:
-        """Return this Portable with other tensors in place of those that its score_mod reads."""
+        """Return this Portable with other tensors in place of those that its score_mod reads.
+
+        Without a score_mod, and in a graph, it is returned unchanged.
+        """
         score_mod = self.features.score_mod
         if not isinstance(score_mod, Recorded):
             return self

@@ -115,7 +115,8 @@ class FlexProgram:
 
     shares_rows: True if several steps may contribute to one row.
     enter: gathers of queries and keys into the plan's order of tokens; None if the tensors are in that order.
-    packed: concatenated block tables of all steps, on accelerators; None on CPU, and for a program of `with_tables`.
+    packed: concatenated block tables of all steps, on accelerators; None on CPU, for a program of `with_tables`, and
+        without steps.
     sizes: four numbers for each step, as from `_table_sizes`, all in one tuple; empty without `packed`.
     """
 

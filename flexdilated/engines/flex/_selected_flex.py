@@ -136,7 +136,8 @@ def attend_selected(
     where: offsets of the call.
     rows: key blocks that each query block selects; key block 0 has the call's first key, query block 0 its first query.
         Blocks outside the keys are ignored, a block that is named twice counts once.
-    classes: for query and key blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
+    classes: for each (query block, key block), 2 if both are whole and `rest` allows every pair, else 1; None if not
+        known. It is read only if no queries are gathered.
     """
     blocks, tokens, unit = -(-k.shape[2] // sizes.k_block), q.shape[2], sizes.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)

@@ -82,10 +82,10 @@ def takes_table(parts: SelectedParts, call: Call) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PreparedCall:
-    """Sizes, mask and offsets of a call with a table of selected blocks: all that the table's values do not change.
+    """Sizes, mask and offsets of a call with a table of selected blocks; none of them depends on the table's values.
 
     sizes: sizes of blocks and heads.
-    rest: mask that also applies to pairs in selected blocks.
+    rest: mask that further restricts the pairs in selected blocks.
     held: holders of the run-time tables that `rest` reads.
     where: offsets of the call.
     classes: for each (query block, key block), 2 if both are whole and `rest` allows every pair, else 1; None if not
@@ -110,9 +110,9 @@ def prepare_call(
 ) -> PreparedCall:
     """Return the `PreparedCall` of a call with a table of selected blocks.
 
-    It is cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
+    It is cached if the mask that further restricts the pairs in selected blocks has no run-time tensors.
 
-    blank_rest: True, for a trace, to use placeholders for the values of the rest's run-time tensors.
+    blank_rest: True, for a trace, to use placeholders for the values of this mask's run-time tensors.
 
     Raises TypeError or ValueError if the table does not fit the call.
     """
@@ -136,7 +136,7 @@ def prepare_call(
         head, query, key_first = (torch.tensor(at, device=device) for at in call.offsets)
         where = CallOffsets(head, query, key_first, call.q_offset % leaf.block[0], _table_indices(call, count))
         held = tuple(table.on(device) for table in tables(rule))
-        classes = None if held or unit else _classes(call, rule, leaf.block, device)
+        classes = None if held or unit else _classify_blocks(call, rule, leaf.block, device)
         rest_mod = rule.mask_mod(num_heads=call.num_heads_global, device=device)
         return PreparedCall(sizes, rest_mod, held, where, classes, skipped)
 
@@ -156,7 +156,7 @@ def _table_indices(call: Call, count: int) -> tuple[int, ...]:
     return () if own == tuple(range(count)) else own
 
 
-def _classes(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
+def _classify_blocks(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
     """Return, for each (query block, key block), 2 if both are whole and the rule allows all their pairs, else 1.
 
     The result has one head (h = 1) if the rule is equal for all heads. It is None if it would have more than

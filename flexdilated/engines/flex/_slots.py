@@ -119,9 +119,9 @@ class _SlotMap:
     rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (token in each slot of each head, mask of the slots that hold a token; None if all do).
+        """Return (token in each slot of each head, mask of the slots that hold a token).
 
-        For kind "segments" the tokens may be outside the tensor.
+        The mask is None for kind "heads", where all slots do. For kind "segments" the tokens may be outside the tensor.
         """
         if self.kind == "heads":
             return slot, None
@@ -134,9 +134,9 @@ class _SlotMap:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (slot of each token of every query head, mask of the tokens that have a slot; None if all do).
+        """Return (slot of each token of every query head, mask of the tokens that have a slot).
 
-        For kind "segments" the slots may be after the last one.
+        The mask is None for kind "heads", where all tokens do. For kind "segments" the slots may be after the last one.
         """
         if self.kind == "heads":
             return token, None
@@ -164,7 +164,7 @@ class _SlotMap:
         return place.clamp(min=0), place >= 0
 
 
-def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
+def _index_ranges(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
     """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)).
 
     begin: 0 in the forward and 1 in the backward; the result does not depend on it.
@@ -178,7 +178,7 @@ def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tenso
 
 def _to_slots(x: Tensor, at: _SlotMap, slots: int, begin: int) -> Tensor:
     num_heads = x.shape[1] * at.numbers[0] if at.rows.heads is None else len(at.rows.heads)
-    head, slot = _grid(x, num_heads, slots, begin)
+    head, slot = _index_ranges(x, num_heads, slots, begin)
     token, held = at.tokens(head, slot)
     if at.kind == "segments":
         inside = (token >= 0) & (token < x.shape[2])
@@ -188,7 +188,7 @@ def _to_slots(x: Tensor, at: _SlotMap, slots: int, begin: int) -> Tensor:
 
 def _to_tokens(x: Tensor, at: _SlotMap, tokens: int, empty: float, begin: int) -> Tensor:
     num_heads = x.shape[1] if at.rows.places is None else len(at.rows.places)
-    head, token = _grid(x, num_heads, tokens, begin)
+    head, token = _index_ranges(x, num_heads, tokens, begin)
     slot, active = at.slots(head, token)
     place, is_here = at.place(head)
     if is_here is not None:

@@ -30,9 +30,9 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    The name has the kind of object, the device, the call, and the shapes of the run-time tensors. It is a string,
-    because a trace does not support tuples here. Sizes are converted to numbers, as a fake implementation would format
-    a dynamic size as a symbol.
+    The name has the kind of object, the device, the call with the sizes of `Call.operands`, and the shapes of the
+    run-time tensors. It is a string, because a trace does not support tuples here. Sizes are converted to numbers, as a
+    fake implementation would format a dynamic size as a symbol.
 
     what: the kind of object, a key of `MAKERS`.
     """
@@ -52,15 +52,15 @@ def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], call: Call) 
     A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can
     build it.
     """
-    _prepare(q, k, bindings, what, *call.arguments)
+    _store_traced(q, k, bindings, what, *call.arguments)
     return getattr(Traced, traced_name(what, call, bindings, q))
 
 
 @own_op("flexdilated::prepare")
-def _prepare(
+def _store_traced(
     q: Tensor, k: Tensor, bindings: list[Tensor], what: str, constants: str, q_offset: int, k_offset: int
 ) -> Tensor:
-    """Return an empty tensor; during tracing, the fake implementation builds an object and stores it in `Traced`.
+    """Return an empty tensor; during tracing, the fake implementation stores an object in `Traced` if it is not there.
 
     what: kind of the object, a key of `MAKERS`.
     constants, q_offset, k_offset: `Call.arguments`.
@@ -68,7 +68,7 @@ def _prepare(
     return q.new_empty(0)
 
 
-@_prepare.register_fake
+@_store_traced.register_fake
 def _(q, k, bindings, what, *arguments):
     found = Call.of(q, k, *arguments)
     name = traced_name(what, found, bindings, q)

@@ -47,7 +47,7 @@ def forward(
     is_causal: query i sees keys 0 to i.
     bias: added to the scores, on CPU only; None: nothing.
 
-    A query whose keys are all hidden by x.visible has output 0 and lse -inf.
+    A query whose keys are all hidden by x.visible has output 0 and lse -inf; if `bias` hides them all, its lse is 0.
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)

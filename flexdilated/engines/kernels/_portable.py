@@ -34,7 +34,8 @@ _SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk,
 class Weighting(NamedTuple):
     """The steps from q · k of a pair to its weight: scale, score_mod and dropout.
 
-    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod.
+    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod; over lists of single keys, with the
+        global head and positions.
     learned: tensors that score_mod reads and that require a gradient.
     shares: for dropout, a function (score, b, h, q, k) -> number of the mask's branches that keep each pair, where
         indices broadcast; None for no dropout.
