@@ -205,10 +205,10 @@ class Boxes(NamedTuple):
         keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
     place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
-    partial: the candidates with hidden keys; None if there are none.
+    partial: the boxes with state PARTIAL_VIEW; None if there are none.
     sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
     seen: mask of the keys that some query block sees; None if all are seen.
-    pairs: number of pairs that `within` allows.
+    pairs: number of pairs that `within` allows in one head.
     pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
     """
 
@@ -350,6 +350,8 @@ def _visibility(
     The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
     else the first one of each query block. The second mask is None if all keys are seen.
 
+    Index i of the first mask is for position i of the query block, or, unless rows.all_queries, for its i-th query.
+
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.
     """
@@ -370,7 +372,7 @@ def _visibility(
 
 
 def _partial_views(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> PartialViews:
-    """Return candidate boxes with hidden keys, in groups of one key block and at most 64 boxes each.
+    """Return the boxes with state PARTIAL_VIEW, in groups of one key block and at most 64 boxes each.
 
     partial: indices of these boxes in `some`; at least one.
     C: number of key blocks.
