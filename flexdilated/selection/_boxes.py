@@ -86,7 +86,7 @@ class SelectionCall(NamedTuple):
     scorer: name of the scorer, or "module".
     stride: size of the tiles of "antidiagonal", else 1.
     kind, amount, most: rule of the choice, as in `choose`.
-    share: which heads share one table of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
+    share: query heads with one table of chosen blocks: "head", one; "group", those of a key/value head; "all", all.
     coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
     scale: factor on scores.
     q_offset: position of the first query.
@@ -126,9 +126,9 @@ class SelectionCall(NamedTuple):
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def patterns_with_values(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Return the mixture `within` + `always`, only to hold both, with the values of their run-time tensors.
+        """Return the mixture `within` + `always` with the values of their run-time tensors; `within` without `always`.
 
-        Without `always` it is `within`.
+        No attention is computed with the mixture: its branches are read separately.
 
         bindings: the run-time tensors that the patterns name, sorted by name.
         extent: one past the last query position, and one past the last key position.

@@ -281,10 +281,10 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """Return (sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of blocks in the sum).
+    """Return (sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of query blocks).
 
     p is the exact share of a query block's attention in each key block. Both p and the softmax are normalised over the
-    query block's candidate blocks. Query blocks without candidates, or whose p underflows, are left out of the sum.
+    query block's candidate blocks. Query blocks without candidates, or whose p underflows, are left out of both.
 
     q, k: input of the module, without gradients.
     exact: (q, k) of the attention, which may differ from the module's, without gradients.

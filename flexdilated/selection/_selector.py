@@ -200,9 +200,10 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """Return (blocks chosen by the coarse selector or None, run-time tensors, other arguments) of a call.
+        """Return (blocks chosen by the coarse selector, run-time tensors, other arguments) of a call.
 
-        The run-time tensors are those of this selector without the coarse one, sorted by name.
+        The blocks are None without a coarse selector. The run-time tensors are those of this selector's patterns, not
+        of its coarse selector's, sorted by name.
 
         bindings, within: as in `forward`.
         """

@@ -185,7 +185,7 @@ def _refusal(module: Any, enclosing: list[str], joined: bool) -> str:
     """Return why a module cannot be converted, or "".
 
     enclosing: classes of the modules that contain it, outermost first.
-    joined: whether it gets text and image in one sequence.
+    joined: True if it gets text and image in one sequence.
     """
     processor = _processor_name(module)
     if _order_of(module) is None:
