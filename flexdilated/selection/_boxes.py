@@ -350,7 +350,7 @@ def _visibility(
     The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
     else the first one of each query block. The second mask is None if all keys are seen.
 
-    Index i of the first mask is for position i of the query block, or, unless rows.all_queries, for its i-th query.
+    With rows.all_queries, index i of the first mask is for position i of the query block, else for its i-th query.
 
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.

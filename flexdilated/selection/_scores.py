@@ -137,7 +137,8 @@ def scores_of(
     """
     if call.scorer in LOG_SCORERS:
         found = [
-            _log_shares(call, q, k, rule, rows, few) for few in _chunks_of_query_blocks(q, rows, part, call.stride)
+            _log_shares_of_blocks(call, q, k, rule, rows, few)
+            for few in _chunks_of_query_blocks(q, rows, part, call.stride)
         ]
         return scores_at_lists(torch.cat(found, 2), lists)
     queries = summaries(q, rows, part, boxes.sees) * call.scale
@@ -257,7 +258,7 @@ def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: i
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
 
 
-def _log_shares(
+def _log_shares_of_blocks(
     call: SelectionCall, q: Tensor, k: Tensor, rule: SelectionRule, rows: QueryBlocks, part: range
 ) -> Float[Tensor, "b h n C"]:
     """Return the log of the share of attention that each query block gives to each key block.
