@@ -82,6 +82,7 @@ def choose_schedule(
     more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
     holds more exceeds the factor by which the ring receives more.
 
+    head_offset, num_heads_global: as in `flexdilated.attend`.
     wire_vector_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
@@ -225,6 +226,7 @@ def rank_loads(
 
     size: batch, heads, head dims and dtype of the call; the sharding gives the tokens. Keys and values are sent padded
         to the wider head dim.
+    schedule: as in `distributed.attend`.
     codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and for a pattern that
