@@ -172,5 +172,5 @@ def engine_text(engine: str | None) -> str:
 
 
 def ranks_text(over_ranks: OverRanks | None) -> str:
-    """Return ", mesh=..., schedule=..." with all settings, to append to the repr of a module; "" for None."""
+    """Return ", mesh=..., schedule=..." and other settings, to append to the repr of a module; "" for None."""
     return "" if over_ranks is None else f", {over_ranks}"

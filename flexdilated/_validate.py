@@ -256,7 +256,7 @@ def check_zero_keys(
 
 
 def require_q_offset(pattern: Expression, queries: int, keys: int) -> None:
-    """Raise ValueError if there are fewer queries than keys and every branch of the pattern is causal.
+    """Raise ValueError if there are fewer queries (1 or more) than keys, and every branch is causal by its form.
 
     For calls without q_offset: the queries are likely to be the last tokens, not the first. queries, keys: numbers of
     queries and keys. Nothing is checked while torch.compile traces.

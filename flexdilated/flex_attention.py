@@ -130,7 +130,7 @@ def _out_and_aux(
     kernel_options: Mapping[str, Any] | None,
     wants: AuxRequest,
 ) -> tuple[Tensor, AuxOutput]:
-    """Return (out, the results that `wants` names) of a call of `flex_attention`."""
+    """Return (out, `AuxOutput`) of a call of `flex_attention`; fields that `wants` does not name are None."""
     if block_mask is None or query.dim() != 4 or key.dim() != 4:  # `attend` refuses other numbers of dims
         pattern = every()
     else:
@@ -192,7 +192,10 @@ class _KnownPattern(NamedTuple):
 
 
 def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
-    """Raise ValueError if a BlockMask is for other numbers of queries, keys, batch entries or heads."""
+    """Raise ValueError if a BlockMask is for other numbers of queries, keys, batch entries or heads.
+
+    Lists of 1 batch entry or head fit any number.
+    """
     (entries, heads, num_queries), num_keys = query.shape[:3], key.shape[2]
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (num_queries, num_keys):
@@ -270,7 +273,7 @@ def create_block_mask(
     In a function that torch.compile compiles, the graph breaks at this call.
 
     Raises TypeError or ValueError for a function that `masks.custom` cannot record, and ValueError for a pattern in
-    which a pair may count more than once.
+    which a pair may count more than once, or with run-time tensors for another number of batch entries than B.
 
     >>> create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256).shape
     (1, 1, 256, 256)
@@ -334,7 +337,8 @@ class _PatternRule:
 def _torch_lists(blocks: Bool[Tensor, "B H R C"], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return torch's block lists: (number of True key blocks of each query block, their indices), int32 on `device`.
 
-    The indices ascend; those of False blocks come last, also ascending: a row [False, True, False] gives 1, [1, 0, 2].
+    The indices of True blocks come first; both they and the indices of False blocks ascend: for a query block with
+    [False, True, False] the lists are 1, [1, 0, 2].
     """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).to(device), order.to(device, torch.int32)

@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Values to which the curve is rounded, at most `widths`, from `start` to `end`; few steps may skip some."""
+        """Values to which the curve is rounded, at most `widths`, from `start` to `end`; a fast curve may skip some."""
         return tuple(dict.fromkeys(map(self._value, range(self._last_level + 1))))
 
     @property

@@ -82,7 +82,7 @@ class HeldKeys:
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"], first: int) -> None:
         """Append the keys and values of tokens at positions from `first`, replacing held tokens from there on.
 
-        Raises ValueError if the new keys and the keys that are still visible exceed the capacity.
+        Raises ValueError if the new keys and the keys that must be kept exceed the capacity.
         """
         self.drop_from(first)  # keys of an interrupted call
         room = k.shape[2]

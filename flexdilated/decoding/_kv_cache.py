@@ -233,6 +233,8 @@ class KVCache:
         """Append the next N tokens without computing their output; they may end inside a chunk.
 
         lengths: number of new tokens of each batch entry, as in `attend`.
+
+        Raises ValueError, and changes nothing, if the keys exceed `capacity`.
         """
         _, k, v = autocast(k, k, v)
         numbers = self._checked_lengths(None, k, v, lengths)

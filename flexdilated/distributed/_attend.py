@@ -307,8 +307,11 @@ def _auto_schedule(
 ) -> RankSchedule:
     """Return "exchange" or "ring", chosen by the bytes that the most loaded rank would receive and hold.
 
-    Under torch.compile the choice is a constant of the graph. bindings: values of the pattern's run-time tensors,
-    sorted by name. Raises ValueError under torch.compile if the pattern has run-time tensors, as a trace has no values.
+    Codec "auto" counts as None. Under torch.compile the choice is a constant of the graph.
+
+    bindings: values of the pattern's run-time tensors, sorted by name.
+
+    Raises ValueError under torch.compile if the pattern has run-time tensors, as a trace has no values.
     """
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])

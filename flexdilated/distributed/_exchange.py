@@ -72,6 +72,8 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 class Exchange:
     """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
 
+    With codec "auto" all ranks must construct it together, as the constructor may make a collective.
+
     bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     """
 
@@ -90,7 +92,7 @@ class Exchange:
 
     @contextmanager
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """Context manager that starts to send this rank's keys and values, and to receive what its queries need.
+        """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
 
         Yields a function that waits for the transfer and writes the received vectors into its argument: (k, v), each
         (B, G, R, D), with R tokens for the KV head that receives most. Padding of other heads is not written.
@@ -346,7 +348,8 @@ def exchange(
     call is one op, which overlaps each transfer with work on this rank's keys; with "flex", or a score_mod, only the
     transfers are ops.
 
-    Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
+    Raises ValueError if the engine cannot serve the call, and under torch.compile for run-time tensors with "flex" or a
+    score_mod; torch.distributed.DistError if another rank fails.
     """
     if call.engine != "flex" and features.score_mod is None:
         out, lse, _, _ = exchange_op(q, k, v, features.sinks, bindings, call.constants)

@@ -181,8 +181,8 @@ def tokens_to_heads(
 
     sharding: `Sharding.numbers()`.
     group: a process group's name.
-    pattern: in JSON; ranks first check that pattern, dropout_p, wants and sizes are equal on all ranks. "" skips the
-        check.
+    pattern: in JSON; ranks first check that pattern, sharding, sizes, dtype, dropout_p and wants are equal on all
+        ranks. "" skips the check.
     wants: three flags, read in the check only: the call sends back an lse; the shards have gradients; sinks, or tensors
         that score_mod reads, have gradients.
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its

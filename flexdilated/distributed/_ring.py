@@ -118,8 +118,8 @@ Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 class Ring:
     """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them.
 
-    With codec "auto" the constructor makes a collective, in which the ranks agree on a codec: all ranks must construct
-    their rings at one place in their sequence of transfers.
+    With codec "auto" the constructor may make a collective, in which the ranks agree on a codec: all ranks must
+    construct their rings at one place in their sequence of transfers.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -291,9 +291,9 @@ def ring_op(
     constants: the other arguments of the call (pattern, scale, sharding, process group and so on) as the text that
         `PlainCall.constants` returns.
 
-    Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
-    previous shard. The backward sends the shard again, and the gradients of its keys return to the owner. The gradients
-    of sinks must be summed over the ranks.
+    Each contiguous range of a shard is sent whole, directly from its owner to every rank that needs a key of it, while
+    that rank computes with another shard. The backward sends these keys again, and their gradients return to the owner.
+    The gradients of sinks must be summed over the ranks.
 
     A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
     keeps its error bound, at the cost of at most one 8-byte collective in forward and backward each. Raises

@@ -283,8 +283,8 @@ class RingDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` over a sequence that is distributed over the ranks of a mesh; keys are sent to the queries.
 
     Takes this rank's q, k and v, and returns its output. Each rank receives the keys and values that its queries need,
-    in one all-to-all (schedule="exchange") or rank by rank while it computes ("ring"); "auto" chooses by counted bytes
-    and memory.
+    in one all-to-all (schedule="exchange"), or whole ranges of positions that contain them, rank by rank while it
+    computes ("ring"); "auto" chooses by counted bytes and memory.
 
     mesh, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
 

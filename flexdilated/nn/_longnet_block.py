@@ -35,7 +35,8 @@ class Block(nn.Module):
     memory_dim: width of the memory; None: no attention to a memory.
     scales: (a, gain of the initial weights of the projections whose results are added to x); None for
         `residual_scales(config)`.
-    drop_path: probability, in training, that a sequence skips attention or feed-forward, drawn for each of them.
+    drop_path: probability, in training, that a sequence skips attention, attention to the memory or feed-forward, drawn
+        for each of them.
     """
 
     def __init__(
@@ -314,6 +315,9 @@ def rotary_table(
 
 
 def rotate(x: Float[Tensor, "B N H D"], table: RotaryTable) -> Float[Tensor, "B N H D"]:
-    """Return x with each head's channels rotated by a table from `rotary_table`: computed in its dtype, cast to x's."""
+    """Return x with each head's channels rotated by a table from `rotary_table`, in the dtype of x.
+
+    The rotation is computed in the dtype of the table.
+    """
     cos, signed_sin = (part.unsqueeze(-2) for part in table)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin).to(x.dtype)

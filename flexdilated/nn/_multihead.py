@@ -289,7 +289,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         tokens of width kdim and vdim.
 
         attn_mask: None or, for a module with causal=True, exactly torch's causal mask, (N, M) booleans or floats, which
-            changes nothing.
+            changes nothing; with a mesh for the whole sequence.
         is_causal: True needs a module with causal=True.
         key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to hide, or floats, -inf for keys to hide
             and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions

@@ -19,7 +19,10 @@ from ..masks.planning import bound_blocks, shared_terms
 
 
 class Refinement(NamedTuple):
-    """Result of `refine`: the new pattern, and (head, query block, key block) of dropped and added blocks."""
+    """Result of `refine`: the new pattern, or the given one if no block moved, and the dropped and added blocks.
+
+    A block is (head, query block, key block).
+    """
 
     pattern: Pattern
     dropped: Int64[Tensor, "n 3"]
@@ -161,10 +164,10 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
 
 
 def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H ..."]:
-    """Return a mask, True for the number[h] entries of each head h with the lowest `key` where `among` is True.
+    """Return a mask, True for the number[h] blocks of each head h with the lowest `key` where `among` is True.
 
-    number[h] must not exceed the number of True entries of `among` in head h, and `key` must hold no NaN; it may be
-    infinite. Of entries with equal keys the first is chosen: the lower query block, then the lower key block.
+    number[h] must not exceed the number of True blocks of `among` in head h, and `key` must hold no NaN; it may be
+    infinite. Of blocks with equal keys the first is chosen: the lower query block, then the lower key block.
     """
     order = key.masked_fill(~among, torch.nan).flatten(1).sort(dim=1, stable=True).indices  # NaN sorts behind inf
     chosen = torch.arange(order.shape[1]) < number[:, None]

@@ -86,7 +86,7 @@ class SelectionCall(NamedTuple):
     scorer: name of the scorer, or "module".
     stride: size of the tiles of "antidiagonal", else 1.
     kind, amount, most: rule of the choice, as in `choose`.
-    share: which heads share one table of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
+    share: query heads with one table of chosen blocks: "head", one; "group", those of a key/value head; "all", all.
     coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
     scale: factor on scores.
     q_offset: position of the first query.
@@ -126,9 +126,9 @@ class SelectionCall(NamedTuple):
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def patterns_with_values(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Return the mixture `within` + `always`, only to hold both, with the values of their run-time tensors.
+        """Return the mixture `within` + `always` with the values of their run-time tensors; `within` without `always`.
 
-        Without `always` it is `within`.
+        No attention is computed with the mixture: its branches are read separately.
 
         bindings: the run-time tensors that the patterns name, sorted by name.
         extent: one past the last query position, and one past the last key position.
@@ -205,10 +205,10 @@ class Boxes(NamedTuple):
         keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
     place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
-    partial: the candidates with hidden keys; None if there are none.
+    partial: the boxes with state PARTIAL_VIEW; None if there are none.
     sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
     seen: mask of the keys that some query block sees; None if all are seen.
-    pairs: number of pairs that `within` allows.
+    pairs: number of pairs that `within` allows in one head.
     pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
     """
 
@@ -350,6 +350,8 @@ def _visibility(
     The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
     else the first one of each query block. The second mask is None if all keys are seen.
 
+    With rows.all_queries, index i of the first mask is for position i of the query block, else for its i-th query.
+
     whole: boxes in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair.
     """
@@ -370,7 +372,7 @@ def _visibility(
 
 
 def _partial_views(some: _EvaluatedBoxes, partial: Int64[Tensor, " o"], C: int) -> PartialViews:
-    """Return candidate boxes with hidden keys, in groups of one key block and at most 64 boxes each.
+    """Return the boxes with state PARTIAL_VIEW, in groups of one key block and at most 64 boxes each.
 
     partial: indices of these boxes in `some`; at least one.
     C: number of key blocks.

@@ -177,7 +177,7 @@ def choose(
 def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:
     """Return the log-sum-exp, over the last dim, of the scores at which `where` (broadcast) is True.
 
-    It is -inf, with gradient 0, where no score counts.
+    It is -inf, with gradient 0, where none of these scores is above -inf.
     """
     top, total = _top_and_sum(scores, where)
     empty = total == 0

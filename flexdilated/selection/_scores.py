@@ -137,7 +137,8 @@ def scores_of(
     """
     if call.scorer in LOG_SCORERS:
         found = [
-            _log_shares(call, q, k, rule, rows, few) for few in _chunks_of_query_blocks(q, rows, part, call.stride)
+            _log_shares_of_blocks(call, q, k, rule, rows, few)
+            for few in _chunks_of_query_blocks(q, rows, part, call.stride)
         ]
         return scores_at_lists(torch.cat(found, 2), lists)
     queries = summaries(q, rows, part, boxes.sees) * call.scale
@@ -203,7 +204,7 @@ def scores_at_lists(
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Return x with dim 1, one entry per group of consecutive heads, expanded to an entry for each of `heads` heads."""
+    """Return x with dim 1, one index per group of consecutive heads, expanded to an index for each of `heads` heads."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -216,7 +217,7 @@ def _replace_scores(
     rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Return all scores, with `own` for the pairs (query block, key block) of `boxes`, which have hidden keys.
+    """Return all scores, with `own` for the pairs (query block, key block) in `boxes.place`.
 
     lists: the L blocks of each query block; None if `scores` has all blocks.
     """
@@ -257,7 +258,7 @@ def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: i
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
 
 
-def _log_shares(
+def _log_shares_of_blocks(
     call: SelectionCall, q: Tensor, k: Tensor, rule: SelectionRule, rows: QueryBlocks, part: range
 ) -> Float[Tensor, "b h n C"]:
     """Return the log of the share of attention that each query block gives to each key block.
@@ -308,12 +309,12 @@ def _log_mean_shares(
 ) -> Float[Tensor, "b h n C"]:
     """Return the log of each key block's share of a softmax over dim t, averaged over dim m within each query block.
 
-    The average is of shares, before the log. It excludes entries of dim m without shown scores; if all are excluded,
+    The average is of shares, before the log. It excludes indices of dim m without shown scores; if all are excluded,
     the result is -inf.
 
     shown: True for scores in the softmax.
-    per: number of entries of dim t in a block.
-    group: number of entries of dim m in a query block.
+    per: number of indices of dim t in a block.
+    group: number of indices of dim m in a query block.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

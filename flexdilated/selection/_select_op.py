@@ -91,7 +91,7 @@ def query_block_chunks(
     """Yield (range of query blocks, lists, boxes) for chunks that together cover the call's query blocks.
 
     Query blocks are numbered from the call's first. `lists` has, for each query block of the chunk, the key blocks
-    inside its coarse blocks, padded with -1, in x tables as `coarse`; it is None without `coarse`. `boxes` has
+    inside its coarse blocks, -1 for none, in x tables as `coarse`; it is None without `coarse`. `boxes` has
     (part, boxes of the part's rule) for each part of `head_parts_of`.
 
     bindings: run-time tensors of the patterns, sorted by name.
@@ -302,7 +302,7 @@ def _(grad, q, k, given, *others):
 def _zero_where_blind(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (q, k) with zeros at queries that see no key and at keys that no query block in `some` sees.
+    """Return (q, k) with zeros at queries of `some` that see no key, and at keys that no query block in `some` sees.
 
     NaN at these places would otherwise reach gradients.
     """
@@ -364,8 +364,8 @@ def selection_visibility(
 ) -> tuple[Tensor, Tensor]:
     """Return (mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that a query block sees).
 
-    Where query blocks are scored by their first query, the first mask has this query's value at all queries of its
-    query block.
+    The first mask is False at positions outside the call's queries. But where query blocks are scored by their first
+    query, it has this query's value at all positions of its query block.
 
     bindings: run-time tensors of the patterns, sorted by name.
     constants, q_offset: `SelectionCall.arguments`.

@@ -230,11 +230,11 @@ class SelectedAttention(nn.Module):
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
 
-        The cache keeps all keys, as later queries may choose any of them. It also keeps the pools of all key blocks; a
-        step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of any size. A chunk
-        may begin within a query block, and then uses the choice of the block's first query. `crop` accepts any position
-        except one inside a query block that is not the last. A module that scores must score each block and query block
-        independently, from the pools alone.
+        The cache keeps all keys, as later queries may choose any of them, and, except with scorer="mass", the pools of
+        all key blocks; a step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of
+        any size. A chunk may begin within a query block, and then uses the choice of the block's first query. `crop`
+        accepts any position except one inside a query block that is not the last. A module that scores must score each
+        block and query block independently, from the pools alone.
 
         num_heads: query heads.
         capacity: as in `KVCache`.
@@ -281,10 +281,10 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """Return (sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of blocks in the sum).
+    """Return (sum over query blocks of KL(p ‖ softmax of the module's scores), in nats; number of query blocks).
 
     p is the exact share of a query block's attention in each key block. Both p and the softmax are normalised over the
-    query block's candidate blocks. Query blocks without candidates, or whose p underflows, are left out of the sum.
+    query block's candidate blocks. Query blocks without candidates, or whose p underflows, are left out of both.
 
     q, k: input of the module, without gradients.
     exact: (q, k) of the attention, which may differ from the module's, without gradients.
@@ -324,7 +324,7 @@ class QueryRuns(NamedTuple):
 
     over: the ranks among which the sequence is sharded; sharding: the positions of each rank.
 
-    Both are None if this rank has all tokens.
+    Both are None without a mesh.
     """
 
     starts: Sequence[int]
@@ -389,7 +389,7 @@ def runs_of_rank(
         ("gradients wanted", torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)),
     )
     place = (ranks.name, ranks.size, ranks.rank, ranks.device_type)
-    agreed = _ranges_of_rank(place, sharding.numbers(), selector.largest_row, facts)
+    agreed = _ranges_of_rank(place, sharding.numbers(), selector.largest_query_block, facts)
     # In a trace the result of a graph constant has no type until its integers are read.
     starts, lengths = ([index(number) for number in numbers] for numbers in agreed)
     return QueryRuns(starts, lengths, over, sharding)

@@ -145,14 +145,14 @@ class SelectorState(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
     pools: pooled keys of each block that the scorer needs: (mean,), (minimum, maximum), all three for a module, or ().
-    row: index of the last query block with a choice.
+    query_block: index of the last query block with a choice.
     blocks, scores: chosen blocks of the last query block and their scores.
     coarse: state of the coarse selector; None without one.
     """
 
     tokens: int
     pools: tuple[Float[Tensor, "B G C D"], ...]
-    row: int
+    query_block: int
     blocks: Int64[Tensor, "B T 1 most"]
     scores: Float[Tensor, "B T 1 most"]
     coarse: SelectorState | None
@@ -182,7 +182,7 @@ def can_continue_at(selector: BlockSelector, known: SelectorState | None, positi
     Tests the query blocks of all coarse selectors, too. known: state of the selector; None before the first token.
     """
     begun = position % selector.query_block
-    if begun and (known is None or known.row != position // selector.query_block):
+    if begun and (known is None or known.query_block != position // selector.query_block):
         return False
     inner = None if known is None else known.coarse
     return selector.coarse is None or can_continue_at(selector.coarse, inner, position)

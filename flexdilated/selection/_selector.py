@@ -200,9 +200,10 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """Return (blocks chosen by the coarse selector or None, run-time tensors, other arguments) of a call.
+        """Return (blocks chosen by the coarse selector, run-time tensors, other arguments) of a call.
 
-        The run-time tensors are those of this selector without the coarse one, sorted by name.
+        The blocks are None without a coarse selector. The run-time tensors are those of this selector's patterns, not
+        of its coarse selector's, sorted by name.
 
         bindings, within: as in `forward`.
         """
@@ -304,9 +305,9 @@ class BlockSelector(nn.Module):
         return Selection(scores.new_full(shape, -1, dtype=torch.int64), scores, zero, zero.clone())
 
     @property
-    def largest_row(self) -> int:
+    def largest_query_block(self) -> int:
         """Largest query_block of this selector and its coarse selectors."""
-        return self.query_block if self.coarse is None else self.coarse.largest_row
+        return self.query_block if self.coarse is None else self.coarse.largest_query_block
 
     @property
     def _scores_all_queries(self) -> bool:
@@ -367,9 +368,9 @@ class BlockSelector(nn.Module):
 def is_causal(pattern: Pattern) -> bool:
     """True if no query is found that sees a later key.
 
-    Only the first 2,048 positions are searched, and run-time tensors are taken to allow as many pairs as they can. Also
-    True if the pattern fits no number of heads up to 256. With a causal pattern a choice must not depend on later
-    tokens.
+    Only the first 2,048 positions are searched, for the least number of heads, up to 256, that the pattern fits. Also
+    True if the pattern fits none of these numbers. Run-time tensors are taken to allow as many pairs as they can. With
+    a causal pattern a choice must not depend on later tokens.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)

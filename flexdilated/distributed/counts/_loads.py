@@ -82,6 +82,7 @@ def choose_schedule(
     more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
     holds more exceeds the factor by which the ring receives more.
 
+    head_offset, num_heads_global: as in `flexdilated.attend`.
     wire_vector_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
@@ -145,7 +146,7 @@ _WIDEST_FACT = 70  # characters of a fact
 class RankLoads:
     """The load of each rank in a call of `distributed.attend` and its backward; `str` returns a table.
 
-    Entry i of a tuple is for rank i.
+    Number i of each tuple is for rank i.
 
     received_forward: bytes of other ranks' keys and values.
     received_backward: bytes of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and
@@ -167,7 +168,7 @@ class RankLoads:
 
     @property
     def max_over_mean(self) -> dict[str, float]:
-        """Largest entry / mean of received_forward, received_backward and pairs, by name; 1 if all entries are 0."""
+        """Largest / mean number of received_forward, received_backward and pairs, by name; 1 if all numbers are 0."""
         return {name: max(each) * len(each) / sum(each) if any(each) else 1.0 for name, each in self._columns.items()}
 
     @property
@@ -225,10 +226,11 @@ def rank_loads(
 
     size: batch, heads, head dims and dtype of the call; the sharding gives the tokens. Keys and values are sent padded
         to the wider head dim.
+    schedule: as in `distributed.attend`.
     codec: encoding of keys and values in messages; None: their dtype.
 
-    Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
-    does not fit the heads, tokens or batch.
+    Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and for a pattern that
+    does not fit the heads, tokens or batch, or lacks the values of its run-time tensors.
     """
     require_choice("schedule", schedule, SCHEDULES)
     if codec is not None:

@@ -253,7 +253,8 @@ def tokens_by_chunk(
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
     """Return (number of tokens of each chunk that each rank needs, summed over KV heads; the chunks).
 
-    The numbers are undefined for a rank's own chunks. A chunk is a contiguous range of positions of one rank.
+    The numbers are undefined for a rank's own chunks. A chunk is a contiguous range of positions of one rank. Arguments
+    are as in `KVNeeds.of`.
     Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
@@ -365,6 +366,7 @@ def work_of_ranks(
 
     A pair counts once for each branch of a mixture that allows it.
 
+    head_offset, num_heads_global: as in `KVNeeds.of`.
     batch: number of batch entries; with 1, the largest batch size of the pattern's run-time tensors, as in `bind`.
 
     Raises ValueError if the pattern does not fit these sizes, or lacks the values of its run-time tensors.

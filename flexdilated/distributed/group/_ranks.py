@@ -71,7 +71,7 @@ def group_of(name: str) -> ProcessGroup:
 
 
 def timeout_of(ranks: Ranks) -> timedelta:
-    """Return the timeout of a transfer: the one of the group's backend for this kind of device, or torch's default."""
+    """Return the timeout of a transfer: that of the group's backend for this kind of device, else torch's default."""
     try:
         backend = _torch_private.get_backend(group_of(ranks.name), torch.device(ranks.device_type))
     except RuntimeError:  # no backend for this kind: `check_device` raises a better error

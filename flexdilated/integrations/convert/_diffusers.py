@@ -162,7 +162,7 @@ def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
     name: name of the module in `model`.
 
-    For unknown processors, `refusal` of the result is the reason.
+    For a module that cannot be converted, `refusal` of the result is the reason.
     """
     kind = original_class(module)
     if not (kind.__module__.startswith("diffusers.") and "Attention" in kind.__name__ and hasattr(module, "processor")):
@@ -185,7 +185,7 @@ def _refusal(module: Any, enclosing: list[str], joined: bool) -> str:
     """Return why a module cannot be converted, or "".
 
     enclosing: classes of the modules that contain it, outermost first.
-    joined: whether it gets text and image in one sequence.
+    joined: True if it gets text and image in one sequence.
     """
     processor = _processor_name(module)
     if _order_of(module) is None:

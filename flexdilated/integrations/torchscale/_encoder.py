@@ -84,7 +84,7 @@ class Sequences(NamedTuple):
 
 WHOLE = Sequences()  # without padding, on one device
 
-Heads = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]
+QueriesKeysValues = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]
 
 
 def require_batch(name: str, x: object, dims: str, width: int) -> None:
@@ -292,7 +292,7 @@ class EncoderLayer(nn.Module):
         """Pattern of the attention: the branches of the configuration, with their padding."""
         return self.self_attn.pattern
 
-    def project(self, x: Float[Tensor, "B N E"]) -> Heads:
+    def project(self, x: Float[Tensor, "B N E"]) -> QueriesKeysValues:
         """Return (queries, keys, values), each (B, H, N, D), of this layer's attention for the layer's input x."""
         return self.self_attn.project(self.self_attn_layer_norm(x))
 
@@ -373,7 +373,7 @@ class DilatedSelfAttention(nn.Module):
         """Pattern of the attention: the branches of the configuration, with their padding."""
         return self.config.pattern
 
-    def project(self, x: Float[Tensor, "B N E"]) -> Heads:
+    def project(self, x: Float[Tensor, "B N E"]) -> QueriesKeysValues:
         """Return (queries, keys, values) of the tokens, split into heads."""
         q, k, v = (
             each(x).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)

@@ -30,7 +30,7 @@ POOLINGS = ("cls", "mean")
 def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches: int = 5) -> tuple[int, ...]:
     """Prov-GigaPath's segment lengths, in tiles: `branches` numbers in equal steps of log2, each rounded down.
 
-    They go from 1024 to the number of tiles of the largest slide, which is first rounded down to a power of 2.
+    They go from 1024 to the number of tiles of the largest slide, rounded down to a power of 2.
 
     max_slide_size, tile_size: widths of that square slide and of a tile, in pixels.
 
@@ -282,8 +282,9 @@ class SlideEncoder(nn.Module):
     def _pool(
         self, x: Float[Tensor, "B N E"], mine: Bool[Tensor, "B L"] | None, counts: Int64[Tensor, "B 1"]
     ) -> Float[Tensor, "B E"]:
-        """Embeddings from the features x of this rank's tokens; on rank 0 these begin with the class token.
+        """Return the embeddings of the whole slides, on every rank; x has the features of this rank's tokens.
 
+        x: on rank 0 it begins with the class token.
         mine: True for this rank's tiles that are not padding; None if there is no padding.
         counts: number of tiles of each whole slide, without padding.
         """

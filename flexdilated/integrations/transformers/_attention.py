@@ -185,7 +185,10 @@ class Visibility:
         return shown if visible is None else shown & visible.to(self.device)[b, k]
 
     def visible(self) -> Bool[Tensor, "B L"] | None:
-        """True for keys that are not padding, for positions from 0 on; None if there is no padding."""
+        """True for keys that are not padding, for positions from 0 on; None if there is no padding.
+
+        In a compiled graph it is None only without a padding mask.
+        """
         if _PADDING not in self.tensors:
             return None
         visible = self.tensors[_PADDING] >= 0
@@ -455,7 +458,7 @@ def _attend_selected(
             "future_in_choice=True is for prefill only, as decoding would select other keys: give the selector "
             f"query_summary='first'; got queries from position {begun} on"
         )
-    side = own.largest_row
+    side = own.largest_query_block
     if begun % side:
         raise ValueError(
             "queries of a query block use the selection of its first query, which a later call does not have: decode "
@@ -475,7 +478,7 @@ def _attend_selected(
 def _visibility_without_mask(
     module: nn.Module, query: Tensor, key: Tensor, given: KeyOrigin | None, is_causal: bool | None
 ) -> Visibility:
-    """`Visibility` for a model that makes no mask: causal order or all pairs, as with "sdpa".
+    """`Visibility` for a model that makes no mask: causal order if is_causal, and N > 1 or `given`; else all pairs.
 
     given: origin of the keys if a `FlexdilatedCache` returned them, else None. is_causal None: the module's attribute.
     """

@@ -299,7 +299,7 @@ def _copy_all_to_host(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (positions, last, largest), of shapes (B, N), (B, 1) and (1, 1), copied to the CPU in one transfer.
 
-    Each is expanded to the largest B among them; None stays None. In a compiled graph they keep their device and shape.
+    Each is expanded to the largest B among them; None stays None. In a compiled graph they are not copied or expanded.
 
     last: if its batch size is not that of `positions`, it is replaced by its largest number, of shape (1, 1).
     """

@@ -58,7 +58,7 @@ class CoarseToFineAttention(nn.Module):
     * each other whole block (with `causal`, each before the query's own): block * exp(score of its mean key), with its
       mean value, as if all its keys and values were equal to their means.
 
-    A last block of fewer than `block` keys is never pooled: each of its keys is a term.
+    A last block of fewer than `block` keys is never pooled: each of its keys that the query sees is a term.
 
     The result equals dense attention if keys are constant within blocks, or if `top` covers all blocks. The pooled
     terms, of the second kind, are computed for all blocks; the terms of the `top` blocks are then subtracted. This is

@@ -13,7 +13,7 @@ def angles_at(positions: Int64[Tensor, " n"], channels: int, base: float) -> Flo
 
 
 def rotate(x: Float[Tensor, "... E"], cos: Float[Tensor, "... E/2"], sin: Float[Tensor, "... E/2"]) -> Tensor:
-    """Return x with each pair of channels rotated by the angle of which cos and sin are given, in the dtype of x."""
+    """Return x with each pair of channels (i, i + E/2) rotated by the angle of cos and sin, in the dtype of x."""
     first, second = x.chunk(2, -1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
