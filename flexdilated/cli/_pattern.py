@@ -80,7 +80,7 @@ class AskedPattern:
                 return leaf
             tensor = leaf.given.tensor
             given = found.setdefault(
-                leaf.name, CarriedTensor(tensor[batch]) if leaf.differs_by_entry(tensor) else leaf.given
+                leaf.name, CarriedTensor(tensor[batch : batch + 1]) if leaf.differs_by_entry(tensor) else leaf.given
             )
             return replace(leaf, given=given)
 

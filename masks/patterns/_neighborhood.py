@@ -28,9 +28,6 @@ from ._grid import Axis, fits
 from ._on_grid import OnGrid
 
 _SEQUENCES = (list, tuple)
-_FEW_PAIRS = 1 << 16  # up to this many are evaluated, which is faster than counting
-_BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the memory
-_MOST_RUNS = 1 << 10  # a window over more rows of the grid than this has no closed form in `row`
 _OPTIONAL = {"optional": True}
 # Fields, with the least value of each.
 _LEAST_VALUES = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0, "wrap": 0}
