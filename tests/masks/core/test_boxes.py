@@ -16,7 +16,7 @@ from flexdilated.masks.core import Owned, halves
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
 from flexdilated.masks.core._box import EXACT_RUNS, Bounds, Box, Progression, count_multiples
 from flexdilated.masks.core._check import LARGEST
-from flexdilated.masks.patterns import _grid, _neighborhood
+from flexdilated.masks.patterns import _grid, _on_grid
 from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._grid import fits
 from flexdilated.testing import check_pattern
@@ -72,7 +72,7 @@ def test_bounds_hold_and_classes_are_certain(data, num_heads):
     twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
     bound = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_neighborhood, "_FEW_PAIRS", data.draw(st.sampled_from([0, 1 << 16])))
+        patch.setattr(_on_grid, "_FEW_PAIRS", data.draw(st.sampled_from([0, 1 << 16])))
         truth, verdict = allowed(twin.rule, box, num_heads), bound.classify(box)
         assert_sound(bound.count(box), truth, box.area)
     assert set(verdict.tolist()) <= {EMPTY, PARTIAL, FULL}
@@ -158,7 +158,7 @@ EXACT: dict[str, Draw] = {
 def test_counts_are_exact(name, data):
     twin, box = EXACT[name](data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_neighborhood, "_FEW_PAIRS", 0)  # which are evaluated instead
+        patch.setattr(_on_grid, "_FEW_PAIRS", 0)  # which are evaluated instead
         patch.setattr(_grid, "_FEW_CLASSES", data.draw(st.sampled_from([0, 3])))
         found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
     assert torch.equal(found.low, truth)
