@@ -190,9 +190,9 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
 
 
 def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
-    """Format the data of `budget_data` as a table with a note on the meaning of its columns.
+    """Return the data of `budget_data` as text: the pattern and its settings, a table, and a note on its columns.
 
-    The first line has bytes per token, each further line the longest sequence for one budget.
+    The table's first row has bytes per token, each further row the longest sequence for one budget.
     """
     dropout = f", dropout {size.dropout_p:g}" if size.dropout_p else ""
     kind = f"{size.head_dim_text}, {size.dtype_name}, batch {size.batch}, on {size.device}{dropout}"

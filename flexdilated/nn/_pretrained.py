@@ -126,7 +126,10 @@ def _config_from(data: dict[str, Any], path: Path) -> LongNetConfig:
 
 
 def _check_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError if weights are missing, unknown to the model, or of another shape; the error names them all."""
+    """Raise ValueError if weights are missing, unknown to the model, or of another shape; the error names them all.
+
+    If all names have a prefix that the model's names lack, the error names that prefix instead.
+    """
     _check_prefix(model, weights)
     expected = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     wrong = [f"{name} is missing" for name in expected if name not in weights]

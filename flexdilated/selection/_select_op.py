@@ -348,10 +348,14 @@ def _remember(ctx, inputs, output) -> None:
 def _backward(ctx, grad_blocks, grad_places, grad_scores, *_):
     q, k, given, coarse, places, *bindings = ctx.saved_tensors
     without = no_gradients(bindings, ctx.arguments)
-    if grad_scores is None:
-        return None, None, None, None, *without
-    grads = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.arguments)
-    return (*grads, None, None, *without) if given is None else (None, None, *grads, None, *without)
+    dq = dk = of_given = None
+    if grad_scores is not None:
+        grads = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.arguments)
+        if given is None:
+            dq, dk = grads
+        else:
+            (of_given,) = grads
+    return dq, dk, of_given, None, *without
 
 
 select_blocks.register_autograd(_backward, setup_context=_remember)

@@ -206,14 +206,14 @@ def advance(
         coarse, _, inner = advance(selector.coarse, None if known is None else known.coarse, q, k, scale)
     pools = _pools(selector, known, k)
     side = selector.query_block
-    late = min(-first % side, q.shape[2])  # queries of a query block with a known choice
-    found = [] if not late or known is None else [(known.blocks, known.scores)]
-    if late < q.shape[2]:
+    begun = min(-first % side, q.shape[2])  # queries of a query block that earlier tokens began, with a known choice
+    assert not begun or known is not None
+    found = [] if not begun or known is None else [(known.blocks, known.scores)]
+    if begun < q.shape[2]:
         if selector.coarse is not None and coarse is not None:
-            coarse = coarse[
-                :, :, (first + late) // selector.coarse.query_block - first // selector.coarse.query_block :
-            ]
-        found.append(_choice(selector, q[:, :, late:], k, coarse, pools, first + late, scale))
+            coarse_block = selector.coarse.query_block
+            coarse = coarse[:, :, (first + begun) // coarse_block - first // coarse_block :]
+        found.append(_choice(selector, q[:, :, begun:], k, coarse, pools, first + begun, scale))
     blocks, scores = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
     row = (k.shape[2] - 1) // side
     return blocks, scores, SelectorState(k.shape[2], pools, row, blocks[:, :, -1:], scores[:, :, -1:], inner)

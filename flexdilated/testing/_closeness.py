@@ -167,7 +167,7 @@ def _failure_text(
     dtype, given = (str(x.dtype).removeprefix("torch.") for x in (dense.q, found))
     other = "" if given == dtype or name == "lse" else f" (in {given}, where q is {dtype})"
     error = 0.0 if truth.plain_error is None else float(truth.plain_error[(*place[:3], 0)])
-    is_budget = error > 0 and error * MARGIN >= truth.budget[place]
+    is_budget = error > 0 and error * truth.margin >= truth.budget[place]
     plain = f" (plain attention is off by up to {error:.2g} there)" if is_budget else ""
     lines = [
         f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows; the first is batch {b}, {what} {row}{element}",
@@ -307,11 +307,13 @@ class Expected:
 
     plain_error: largest error in each row, (..., 1), of torch's dense attention in the dtype of q; None where this was
         not computed.
+    margin: factor in the budget.
     """
 
     value: Tensor
     budget: Tensor
     plain_error: Tensor | None
+    margin: float
 
 
 def expected(
@@ -343,7 +345,7 @@ def expected(
             if name in plain:
                 error = (plain[name].double() - value).abs().amax(-1, keepdim=True).nan_to_num(0.0)
                 limit = torch.maximum(limit, error)
-            found[name] = Expected(value, margin * limit, error)
+            found[name] = Expected(value, margin * limit, error, margin)
     return found
 
 

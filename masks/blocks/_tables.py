@@ -121,7 +121,7 @@ def _minor_indices(
         kind = blocks.full[part] == full
         lines = ((blocks.table[part].long() - tables.start) * shape[0] + major[part])[kind]
         entries, each = minor[part][kind], count[tables.start : tables.stop].flatten()
-        if major is blocks.column:
+        if major is blocks.column:  # blocks are listed by row
             lines, order = lines.sort(stable=True)
             entries = entries[order]
         place = torch.arange(len(lines))

@@ -219,7 +219,11 @@ class Expression:
         raise TypeError("patterns have no operator -: write pattern & ~other")
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for invalid parameters; called on construction, before the text is written."""
+        """Raise TypeError or ValueError for invalid parameters, and bring fields into their stored form.
+
+        Here it does neither; a kind of pattern overrides it. Construction calls it before the text is written. It may
+        set fields by object.__setattr__, and must turn the lists that `from_json` passes into tuples.
+        """
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         """Return the patterns that this expression combines directly; () for a leaf."""

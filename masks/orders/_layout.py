@@ -372,10 +372,10 @@ Order = Permutation | ListedOrder | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Return the rate of a residue-major order in which the active tokens of dilated rules are in runs.
+    """Return the rate of a residue-major order in which tokens that a dilated rule takes together are in slot runs.
 
-    It is the least common multiple of the dilation rates of `branch`, taken in ascending order; a rate that would raise
-    it above `most` is skipped: active tokens of its rules may then not be in runs. 1 without dilation.
+    It is the least common multiple of the dilation rates of `branch`, taken in ascending order. A rate that would raise
+    it above `most` is skipped: the tokens of its rules may then be scattered. 1 without dilation.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

@@ -72,7 +72,7 @@ class Neighborhood(OnGrid):
                 raise ValueError(f"{name} must be one value, or one for each axis of {grid=}; got {name}={along}")
         # Normalized, so that equal rules are equal.
         if any(values.get("wrap", ())):
-            _limit_windows(values)
+            _normalize_wrapping_axes(values)
             size = values.get("kernel_size")
         if not any(values.get("wrap", ())):
             values.pop("wrap", None)
@@ -264,7 +264,7 @@ def _require_per_axis(name: str, values: Any) -> tuple:
     )
 
 
-def _limit_windows(values: dict[str, tuple]) -> None:
+def _normalize_wrapping_axes(values: dict[str, tuple]) -> None:
     """Limit the windows of axes that wrap to the size of a residue class, in place; wrap becomes False at that size.
 
     values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size; kernel_size replaces radius.

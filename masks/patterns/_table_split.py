@@ -84,16 +84,16 @@ def _intersection(first: Pattern, second: Pattern) -> Pattern:
 
 
 def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tuple[int, ...]]:
-    """Return (packed, index, shape), which map the pairs of a pattern to a tensor with one value for each pair.
+    """Number the pairs of `sparse(matrix)` or `selected_keys(table)`; return (pairs, index, shape).
 
-    packed: the pairs, as packed matrices.
-    index: an entry for each number of the flattened rows of `packed`: for a key, the index of its pair's value in the
-        flattened tensor of values; 0 for a number that is no key.
+    pairs: the pattern's pairs, one packed matrix for each batch entry.
+    index: one integer for each number of `pairs.rows`, flattened. Where that number is a key, it is the index of the
+        pair's value in the flattened tensor of values; elsewhere 0, which is not read.
     shape: shape of the tensor of values. For `sparse` it is (E,), in the order of the matrix's E values. For
         `selected_keys` it is that of the table without the dim of tables: each value is at the place of its key.
 
-    Raises TypeError for other patterns and for tensors passed by name, ValueError for more than one matrix or table,
-    and for repeated pairs.
+    Raises TypeError for any other pattern, and for one whose tensor is passed by name; ValueError for several matrices
+    or tables of one batch entry, and for a pair that occurs twice.
     """
     if isinstance(pattern, Sparse) and pattern.given is not None:
         rows, places = pattern.given.tensor, None if pattern.places is None else pattern.places.tensor

@@ -271,7 +271,7 @@ def _ruled_out_options(options: list[Option]) -> list[Option]:
         if _has_block_lists(option)
         and least_seconds(
             option.terms,
-            wanted / _largest_allowed_share(option, plain[0]),
+            wanted / _block_density_bound(option, plain[0]),
             option.machine,
             option.given,
             option.operands,
@@ -280,7 +280,7 @@ def _ruled_out_options(options: list[Option]) -> list[Option]:
     ]
 
 
-def _largest_allowed_share(option: Option, plain: Option) -> float:
+def _block_density_bound(option: Option, plain: Option) -> float:
     """Return an upper bound on the fraction of pairs that the rule allows in a block of the option.
 
     plain: an option without block lists for the same branch.

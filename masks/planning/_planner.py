@@ -328,11 +328,13 @@ def plan_at(
 
     The rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global.
 
-    Terms number queries by their index in q, or an `IntervalTerm` by position, and all terms number keys by position.
-    The plan's bound has the rank's sizes. The terms allow no pair with a key that the placement lacks.
+    Terms number keys by position. They number queries by their index in q, except an `IntervalTerm`, which numbers them
+    by position, too. The plan's bound has the rank's sizes. The terms allow no pair with a key that the placement
+    lacks.
 
-    The plan has the terms of all runs of queries. If block lists cover all runs at once, its `options` are complete;
-    else they are those of one run, of one whose terms share rows if there is such a run; () if there are no parts.
+    The plan has the terms of all runs of queries. Its `options` are complete only if block lists cover all runs at
+    once. Otherwise they are those of a single run, if possible of a run whose terms share rows; () if there are no
+    parts.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))

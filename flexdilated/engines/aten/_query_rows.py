@@ -150,7 +150,7 @@ class QueryRows:
         """Write out and lse of each query of a batch of problems to parts and lses, at index begin + each.place."""
         groups = rows.shape[2]
         found = (
-            (self._keys_from_tokens(each, x) for x in blocks)
+            (self._blocks_from_tokens(each, x) for x in blocks)
             if self.table.lists_few_keys
             else self._keys_and_values(each, blocks)
         )
@@ -222,7 +222,7 @@ class QueryRows:
         """Return the index of each key block in the flattened (key/value heads, num_blocks)."""
         return self.table.key_head(each.set)[:, None] * num_blocks + each.block
 
-    def _keys_from_tokens(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
+    def _blocks_from_tokens(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
         """Return the key blocks of each problem from x (keys or values); x's last token fills an incomplete block."""
         side = self.table.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)

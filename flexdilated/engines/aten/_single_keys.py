@@ -96,7 +96,7 @@ class _DenseMask:
         return lcm(self.lists.shape[1], self.num_kv_heads)
 
     @cached_property
-    def _list_of_key(self) -> Tensor:
+    def _list_of_pair(self) -> Tensor:
         """Index of the list that each of the listed keys is in."""
         return torch.arange(len(self.lists.ends)).repeat_interleave(self.lists.counts)
 
@@ -113,7 +113,7 @@ class _DenseMask:
         """True for keys that no query of the head set sees; None if there are none."""
         entries, tables, queries = self.lists.shape
         unseen = torch.ones(entries * tables, self.num_keys, dtype=torch.bool)
-        unseen[self._list_of_key // queries, self.lists.keys] = False
+        unseen[self._list_of_pair // queries, self.lists.keys] = False
         if not bool(unseen.any()):
             return None
         return unseen.view(entries, tables, -1).repeat_interleave(self._num_sets // tables, 1).unsqueeze(-1)
@@ -163,4 +163,4 @@ class _DenseMask:
         first_list = matrix * self.lists.shape[2] + begin
         first_key = int(self.lists.ends[first_list - 1]) if first_list else 0
         own = slice(first_key, int(self.lists.ends[first_list + end - begin - 1]))
-        return self._list_of_key[own] - first_list, self.lists.keys[own]
+        return self._list_of_pair[own] - first_list, self.lists.keys[own]

@@ -201,7 +201,7 @@ def _remember(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.options, ctx.kept = options, functions_in(options[0])
 
 
-def _second_gradients(ctx: Any, *incoming: Tensor) -> Any:
+def _backward_of_backward(ctx: Any, *incoming: Tensor) -> Any:
     (grad_out, grad_lse, q, k, v, out, lse), bindings = ctx.saved_tensors[:7], [*ctx.saved_tensors[7:]]
     constants, q_offset, k_offset, scale, p = ctx.options
     call = Call.of(q, k, constants, q_offset, k_offset)
@@ -213,4 +213,4 @@ def _second_gradients(ctx: Any, *incoming: Tensor) -> Any:
 
 
 set_gradient(portable_op, portable_backward, refusal=None)
-portable_backward.register_autograd(_second_gradients, setup_context=_remember)
+portable_backward.register_autograd(_backward_of_backward, setup_context=_remember)

@@ -195,7 +195,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
     def full(side: int) -> tuple[int, int]:
-        return _total_blocks(term.in_blocks_of(side, side), (side, side))
+        return _columns_and_rows(term.in_blocks_of(side, side), (side, side))
 
     def are_short(side: int, by_row: int, by_column: int) -> bool:
         columns, rows = full(side)
@@ -218,10 +218,10 @@ def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tupl
 
     On accelerators they are the bounds from `longest_lists`; on CPU, lists have places for all blocks.
     """
-    return longest_lists(term, sides) if device_kind(device).flex_trains else _total_blocks(term, sides)
+    return longest_lists(term, sides) if device_kind(device).flex_trains else _columns_and_rows(term, sides)
 
 
-def _total_blocks(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
+def _columns_and_rows(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
     """Return (number of key blocks, number of query blocks) of a term."""
     return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
 
@@ -231,7 +231,7 @@ def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
 
     They are (key blocks listed for a query block, query blocks listed for a key block), each at least 1.
     """
-    columns, rows = _total_blocks(term, sides)
+    columns, rows = _columns_and_rows(term, sides)
     outer = replace(term, rule=term.rule.superset())
     if outer.rule == Every():
         return columns, rows

@@ -136,7 +136,7 @@ def prepare_call(
         head, query, key_first = (torch.tensor(at, device=device) for at in call.offsets)
         where = CallOffsets(head, query, key_first, call.q_offset % leaf.block[0], _table_indices(call, count))
         held = tuple(table.on(device) for table in tables(rule))
-        classes = None if held or unit else _classify_blocks(call, rule, leaf.block, device)
+        classes = None if held or unit > 0 else _classify_blocks(call, rule, leaf.block, device)
         rest_mod = rule.mask_mod(num_heads=call.num_heads_global, device=device)
         return PreparedCall(sizes, rest_mod, held, where, classes, skipped)
 
@@ -157,10 +157,11 @@ def _table_indices(call: Call, count: int) -> tuple[int, ...]:
 
 
 def _classify_blocks(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return, for each (query block, key block), 2 if both are whole and the rule allows all their pairs, else 1.
+    """Return a class for each head, query block and key block, (heads, query blocks, key blocks), of 1 or 2.
 
-    The result has one head (h = 1) if the rule is equal for all heads. It is None if it would have more than
-    _MOST_CLASSES numbers.
+    2 means that both blocks are whole and bounds show that the rule allows all their pairs; all other blocks have 1.
+    There is one head if the rule is equal for all heads. The result is None if it would have more than _MOST_CLASSES
+    numbers.
     """
     rows, columns = -(-call.num_queries // block[0]), -(-call.num_keys // block[1])
     bound: Bound = call.bound(rule)

@@ -27,7 +27,9 @@ _Numbers = tuple[int, ...]
 
 
 class SlotIndex(NamedTuple):
-    """Index tensors between the slots of one side of a term and the tokens of a tensor; None if the kind needs none.
+    """Index tensors by which a `SlotRule` gathers one side of a term, between its slots and the tokens of a tensor.
+
+    A field is None if a rule of this kind does not read it.
 
     heads: for each head of the term, its query head; None if the term has all query heads in order.
     places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
@@ -313,22 +315,24 @@ def _gather_by_index(
     If the term has all query heads, and the heads that share a head of the tensor have equal tokens in their slots,
     each head of the tensor is gathered once.
     """
-    alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
+    token_of_slot = index[:1] if bool((index == index[:1]).all()) else index  # one row if all heads have equal tokens
     if heads is None and groups > 1:
-        of_group = alike.unflatten(0, (-1, groups)) if len(alike) > 1 else alike[None]
-        if not bool((of_group != of_group[:, :1]).any()):
-            alike, groups = of_group[:, 0], 1
-    if heads is None and groups == 1 and torch.equal(alike, torch.arange(num_tokens)[None]):
+        of_group = token_of_slot.unflatten(0, (-1, groups)) if len(token_of_slot) > 1 else token_of_slot[None]
+        if bool((of_group == of_group[:, :1]).all()):
+            token_of_slot, groups = of_group[:, 0], 1
+    if heads is None and groups == 1 and torch.equal(token_of_slot, torch.arange(num_tokens)[None]):
         return SideGather(SlotRule("all", 1), SlotIndex(), 0)
-    inverse = torch.full((len(alike), num_tokens + 1), -1, dtype=torch.int32)
-    slot = torch.arange(alike.shape[1], dtype=torch.int32)
-    inverse.scatter_(1, torch.where(alike < 0, num_tokens, alike), slot.expand_as(alike))
+    inverse = torch.full((len(token_of_slot), num_tokens + 1), -1, dtype=torch.int32)
+    slot = torch.arange(token_of_slot.shape[1], dtype=torch.int32)
+    inverse.scatter_(1, torch.where(token_of_slot < 0, num_tokens, token_of_slot), slot.expand_as(token_of_slot))
     inverse = inverse[:, :num_tokens]
     if heads is not None and len(inverse) > 1:
         inverse = torch.full((num_heads, num_tokens), -1, dtype=torch.int32).index_copy_(
             0, torch.tensor(heads), inverse
         )
-    rows = _slot_index(heads, num_heads, device, token_of_slot=alike.int().to(device), slot_of_token=inverse.to(device))
+    rows = _slot_index(
+        heads, num_heads, device, token_of_slot=token_of_slot.int().to(device), slot_of_token=inverse.to(device)
+    )
     return SideGather(SlotRule("index", groups), rows, 0)
 
 

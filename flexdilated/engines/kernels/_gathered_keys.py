@@ -174,7 +174,7 @@ def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, t
 
 
 @triton.jit
-def _load_keys(keys, place, count, keys_of_call):
+def _load_key_indices(keys, place, count, keys_of_call):
     """Return (keys at these places of a list, mask of keys that exist in the call and do not repeat the key before)."""
     key = tl.load(keys + place, place < count, other=-1).to(tl.int64)
     before = tl.load(keys + place - 1, (place > 0) & (place < count), other=-1).to(tl.int64)
@@ -230,7 +230,7 @@ def _forward(
     if V_REST:
         rest_sums = tl.zeros([HEADS, V_REST], tl.float32)
     for start in range(0, count, KEYS):
-        key, there = _load_keys(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
+        key, there = _load_key_indices(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
         scores = _dot(main, tl.trans(_load(k, key * k_m, there, 0, MAIN, DIM)))
         if REST:
             scores += _dot(rest, tl.trans(_load(k, key * k_m, there, MAIN, REST, DIM)))
@@ -282,7 +282,7 @@ def _backward(
     dv += b * dv_b + g * dv_g
     dq_main = tl.zeros([HEADS, MAIN], tl.float32)
     for start in range(0, count, KEYS):
-        key, there = _load_keys(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
+        key, there = _load_key_indices(keys + begin, start + tl.arange(0, KEYS), count, keys_of_call)
         k_main = _load(k, key * k_m, there, 0, MAIN, DIM)
         scores = _dot(main, tl.trans(k_main))
         of_weights = _dot(grad, tl.trans(_load(v, key * v_m, there, 0, V_MAIN, V_DIM)))

@@ -138,7 +138,7 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Return (branch, phases): the tokens of this level follow an active token of `branch` at a distance in phases.
+        """Return (branch, phases): modulo the rate of `branch`, tokens of the level are in a phase after active tokens.
 
         A token's level is the last branch in which it is active. For the last level, `branch` is the last branch and
         the only phase is 0. For another level, `branch` is the next branch, and the phases are the multiples of the

@@ -248,7 +248,11 @@ def _padded_orders(offsets: tuple[int, ...], segment: int, rate: int, bound: Bou
 
 
 class IntervalTerm(SharedListTerm):
-    """Term in which each query attends to one interval of key slots; tokens are numbered by position."""
+    """Term in which the query in each slot attends to one interval of key slots.
+
+    Slots hold the positions of an `ActivePositions`, ascending. The index of a token is its position in the whole
+    sequence, not its place in q or k; so q_offset and k_offset are 0.
+    """
 
     q: ActivePositions  # pyright: ignore[reportIncompatibleVariableOverride]
     k: ActivePositions  # pyright: ignore[reportIncompatibleVariableOverride]

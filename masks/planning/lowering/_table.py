@@ -152,9 +152,10 @@ class TableProblems:
 
     @cached_property
     def lists_few_keys(self) -> bool:
-        """True if the listed keys are at most half as many as all keys, as in a decoding step.
+        """True if a forward gathers keys token by token, as in decoding, instead of copying all keys into blocks.
 
-        They are then gathered one by one, and not all keys are copied into blocks first. False unless `gathers`.
+        It needs `gathers`, and at most half as many places for keys in the tables of all head sets as the call has keys
+        over all key/value heads; unused places count. A backward copies all keys into blocks in any case.
         """
         _, rows, entries = self.column.shape
         read = self.num_sets * rows * entries * self.block[1]
@@ -255,10 +256,11 @@ class TableProblems:
     def full_and_other_blocks(self) -> tuple[int, int]:
         """Return (number of fully allowed blocks, number of other blocks) that the tables list.
 
-        Fully allowed blocks have all their keys, but may be of a query block that the call has only in part.
+        Fully allowed blocks have all their keys (see `whole`), but may be of a query block that the call has only in
+        part.
         """
-        full = int(self.whole.sum())
-        return full, int((self.column >= 0).sum()) - full
+        whole = int(self.whole.sum())
+        return whole, int((self.column >= 0).sum()) - whole
 
     def work(self, width: int, element_bytes: int) -> TableWork:
         """Return the work of the call, for keys and values of `width` channels of `element_bytes` bytes."""
@@ -305,14 +307,14 @@ class TableProblems:
         query = torch.arange(len(row))[:, None] * self.queries_per_problem + torch.arange(self.queries_per_problem)
         place = torch.where(query < self.bound.num_queries, query, -1)
         plain = self.whole.all(2)[tables[:, None], row]
-        for which in (plain, ~plain):
-            owner, at = which.nonzero().unbind(1)
+        for is_plain in (True, False):
+            owner, at = (plain == is_plain).nonzero().unbind(1)
             if not len(owner):
                 continue
             listed = tables[owner], row[at]
             column = self.column[listed]
             seen = None
-            if which is not plain:
+            if not is_plain:
                 seen = ((column >= 0).byte() + self.whole[listed].byte())[:, None].expand(
                     -1, self.queries_per_problem, -1
                 )
@@ -329,7 +331,7 @@ class TableProblems:
         table, row = sets.start // len(sets), self.row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self.whole[table, row]
         there = column >= 0
-        for which in (there & whole, there & ~whole):
+        for which, all_seen in ((there & whole, True), (there & ~whole, False)):
             pairs = which.flatten().nonzero().squeeze(1)
             if not len(pairs):
                 continue
@@ -344,7 +346,7 @@ class TableProblems:
             place[before + inside] = pairs[order]
             place = place.view(-1, height)
             query = queries.start + place.clamp(min=0) // column.shape[1]
-            seen = None if bool(whole.flatten()[pairs[0]]) else (place >= 0).byte()[..., None]
+            seen = None if all_seen else (place >= 0).byte()[..., None]
             owners = [torch.full((len(query),), each) for each in sets]
             yield Batch(owners, query, block.repeat_interleave(tiles)[:, None], place, seen)
 

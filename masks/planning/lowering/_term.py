@@ -79,6 +79,8 @@ class PairWeights:
             lambda: _bias_of_strip(torch.tensor(table), rows + period, before, rows + period, dtype),
             lambda strip: strip.nbytes,
         )
+        # Entry (q, k) of the weights is entry (q + shift, k + shift) of the least table: the strip is read from slot
+        # `shift` on, and has `period` more rows for it. Its column 0 is key slot -before.
         first = before - lead + shift
         return strip[None, shift : shift + num_queries, first : first + num_keys]
 
@@ -235,9 +237,9 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """Return the term with its orders padded to whole blocks of these sizes.
+        """Return the term to lay out in blocks of these sizes: self, as its orders are not padded.
 
-        Here that is self; terms with padded orders override this method.
+        `PaddedTerm` and `IntervalTerm` override this, and return a term whose orders are padded to whole blocks.
         """
         return self
 
