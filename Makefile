@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# hypothesis looks for constants in local files, and takes those for others by the name of the folder.
+# hypothesis draws constants of local code, too; code in folders of this name counts as installed.
 TRITON := $(VENV)/triton/site-packages
 FLASH := $(VENV)/flash/site-packages
 ONNX := $(VENV)/onnx/site-packages

@@ -362,11 +362,13 @@ def _with_deletions(lines: Sequence[str]) -> list[str]:
     A call then holds no intermediate result longer than the caller's own function would.
     """
     made = {name for line in lines for name in re.findall(r"^\s*(v\d+) = ", line)}
-    last = {name: index for index, line in enumerate(lines) for name in re.findall(r"\bv\d+\b", line) if name in made}
     *body, end = lines
-    dead = [[name for name, at in last.items() if at == index] for index in range(len(body))]
-    body = [f"{line}; del {', '.join(names)}" if names else line for line, names in zip(body, dead, strict=True)]
-    return [*body, end]
+    later, found = set(re.findall(r"\bv\d+\b", end)), [end]
+    for line in reversed(body):
+        last = sorted(made.intersection(re.findall(r"\bv\d+\b", line)) - later)
+        later.update(last)
+        found.append(f"{line}; del {', '.join(last)}" if last else line)
+    return found[::-1]
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:

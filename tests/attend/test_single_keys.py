@@ -17,6 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Call, Dropout, Features, WholeRows, fixed_score_mod
 from flexdilated.engines.aten import _single_keys
+from flexdilated.engines.aten._aten_op import attention, gradients
 from flexdilated.engines.flex import _portable_op
 from flexdilated.engines.flex._portable_op import portable_run
 from flexdilated.engines.kernels import _key_lists
@@ -361,3 +362,13 @@ def test_block_lists_serve_a_matrix_on_an_accelerator() -> None:
     with flex_on_cpu():
         found = fd.attend(q, k, v, pattern & masks.causal(), engine="flex")
     assert_close(found, fd.attend(q, k, v, pattern & masks.causal(), engine="reference"))
+
+
+def test_gradients_that_are_summed_with_others_are_wide() -> None:
+    """Also dq of keys that are gathered: ranks and other pairs add theirs before it is rounded."""
+    q, k, v = torch.randn(3, 1, 2, 2048, 16, dtype=torch.bfloat16)
+    table = torch.randint(0, 2048, (1, 2048, 8))
+    call = Call.at(q, k, masks.selected_keys(table).text, num_heads_global=2)
+    out, lse = attention(call, q, k, v, None, [table], 1.0)
+    found = gradients(call, q, k, v, [table], WholeRows(out, lse, torch.ones_like(out)), 1.0, wide=True)
+    assert {x.dtype for x in found} == {torch.float32}

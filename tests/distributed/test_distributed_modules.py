@@ -251,3 +251,38 @@ def test_a_module_with_a_mesh_lives_as_any_module() -> None:
     shown = on_ranks(2, live)[1]
     assert "mesh=2 ranks of axis 'sp', schedule='ring', pool='auto')" in shown
     assert "schedule='heads', sharding=Sharding(num_tokens=41, num_ranks=2, order='contiguous'" in shown
+
+
+def tensor_and_sequence(schedule: str) -> None:
+    """A mesh of 2 x 2: each rank has half of the heads of half of the tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "sp"))
+    sharding = Sharding(N, 2, "zigzag")
+    H, E = 8, 16
+    torch.manual_seed(0)
+    weights = [torch.randn(3, H, E, 4, dtype=torch.float64), torch.randn(H, 4, E, dtype=torch.float64)]
+    x, grad = torch.randn(2, 1, N, E, dtype=torch.float64)
+    pattern = masks.longnet(*BRANCHES) & masks.causal()
+
+    def layer(attention, x: Tensor, project: Tensor, join: Tensor) -> Tensor:
+        q, k, v = torch.einsum("bne,shed->sbhnd", x, project)
+        return torch.einsum("bhnd,hde->bne", attention(q, k, v), join)
+
+    whole = [weight.clone().requires_grad_() for weight in weights]
+    truth = layer(partial(fd.attend, pattern=pattern), x, *whole)
+    true_gradients = torch.autograd.grad(truth, whole, grad)
+    first = mesh.get_local_rank("tp") * H // 2
+    heads = slice(first, first + H // 2)
+    mine = [weights[0][:, heads].clone().requires_grad_(), weights[1][heads].clone().requires_grad_()]
+    module = fd.BlockSparseAttention(pattern, mesh=mesh["sp"], sharding=sharding, schedule=schedule)
+    held = sharding.positions(mesh.get_local_rank("sp"))
+    out = layer(partial(module, head_offset=first, num_heads_global=H), x[:, held], *mine)
+    assert_close(summed(out, mesh.get_group("tp")), truth[:, held].detach(), **TIGHT)
+    found = torch.autograd.grad(out, mine, grad[:, held])
+    for mine_alone, true_gradient, chosen in zip(found, true_gradients, ((slice(None), heads), heads), strict=True):
+        assert_close(summed(mine_alone, mesh.get_group("sp")), true_gradient[chosen], **TIGHT)
+
+
+def test_with_tensor_parallelism() -> None:
+    """Dilation offsets are those of the head among all heads, wherever it lives."""
+    for schedule in ("exchange", "ring", "heads"):
+        on_ranks(4, tensor_and_sequence, schedule)

@@ -271,3 +271,12 @@ def test_counts_of_many_ranks(pattern):
         ]
         expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
         assert int(counts[target, source]) == expected
+
+
+def test_run_time_values_count() -> None:
+    """Documents that end with the shards need nothing from elsewhere; one document all."""
+    apart, one = torch.arange(4).repeat_interleave(32), torch.zeros(128, dtype=torch.int64)
+    choices = [choose_schedule(masks.documents(ids), Sharding(128, 4), **SIZES) for ids in (apart, one)]
+    assert [choice.exchange_bytes for choice in choices] == [0, 3 * 32 * 2 * 2 * 8 * 2]
+    with pytest.raises(ValueError, match="documents"):
+        choose_schedule(masks.documents("documents"), Sharding(128, 4), **SIZES)

@@ -217,8 +217,6 @@ def gradients(
     call: pattern and sizes of the call.
     bindings: run-time tensors of the pattern, sorted by name.
     whole: out, lse and their gradients, of rows that may have more keys than the call, or a sink.
-
-    If the call has only pairs of a table of single keys, which are gathered, dq is in the dtype of q even if `wide`.
     """
     programs, others = _programs_for(call, bindings, q)
 
@@ -228,7 +226,6 @@ def gradients(
     rows = (whole.out, whole.lse, whole.grad_out, *(() if whole.grad_lse is None else (whole.grad_lse,)))
     dq, dk, dv = _run_on_entries(programs, compute, (q, k, v, *rows), (q, k, v))
     if others is not None:
-        dq = dq.to(whole.lse.dtype)  # in the dtype of q where the keys of a table are gathered
         beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
         dq, dk, dv = (total.add_(part) for total, part in zip((dq, dk, dv), beside, strict=True))
     return (dq, dk, dv) if wide else (in_format_of(dq, q), in_format_of(dk, k), in_format_of(dv, v))

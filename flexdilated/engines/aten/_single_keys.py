@@ -53,7 +53,7 @@ class SingleKeys:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
-        """Return (dq, dk, dv) in float32 or wider, except that dq is in the dtype of q if keys are gathered.
+        """Return (dq, dk, dv) in float32 or wider.
 
         whole: out, lse and their gradients, of rows that may have more keys than the lists.
         """
@@ -61,7 +61,7 @@ class SingleKeys:
         if self._gathers(q, k):
             problems = ListProblems.of(self.lists, self.offsets, q, k, v)
             dq, dk, dv, _ = gradients(problems, Weighting(scale), q, k, v, lse, whole.grad_out, whole.delta())
-            return dq, dk, dv
+            return dq.to(wide), dk, dv
         width, masked = v.shape[3], _DenseMask(self.lists, q.shape[1], k.shape[1], k.shape[2])
         (q, k, v), grad_out, out = whole.with_lse_channel(q, k, v)
         q, grad_out, out = (masked.clear_queries(x) for x in (q, grad_out, out))

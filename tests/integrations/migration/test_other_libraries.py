@@ -92,6 +92,23 @@ def test_the_pairs_are_theirs_until_they_divide(package: Any, causal: bool) -> N
     torch.testing.assert_close(theirs(package, heads_last(), causal=causal), out / out.sum(1, keepdim=True) / 2)
 
 
+def test_faults_that_the_page_names(package: Any) -> None:
+    """Of theirs: later tokens change earlier rows, heads 10 and 11 of 12 stay empty, scale and dropout do nothing."""
+    plain, changed = theirs(package, heads_last(), causal=True), heads_last().clone()
+    changed[2, :, -1] += 1
+    moved = theirs(package, changed, causal=True)
+    assert int((plain != moved)[:, :-1].any(-1).any(-1).all(0).sum()) == 127
+    empty = ~package.DilatedAttention((8, 16, 32, 64, 128), (1, 2, 4, 6, 12))(*heads_last(12)).any(1).any(-1).any(0)
+    assert empty.nonzero().flatten().tolist() == [10, 11]
+    for option in ({"softmax_scale": 9.0}, {"attention_dropout": 0.9}):
+        assert torch.equal(theirs(package, heads_last(), causal=True, **option), plain)
+    out = ours(heads_last(), pattern_of(SEGMENTS, RATES))
+    turned = (theirs(package, heads_last()).sign() != out.sign())[out != 0].double().mean()
+    assert turned == pytest.approx(0.494, abs=1e-3)
+    with pytest.raises(Exception, match="can't divide axis"):
+        theirs(package, heads_last(num_tokens=100))
+
+
 def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
     """The module of the page has their parameters; with one branch over all, and no division, it is dense."""
     module = page.MagnetoAttention

@@ -73,3 +73,24 @@ def test_any_call(data):
     repeated = call.attend(*call.tensors, masks.Mixture(call.case.twin.pattern.branches() * m))
     assert_same(repeated, (call.out, call.lse + log(m)))
     assert_same(call.attend(*call.tensors, block_size=(2, 5)), call.both)
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_whole_sequences(data):
+    """A layout changes the order only; some heads are a slice of all, and queries in chunks are one pass."""
+    call = Call(data.draw(whole_cases()), data)
+    layout = masks.Layout(call.case.num_keys, data.draw(st.integers(1, 9)))
+    out, lse = call.attend(*(layout.apply(x) for x in call.tensors), layout=layout)
+    assert_same((layout.invert(out), layout.invert(lse, dim=-1)), call.both)
+    num_heads = call.case.num_heads
+    q, k, v = (x[:, :1].expand(-1, num_heads, -1, -1) + 0 for x in call.tensors)
+    cut, whole = data.draw(st.integers(0, num_heads)), call.attend(q, k, v)
+    for first, last in ((0, cut), (cut, num_heads)):
+        if first < last:
+            part = call.attend(*(x[:, first:last] for x in (q, k, v)), head_offset=first)
+            assert_same(part, tuple(x[:, first:last] for x in whole))
+    chunk = data.draw(st.integers(1, 20))
+    firsts = range(0, call.case.num_queries, chunk)
+    parts = [call.attend(call.q[:, :, at : at + chunk], call.k, call.v, q_offset=at) for at in firsts]
+    assert_same(tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True)), call.both)
