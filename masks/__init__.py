@@ -150,5 +150,5 @@ _OTHER_NAMES = {
 
 
 def __getattr__(name: str) -> _NoReturn:
-    """Raise AttributeError for an unknown name; its text suggests up to two similar names."""
+    """Raise AttributeError for an unknown name; its text suggests what to write instead, if that is known."""
     raise AttributeError(_no_such_name(__name__, name, __all__, _OTHER_NAMES, "masks."))

@@ -143,7 +143,7 @@ def sliding_tile(grid: Sequence[int], *, tile: int | Sequence[int], num_tiles: i
 
     grid: frames, rows and columns of tokens, in row-major order; the paper's own order, tile by tile, is not needed.
     tile: tokens of a tile along each axis, which divide the axis; one value for all, or a sequence of one for each.
-    num_tiles: tiles of a window along each axis, an odd number.
+    num_tiles: tiles of a window along each axis, an odd number; one value or a sequence, as for `tile`.
 
     Raises ValueError for a tile that does not divide its axis, an even number of tiles, and a window longer than its
     axis; TypeError for values of other types.
@@ -192,8 +192,8 @@ def sparse_videogen_spatial(grid: Sequence[int], *, near_frames: int) -> Pattern
     grid: frames, rows and columns of tokens, in row-major order.
     near_frames: frames on each side of the query's own.
 
-    A spatial and a temporal head join as `per_head([spatial, temporal])`; the source chooses the kind of each head for
-    each call, by which of the two is closer to full attention on sampled queries.
+    A spatial and a temporal head join as `per_head([spatial, temporal])`. In each call, the source gives each head the
+    kind that is closer to full attention on sampled queries.
     Raises ValueError unless `grid` has three entries, of at least 1, and for near_frames below 0.
     Source: Sparse VideoGen, arXiv 2502.01776, section 4.
     """

@@ -129,7 +129,7 @@ def _field_value(value: Any, field: str, depth: int) -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse JSON text (bytes are UTF-8) with unique names in each object and finite numbers.
+    """Return the value of a JSON text (bytes are UTF-8) with unique names in each object and finite numbers.
 
     Raises ValueError for any other text, and for nesting or integers beyond the limits of Python's parser. Lower limits
     on nesting are up to the caller.

@@ -1,4 +1,4 @@
-"""Ends of chunks: positions to cut a sequence at for decoding, as no query before them sees a key at or after them."""
+"""Ends of chunks: positions where decoding can cut a sequence, as no query before one sees a key at or after it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ends:
         The recognized rules are
 
         * causal order and windows without keys after the query;
-        * rules over blocks whose size divides the chunk, if the inner rule is recognized for a chunk of that many
+        * rules over blocks whose size divides the chunk, if the inner rule is recognized with the chunk counted in
           blocks;
         * rules without pairs across segments whose length divides the chunk;
         * intersections of which some part is recognized, and unions of which every part is.
@@ -134,7 +134,7 @@ def _longest_period(rule: Pattern) -> int:
 
 
 def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
-    """Return (rule of the allowed pairs whose key is after the query, its blocks of 64 below position `tried`)."""
+    """Return (rule of the allowed pairs whose key is after the query, its blocks of 64 x 64 pairs below `tried`)."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
     return ahead, build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
@@ -165,10 +165,10 @@ def _covered_positions(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], num
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return the pair (query, key) with the largest key among those that any rule allows; None if there is none.
+    """Return (query, key) of a pair with the largest key that any query sees; None if no rule allows a pair.
 
-    sources: the rules.
-    queries, keys: consecutive positions, to which the pair belongs.
+    sources: the rules; one of them allows the pair.
+    queries, keys: ranges of consecutive positions that are searched.
     """
     pairs = []
     for source in sources:

@@ -183,8 +183,8 @@ def _searches_of_marked_runs(factor: MarkedTokens, rest: KeyQuery) -> Parts | No
 def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a search for the keys allowed by `rest` and a dilated band, in the residue class of the queries.
 
-    In that class the band is a window without dilation, or no rule if it is unlimited. None if the factor is not a
-    dilated band, or if the queries do not agree modulo its step.
+    In that class the band is a window without dilation; a band without limits allows all pairs there. None if the
+    factor is not a dilated band, or if the queries do not agree modulo its step.
     """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None

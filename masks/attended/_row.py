@@ -28,7 +28,7 @@ _MOST_COMPARISONS = 1 << 9  # of a row's range with a range of all keys; beyond,
 class SeenKeys:
     """Keys that at least one of a few queries sees, each once, and the allowed pairs.
 
-    rows: indices of queries; they include every query that sees a key.
+    rows: indices in the range of queries; they include every query that sees a key.
     keys: positions.
     pairs: True where a query sees a key, in the order of `rows` and `keys`; None if every query of `rows` sees every
         key.
@@ -112,7 +112,7 @@ def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
 
 
 def _hull(indices: Sequence[int]) -> range:
-    """Return the range of largest step from the first to the last of these ascending numbers that contains all."""
+    """Return the range from the first to the last of these ascending numbers, of the largest step that has them all."""
     if not indices:
         return range(0)
     step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)
@@ -120,9 +120,9 @@ def _hull(indices: Sequence[int]) -> range:
 
 
 def _union(ranges: Iterable[range]) -> Ranges:
-    """Return the union of ranges.
+    """Return the union of non-empty ranges, as disjoint ranges.
 
-    Ranges of equal step and residue that overlap or touch, as those of one rule mostly do, are joined first.
+    For speed, ranges of equal step and residue that overlap or continue each other are joined before `union_of`.
     """
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []

@@ -116,8 +116,8 @@ def keys_by_boxes(wanted: KeyQuery) -> list[range]:
 def _first_boxes(wanted: KeyQuery) -> Box:
     """Return the boxes with which a search begins.
 
-    These are the squares that contain all allowed pairs, if the rule lists such squares; else pairs of residue classes
-    of queries and keys, in which a dilated rule is dense.
+    These are the squares that contain all allowed pairs, cut to the queries and keys, if the rule lists squares; else
+    pairs of residue classes of queries and keys, in which a dilated rule is dense.
     """
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
@@ -140,9 +140,9 @@ def _progression(positions: range) -> Progression:
 
 
 def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
-    """Split the progression of each side, queries and keys, by residue modulo `rate`.
+    """Return [queries, keys], both split into one progression for each residue class modulo `rate`.
 
-    Returns `sides` unsplit if there would be more than 2**16 pairs of classes.
+    sides: one progression of queries and one of keys; returned unsplit if there would be over 2**16 pairs of classes.
     """
     cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
     if cycles[0] * cycles[1] > _MOST_CLASS_PAIRS:
@@ -156,9 +156,9 @@ def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _seen_and_undecided_boxes(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """Return (boxes in which bounds show that some query sees each key, boxes that bounds leave undecided).
+    """Return (boxes of which, by bounds, every key is seen by some query; boxes that bounds leave undecided).
 
-    Boxes without allowed pairs, and undecided boxes with the keys of a box in the first part, are left out.
+    Boxes without allowed pairs, and undecided boxes with the same keys as one of the first boxes, are left out.
     """
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
@@ -169,7 +169,7 @@ def _seen_and_undecided_boxes(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
 
 
 def _key_runs(boxes: Box) -> tuple[int, Tensor]:
-    """Return (number of distinct runs of keys, index of the run of each box)."""
+    """Return (number of distinct key progressions, here called runs; index of the run of each box)."""
     longest = int(boxes.k.count.max()) + 1 if len(boxes.head) else 1
     # Counts are below `longest`, so equal numbers mean equal runs.
     runs, number = (boxes.k.first * longest + boxes.k.count).unique(return_inverse=True)
@@ -177,14 +177,14 @@ def _key_runs(boxes: Box) -> tuple[int, Tensor]:
 
 
 def _halve_long_sides(boxes: Box) -> Box:
-    """Halve each side of more than 16 positions; boxes that share a run of keys then share its halves."""
+    """Return the boxes with each side of more than 16 positions halved; equal sides have equal halves."""
     box, q = _halves(boxes.q)
     part, k = _halves(boxes.k.select(box))
     return Box(boxes.head[box][part], q.select(part), k)
 
 
 def _halves(side: Progression) -> tuple[Tensor, Progression]:
-    """Return (index of each part's progression, parts): halves of progressions of over 16 positions, others whole."""
+    """Halve progressions of more than 16 positions, keep others: return (index of each part's progression, parts)."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -217,10 +217,9 @@ def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _num_earlier_of_run(number: Tensor, runs: int) -> Tensor:
-    """Return, for each box, the number of earlier boxes that have its run of keys.
+    """Return, for each box, the number of earlier boxes with the same keys.
 
-    number: index of the run of each box.
-    runs: number of distinct runs.
+    number, runs: index of the key progression of each box, and number of distinct ones, from `_key_runs`.
     """
     order = number.argsort(stable=True)
     counts = torch.bincount(number, minlength=runs)

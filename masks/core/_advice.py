@@ -52,7 +52,7 @@ class _Parameters(NamedTuple):
 
     called: qualified name of the function.
     path: the name that users write, such as `fd.attend`.
-    num_self: number of `self` parameters, 1 for a method, else 0; the fields below omit `self`.
+    num_self: 1 for a method, else 0; the fields below omit `self`.
     positional: parameters that may be positional.
     keyword_only: keyword-only parameters.
     required, required_keywords: the required ones of `positional` and of `keyword_only`.
@@ -113,13 +113,12 @@ class _Parameters(NamedTuple):
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Advised], _Advised]:
-    """Return a decorator of functions or classes that rejects missing, excess and unknown arguments with advice.
+    """Return a decorator by which a function or class rejects missing, excess and unknown arguments, with advice.
 
-    Such arguments make the decorated function or class raise TypeError. If it has **kwargs, only the unknown keywords
-    that are in `keywords` do.
+    To reject, it raises TypeError. A function with **kwargs takes unknown keywords, except those in `keywords`.
 
     keywords: {unknown keyword: advice}. For another unknown keyword the error names a parameter of a similar name; if
-        there is none, or a graph is compiled, it lists all parameters.
+        there is none, or a graph is compiled, it lists all parameters. Entries for existing parameters are ignored.
     how: advice for missing or excess arguments; "" gives the call with all required arguments.
 
     A function that is already decorated is returned unchanged.
@@ -200,7 +199,7 @@ def no_such_attribute(kind: str, name: str) -> str:
 
 
 def no_operand(operator: str, value: object) -> str:
-    """Return the text of a TypeError for an operator, such as "&", one of whose operands, `value`, is no pattern."""
+    """Return the text of a TypeError for an operator, such as "&", with an operand `value` that is not a pattern."""
     sums = ": to add up a list write sum(patterns[1:], patterns[0])" if operator == "+" and value == 0 else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 

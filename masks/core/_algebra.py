@@ -190,8 +190,8 @@ class And(_Combination):
         """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
 
         If a factor of a part is `causal()`, all parts lose the zero keys (score 0, value 0) that pad their segments:
-        these keys come after all tokens, so causal order hides them. Without `causal()`, two or more different parts of
-        which one has zero keys raise ValueError.
+        these keys come after all tokens, so causal order hides them. Without `causal()`, a part with zero keys raises
+        ValueError, unless all parts are equal.
         """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
@@ -244,11 +244,11 @@ class Or(_Combination):
 
     @classmethod
     def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
-        """Return the union of the parts, with the factors that they have in common written once.
+        """Return the union of the parts, with the factors (see `factors`) that all parts share written once.
 
-        A factor is a pattern of an intersection: (a & c) | (b & c) becomes (a | b) & c, for which bounds on pair counts
-        are exact more often, and (a & c) | c becomes c. The plain union is returned if no factor is common, or if the
-        result could have more than 32 nested levels.
+        (a & c) | (b & c) becomes (a | b) & c, which has exact bounds on pair counts more often; (a & c) | c becomes c.
+        The plain union is returned if the parts share no factor, or if the result could have more than 32 nested
+        levels.
         """
         factors = [part.factors() for part in parts]
         shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))

@@ -169,13 +169,13 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
 
 
 def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) -> Bounds:
-    """Return bounds on the allowed pairs of boxes that extend over several runs of positions, such as segments.
+    """Return bounds on the number of allowed pairs of each box, for a rule without pairs across runs of positions.
+
+    Runs are, for example, segments. Bounds are exact for boxes with up to EXACT_RUNS (8) runs, else 0 and the area.
 
     number: number of runs in each box.
     area: number of pairs of each box.
-    pairs_in: function (i) -> number of allowed pairs of each box in its i-th run; no pair crosses runs.
-
-    Bounds are exact for boxes with up to EXACT_RUNS (8) runs; for other boxes they are 0 and the area.
+    pairs_in: function (i) -> number of allowed pairs of each box in its run i, counted from 0.
 
     >>> two_runs, area = torch.tensor([2]), torch.tensor([64])  # a box of 8 queries and 8 keys over two segments of 4
     >>> masks.extend.count_runs(two_runs, area, lambda index: torch.tensor([16])).low

@@ -58,15 +58,15 @@ def _factors(number: int) -> list[int]:
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
     """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    There are min(factor, most queries of a box) classes of queries, and min(factor, most keys of a box) of keys. The
-    number of parts is that of query classes if `together` is True, else query classes times key classes.
+    There are min(factor, n) classes of queries, where n is the largest number of queries in a box; likewise of keys.
+    The number of parts is that of query classes if `together` is True, else query classes times key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
 
 
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
-    """Return the non-empty parts of boxes cut by residue class: every `factor`-th query and key of a box form a part.
+    """Return the non-empty parts of boxes cut by residue class: a part has every `factor`-th query and key of a box.
 
     If `together` is True, a part's queries and keys are congruent modulo step * factor, and other pairs are dropped; a
     box must have equal steps, and queries and keys congruent modulo the step. If it is False, there is a part for each
@@ -103,9 +103,9 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 
 
 def halves(owned: Owned, period: int = 1) -> Owned:
-    """Return 2n parts of n boxes, each cut in two across its longer side: all first halves, then all second halves.
+    """Return n boxes cut in two across their longer sides: n first halves, then n second halves.
 
-    A box is cut at a multiple of `period`, a number of positions, near its middle if one is inside the box, else in its
+    A side is cut at a multiple of `period`, a number of positions, near its middle if it contains one, else in its
     middle. The first half of a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
@@ -148,13 +148,13 @@ def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
 
 
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of each row, index of a row for each number) of a table; only equal rows have equal numbers.
+    """Number the distinct rows of a table: return (number of each row, index of one row for each number).
 
     columns: the table's columns, integer tensors of shape (n,).
 
-    Numbers count from 0 in the lexicographic order of the rows. This is much faster than `unique(dim=0)`, as it sorts
-    single numbers.
+    Equal rows have equal numbers, which count from 0 in the rows' lexicographic order.
     """
+    # Rows become single numbers, which are sorted much faster than rows are by `unique(dim=0)`.
     number = torch.zeros_like(columns[0])
     if not len(number):
         return number, number

@@ -155,7 +155,7 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """Format a number of bytes with a binary unit up to TiB, such as 1.5 GiB.
+    """Return a number of bytes as text with a binary unit up to TiB, such as 1.5 GiB.
 
     The number before the unit is an integer for bytes and from 100 on, else it has up to three significant digits.
     """
@@ -172,9 +172,9 @@ def seconds_text(number: float) -> str:
 
 
 def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
-    """Return a formatter of token counts in one unit: the largest of M (2**20), K (2**10) and 1 that divides them all.
+    """Return a function that formats any of these token counts, all in one unit, such as 16K.
 
-    numbers: the counts.
+    The unit is the largest of M (2**20), K (2**10) and 1 that divides all `numbers`.
     """
     units = (("M", 1 << 20), ("K", 1 << 10))
     divides = ((unit, size) for unit, size in units if all(number % size == 0 for number in numbers))
@@ -188,11 +188,10 @@ def tokens_text(number: int) -> str:
 
 
 def round_places(window: range, most: int) -> range:
-    """Return positions for the ticks of an axis over `window`: all multiples of a round step.
+    """Return the ticks of an axis over `window`: all multiples of a round step in [window.start, window.stop].
 
     The step is the smallest round number with which the window has at most `most` steps. Round numbers are powers of
     two if the window has at least 4096 positions or a multiple of 64 of them, else 1, 2 or 5 times a power of 10.
-    window.stop is included if it is a multiple of the step.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     base, factors = (2, (1,)) if binary else (10, (1, 2, 5))

@@ -138,10 +138,10 @@ class Expression:
     `pattern_kind` sets the class attributes from the dataclass fields.
 
     kind: name in JSON.
-    stored: field by name in JSON.
-    ranges: (minimum, maximum) by name in JSON.
-    defaults: default by field, dataclasses.MISSING without one.
-    optional: names in JSON that are omitted at their defaults.
+    stored: {name in JSON: name of the field}.
+    ranges: {name in JSON: (minimum, maximum)}.
+    defaults: {name of the field: its default, dataclasses.MISSING if it has none}.
+    optional: names in JSON of fields that are omitted at their defaults.
     positional: number of fields printed without names.
     """
 
@@ -504,10 +504,8 @@ add_safe_globals([_rebuilt])  # torch.load reads patterns with weights_only=True
 
 
 def _canonical_json(value: Any) -> str:
-    """Return JSON without spaces and with sorted keys.
-
-    It does not use the json module, as a compiled graph may build patterns.
-    """
+    """Return JSON without spaces and with sorted keys."""
+    # Without the json module, as a compiled graph may build patterns.
     if isinstance(value, Expression):
         return value.text
     if isinstance(value, dict):

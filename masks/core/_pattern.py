@@ -28,11 +28,9 @@ _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
-    """Return the dtype for integers in [least, most]: int32 on accelerators where they fit, else int64.
-
-    Kernels index in 32 bits; a 64-bit number makes them compute all that depends on it in 64 bits, with twice the
-    registers.
-    """
+    """Return the dtype for integers in [least, most]: int32 on accelerators if they fit, else int64."""
+    # Kernels index in 32 bits; a 64-bit number makes them compute all that depends on it in 64 bits, with twice the
+    # registers.
     return torch.int32 if device_kind(device).flex_trains and least >= _LEAST and most <= _MOST else torch.int64
 
 
@@ -115,9 +113,10 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key; adjacent branches with equal keys may print as one call, such as `longnet(...)`.
+        """Return a key by which patterns print as one call, such as `longnet(...)`; None to print separately.
 
-        `joint_phrase` returns the text of that call. The key is None if the pattern always prints separately.
+        Adjacent branches of a mixture, or all parts of `head_groups`, may do so if their keys are equal. `joint_phrase`
+        returns the text of the call.
         """
         return None
 

@@ -103,8 +103,8 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
     """Return distinct ascending positions as ranges, cut where the distance to the next position changes.
 
-    Consecutive integers always become one range of step 1. A distance above 1 that occurs once in a row joins no
-    positions: 0 and 7 are two ranges. Positions 0, 4, 8, 9, 10 and 20 are range(0, 5, 4), range(8, 11) and
+    Consecutive integers always become one range of step 1. A larger distance joins positions only if it occurs twice
+    or more in succession: 0 and 7 are two ranges. Positions 0, 4, 8, 9, 10 and 20 are range(0, 5, 4), range(8, 11) and
     range(20, 21).
     """
     if not len(positions):
@@ -203,7 +203,7 @@ def _join_continuing(ranges: list[range]) -> list[range]:
 
 
 def _join_interleaved(ranges: list[range], step: int) -> list[range]:
-    """Return ranges of one step merged into one range of a smaller step, where they fill each other's gaps evenly.
+    """Return ranges of one step, merged into one range of a smaller step if they fill each other's gaps evenly.
 
     Positions before or after the merged range stay in ranges of the old step. Ranges that do not fit together are
     returned unchanged: e.g. 0, 4, 8 and 2, 6 become 0, 2, 4, 6, 8, but 0, 4, 8 and 1, 5 remain.

@@ -1,4 +1,4 @@
-"""Recorded functions: the torch operations of a caller's function of single numbers, with the tensors that it reads.
+"""Recorded functions: the torch operations of a caller's function, with the tensors that it reads.
 
 A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called once, when the caller hands it
 over. Later computations run the recorded operations, so new values of variables and attributes have no effect. A change
@@ -75,9 +75,9 @@ class Recorded:
     """The operations of a function, and the tensors that it read.
 
     build: function of these tensors, or of others in their place; it returns a plain function of the recorded
-        function's arguments. Functions with equal operations and equal Python values share one `build` while a cache
-        keeps it, so that `build` can be a key for them; not so if `text` is None because of an object whose class
-        defines __eq__, such as a dict.
+        function's arguments. `build` can be a key of caches: functions with equal operations and equal Python values
+        share one `build`, as long as a cache keeps it. Functions that use an object whose class defines __eq__, such as
+        a dict, share none.
     shape, dtype: of the recorded function's result.
     reads: indices of the arguments on whose values the result may depend.
     text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses
@@ -108,7 +108,7 @@ class Recorded:
         return replace(self, tensors=tuple(tensors))
 
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
-        """Return the function translate(function, *tensors) as recorded, with `tensors` added to those that it reads.
+        """Return the `Recorded` of the function translate(function, *tensors); its tensors end with `tensors`.
 
         `translate` must be a function at module level. Its result must have the shape, dtype and `reads` of `function`.
         """
@@ -119,7 +119,7 @@ class Recorded:
 def record(
     function: Callable[..., Any], dtypes: Sequence[torch.dtype], device: torch.device, *, shape: tuple[int, ...] = ()
 ) -> Recorded:
-    """Return the operations of a function, which is called once, with a tensor of this shape for each dtype.
+    """Call a function once, with a tensor of this shape for each dtype, and return the operations that it calls.
 
     Operations that do not depend on the arguments are computed in this call, and autograd tracks them if it is on.
 

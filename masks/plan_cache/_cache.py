@@ -65,9 +65,9 @@ class CacheStats:
     """Counts since the last `clear`, and the current contents of a cache.
 
     hits: number of look-ups that found the value, or found another thread building it.
-    misses: number of look-ups that built the value.
+    misses: number of look-ups that began to build the value.
     evictions: number of entries dropped to stay within the budgets.
-    build_seconds: time spent building; builds within builds count once.
+    build_seconds: time spent on successful builds; builds within builds count once.
     masters: entries of plans, block lists and other values that are no copies.
     copies: entries of values made from masters for a device, one item for each device.
     limits: budgets in bytes and entries.
@@ -113,7 +113,7 @@ class CacheStats:
         return f"{above}\n\n{tabulate(held, ('held', 'entries', 'bytes'), disable_numparse=True, colalign=right)}"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # hashes by identity, which is faster than by key
 class Entry:
     """A cached value, with its size in bytes and its place in the order of eviction.
 
@@ -121,8 +121,6 @@ class Entry:
     device: the device of a copy made from other cached values; None for a value that is no copy.
     eviction_order: the order that contains this entry, least recently used first; a cache has one order for copies and
         one for all other entries.
-
-    Entries hash by identity, which is faster than by key.
     """
 
     key: Hashable
@@ -321,7 +319,7 @@ class Cache:
         _log_entries("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
-        """Evict entries until these additional bytes and entries fit, copies first; return the evicted entries."""
+        """Evict entries, copies first, until these additional bytes and entries fit or none are left; return them."""
         gone, limits = [], self._limits
         while self._entries and not limits.admit(self._bytes + coming_bytes, len(self._entries) + coming_entries):
             gone.append(next(iter(self._copies or self._masters)))
