@@ -35,7 +35,7 @@ def to_json(pattern: Expression) -> str:
     """Return canonical JSON of a pattern or mixture, which `from_json` reads.
 
     It holds the names of run-time tensors, not the tensors.
-    Raises TypeError for a pattern with a custom function: code has no JSON.
+    Raises TypeError for other values, and for a pattern with a custom function, as code has no JSON.
 
     >>> masks.to_json(masks.causal())
     '{"kind":"causal"}'
