@@ -35,10 +35,11 @@ class Owned:
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of the rule's spacing, or of 2**33 if that is less; the query and key of an allowed pair are
-        congruent modulo the spacing, and equal if it is at least 2**33.
-    apart: factors of the least common multiple of the rule's dilation rates, without those of the spacing. It is empty
-        if their product exceeds 64, or if the rule depends on the distance alone: counting by diagonals is then faster.
+    together: factors of the rule's spacing, at most 2**33. Query and key of an allowed pair are congruent modulo the
+        spacing; with a spacing of 2**33 or more they are equal.
+    apart: factors of the least common multiple of the rule's dilation rates, without factors of the spacing. The list
+        is empty if its product would exceed 64, or if the rule depends on the distance alone: counting by diagonals is
+        then faster.
     """
     spacing = min(rule.spacing(), _LARGEST_SPACING)
     others = lcm(spacing, *rule.rates()) // spacing

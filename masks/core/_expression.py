@@ -219,10 +219,11 @@ class Expression:
         raise TypeError("patterns have no operator -: write pattern & ~other")
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for invalid parameters, and bring fields into their stored form.
+        """Check the parameters: a kind of pattern overrides this method, which accepts all by default.
 
-        Here it does neither; a kind of pattern overrides it. Construction calls it before the text is written. It may
-        set fields by object.__setattr__, and must turn the lists that `from_json` passes into tuples.
+        It raises TypeError or ValueError for invalid parameters, and brings fields into their stored form by
+        object.__setattr__: it must turn the lists that `from_json` passes into tuples. Construction calls it before the
+        text is written.
         """
 
     def direct_parts(self) -> tuple[Pattern, ...]:
