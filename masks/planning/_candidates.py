@@ -61,7 +61,7 @@ class Option:
     """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
     layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
-    terms: those of the branch, or of all branches.
+    terms: the terms that compute the branch, or all branches.
     machine: constants of the device, for the cost.
     given: order of the tokens in q, k and v.
     operands: sizes of q, k and v.
@@ -189,7 +189,7 @@ def _joint_options(
 def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
     """True if a dense mask has at most 2**20 pairs, num_masks * num_queries * num_keys, and `allowed` permits it.
 
-    It does with `masks` and `key_weights`, and without `lists_only`.
+    `allowed` permits it with `masks` and `key_weights`, and without `lists_only`.
 
     num_masks: number of distinct masks: 1 if all heads have equal rules, else the number of heads.
     """
@@ -237,7 +237,7 @@ def _adjusted_seconds(option: Option) -> float:
 
 
 def _block_sides_to_try(option: Option, least: float) -> list[int]:
-    """Return sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
+    """Return block sizes to try instead of 128: smaller, and larger ones that may cost below 95 % of `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side

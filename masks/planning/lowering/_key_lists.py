@@ -146,7 +146,7 @@ def _allowed_keys(
     The keys are those that the rule of `bound` allows, as indices in the call.
 
     rows: keys that the tables list.
-    tables: index of the table of the first, second, ... group of heads, of groups of equal size.
+    tables: index of the table of each group of heads; the heads form len(tables) consecutive groups of equal size.
 
     Raises ValueError as `KeyLists.of`.
     """

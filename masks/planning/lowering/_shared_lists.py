@@ -1,5 +1,7 @@
 """Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
+A token is active for a head if its place in the segment is the head's offset modulo the dilation rate.
+
 For engines whose kernels take only block lists: a branch has one term for all heads whose rules differ only by their
 offset, at every sequence length, and for any number of runs of consecutive positions on a device.
 """
@@ -76,8 +78,8 @@ class SharedListTerm(Term):
 class PaddedTerm(SharedListTerm):
     """Pairs of active tokens of the same dilated segment: all pairs, or causal ones; segments are padded to blocks.
 
-    All heads share one block list: a block is listed if any head has a pair in it. A listed block is full if, for all
-    heads, each of its key slots has a token, and all its queries attend to these tokens.
+    A listed block is full if, for all heads, each of its key slots has a token, and all its queries attend to these
+    tokens.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
