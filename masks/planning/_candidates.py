@@ -237,7 +237,7 @@ def _adjusted_seconds(option: Option) -> float:
 
 
 def _block_sides_to_try(option: Option, least: float) -> list[int]:
-    """Return block sizes to try instead of 128: smaller, and larger ones that may cost below 95 % of `least` seconds."""
+    """Return block sizes to try instead of 128: smaller, and larger ones that may cost below 0.95 * `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side
