@@ -316,10 +316,10 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 
 
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
-    """Return block lists of equal shape as one, with the heads of the first part, then of the second, and so on.
+    """Return block lists of equal shape as one list; a single part is returned unchanged.
 
-    If every part has a single table, the result has one head for each part, however many heads share the table. A
-    single part is returned unchanged.
+    Its heads are those of the first part, then of the second, and so on. But if each part has a single table, for any
+    number of heads, the result has one head for each part.
     """
     if len(parts) == 1:
         return parts[0]

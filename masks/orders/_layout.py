@@ -87,7 +87,7 @@ class _SharedOrder(_Order):
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Return the shift, in tokens, of the order of the head with this index: 0, as all heads share the order."""
+        """Return the shift, in tokens, of the order of the head with this index; 0 by default."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
@@ -139,7 +139,7 @@ class Permutation(_SharedOrder):
 class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
-    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. The tokens of one residue
+    Any number of tokens is permuted without padding; rate 1 is the natural order. The tokens of one residue
     class, modulo `rate` or a divisor of it, are in runs of consecutive slots.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
@@ -256,8 +256,7 @@ class Compact(_Order):
     """Order of one progression of tokens for each head, such as every n-th token, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
-    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold; heads with another
-    number need another Compact.
+    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold.
     """
 
     heads: tuple[int, ...]

@@ -24,8 +24,8 @@ _RUNS_AT_ONCE = 1 << 14  # boxes whose rectangles are held together: bounds the 
 class Tiling(Permutation):
     """Order of a grid's tokens: tiles in row-major order, and within each tile its tokens in row-major order.
 
-    A pure permutation of the tokens of the whole grid, without padding: where a tile's side does not divide an axis,
-    the last tiles along that axis are smaller. Positions number the grid in row-major order.
+    There is no padding: where a tile's side does not divide an axis, the last tiles along that axis are smaller.
+    Positions number the grid in row-major order.
     """
 
     grid: tuple[int, ...]

@@ -206,7 +206,7 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """Return the options, cheapest first; each has its block lists in blocks of 128, or of a size over 5 % cheaper.
+    """Return the options, cheapest first; each has block lists of blocks of 128, or of a size that is over 5 % cheaper.
 
     Other sizes are tried only for options that cost at most about twice the minimum. "disjoint" keeps its sizes, which
     are chosen part by part. Options that cannot be the cheapest come last; their cost is not computed.
@@ -232,7 +232,7 @@ def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _adjusted_seconds(option: Option) -> float:
-    """Return the predicted seconds of a forward pass; divided by 0.95 for block lists, which must be built."""
+    """Return the predicted seconds of a forward pass, divided by 0.95 if there are block lists, which must be built."""
     return option.cost.seconds / _CLEARLY_CHEAPER if _has_block_lists(option) else option.cost.seconds
 
 

@@ -94,7 +94,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 
 class _Folds(NamedTuple):
-    """Equally shaped folds (segments or residue classes), computed as a batch.
+    """Equally shaped folds: segments or residue classes.
 
     Heads with equal rules and equal values of these fields share a term.
 

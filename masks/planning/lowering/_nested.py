@@ -245,8 +245,9 @@ def _terms_of_rectangle(
 ) -> Iterator[Term]:
     """Yield the terms of a rectangle of pairs; branch `index` is the first with query and key in one segment.
 
-    The level of a query is the last branch in which it is active. Each combination of a level, a residue class of its
-    queries (a phase of `_Chain.tokens_of_level`) and a group of heads with equal numbers of active tokens has one term.
+    Each combination of a level of queries, a residue class of these (a phase of `_Chain.tokens_of_level`) and a group
+    of heads with equal numbers of active tokens has one term.
+
     weights[level - index][head]: as from `_Chain.key_weights`, the weight of each active key, for one period of keys.
     """
     queries, keys, folds, stride = rectangle

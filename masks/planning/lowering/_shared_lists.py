@@ -263,7 +263,7 @@ class IntervalTerm(SharedListTerm):
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
         """(low, high): the query in a slot attends to key slots low to high - 1, to none if low == high.
 
-        Axis T has the rows of `q.positions` and `k.positions`, each for one or more heads.
+        Axis T has the lists of `q.positions` and `k.positions`, each for one or more heads.
         """
         queries, keys = self.q.positions, self.k.positions
         first, past = _key_interval(self.rule.factors(), queries)

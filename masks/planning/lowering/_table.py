@@ -88,7 +88,7 @@ class TableProblems:
     block: tokens of (a query block, a key block).
     column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or if by bounds none of
         its pairs is allowed.
-    full: True where, by bounds, all pairs of the entry are allowed.
+    full: True where, by bounds, all pairs that the call has in the entry are allowed.
     low, high: bounds on the number of allowed pairs of each entry, for one head.
     """
 
@@ -353,7 +353,7 @@ class TableProblems:
 
 @dataclass(frozen=True, eq=False)
 class _LargestBatches(TableProblems):
-    """Table problems whose `batches` yields at most one batch of a portion: the first with a mask, or without.
+    """Table problems whose `batches` yields at most one batch of a portion.
 
     are_masked: True for the first batch with a mask, False for the first one without.
     """

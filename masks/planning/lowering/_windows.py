@@ -109,7 +109,8 @@ class _Factorization:
     def intersected_with(self, others: Sequence[Pattern]) -> _Factorization | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
-        None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
+        None if `rest` counts positions from the start of a document and a rule in `others` may depend on more than
+        the distance of query and key.
         """
         origin: _Origin = self.origin
         if any(each.period() != 1 for each in others):
@@ -152,7 +153,7 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
 
 
 def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """Return (rule, bound): `rest`, simplified for the positions of the first window, and this rule's bound there.
+    """Return (rule, bound): `rest` simplified for the positions of the first window, and this rule bound to the window.
 
     The bound has the window's numbers of queries and keys. Its offsets are counted from the window's origin, less the
     whole periods of `rest` between the origin and the window.
@@ -239,9 +240,9 @@ def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> 
 
 
 def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | None:
-    """Split off a run-time set of scattered allowed keys that is a factor of all branches; None if there is none.
+    """Return (the pattern without a run-time set of scattered allowed keys, this set); None if there is no such set.
 
-    Returns (the pattern without it, the key set with the rows of all batch entries).
+    The set is a factor of all branches, and has the rows of all batch entries.
     """
     of_branches = [{split.table: split.rest for split in _factorizations(branch)} for branch in pattern.branches()]
     for table in of_branches[0]:
