@@ -139,8 +139,8 @@ class Permutation(_SharedOrder):
 class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
-    Any number of tokens is permuted without padding; rate 1 is the natural order. The tokens of one residue
-    class, modulo `rate` or a divisor of it, are in runs of consecutive slots.
+    Any number of tokens is permuted without padding; rate 1 is the natural order. The tokens of one residue class,
+    modulo `rate` or a divisor of it, are in runs of consecutive slots.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
