@@ -347,8 +347,8 @@ def _most_runs_in_block(pieces: Pieces, block: int) -> int:
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
     """Yield leaves, each in one block, which come from subdividing `roots`, pairs of a query run and a key run.
 
-    Pairs of runs that bounds show to be empty are dropped. Those with all pairs of slots allowed are cut into blocks
-    without further bounds.
+    Pairs of runs that bounds show to be empty are dropped. Those shown to be full are cut into blocks without further
+    bounds.
     """
     stack = _chunks(roots)
     while stack:

@@ -143,8 +143,8 @@ def _halves(some: range) -> tuple[range, range]:
 def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
     """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    With `settle`, the result is None if too many blocks are undecided, unless there is only one table and one query
-    block.
+    With `settle`, the result is None if bounds leave more than 2**17 leaves (parts of blocks) undecided, unless there
+    is only one table and one query block.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -219,11 +219,11 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Number of listed blocks in three kinds of rows of a block list, on which the speed of kernels depends.
+    """Number of listed blocks in three kinds of rows of blocks, on which the speed of kernels depends.
 
-    runs: blocks in rows whose columns are consecutive.
-    plain: blocks in other rows in which all blocks are full.
-    masked: blocks in other rows, with a partial block.
+    runs: blocks in rows whose listed columns are consecutive.
+    plain: blocks in other rows, if all listed blocks of the row are full.
+    masked: blocks in other rows, if a listed block of the row is partial.
 
     The numbers are sums over heads and folds in `Term.listed_blocks`, and means over tables in `estimate_blocks`.
     """
@@ -284,7 +284,7 @@ def _even_sample(size: int, number: int) -> Tensor:
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """Return the block list of a sequence that is `times` times as long, with copies of this list along the diagonal.
+    """Return the block list of a sequence that is `times` times as long: copies of `blocks` along the diagonal.
 
     The rule must repeat along the sequence, and allow no pair between repetitions.
 
@@ -316,10 +316,10 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 
 
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
-    """Return block lists of equal shape as one, with the heads of the first part, then of the second, and so on.
+    """Return block lists of equal shape as one list; a single part is returned unchanged.
 
-    If every part has a single table, the result has one head for each part, however many heads share the table. A
-    single part is returned unchanged.
+    Its heads are those of the first part, then of the second, and so on. But if each part has a single table, for any
+    number of heads, the result has one head for each part.
     """
     if len(parts) == 1:
         return parts[0]

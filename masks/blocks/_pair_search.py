@@ -162,7 +162,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Return the boxes whose allowed pairs are not known from bounds; add the counts of all other boxes to `found`."""
+    """Return the boxes whose bounds differ; add the pair counts of all other boxes to `found`, in place."""
     left = [owned.select(torch.arange(0))]
     for few in in_chunks(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))

@@ -24,7 +24,7 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     """Return a block list as a torch BlockMask, with index tables by query block and by key block.
 
     No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
-    entry 1, and so on; the tables have shape (batch, heads, rows, width).
+    entry 1, and so on; the index tables have shape (batch, heads, rows, width).
 
     On CPU each row of a table has an entry for every block along the other axis, as the compiled kernel requires. The
     rows overlap in memory: past a row's count come entries of later rows or zeros, all of them valid block indices. On
@@ -108,7 +108,7 @@ def _minor_indices(
 ) -> Int32[Tensor, "T R W"]:
     """Return, for each table and `major` index, the `minor` indices of its blocks, then zeros up to `width`.
 
-    The storage is longer than the result, so that `_wide_view` can read each row at shape[1] entries.
+    The storage continues after the result, so that `_wide_view` can extend each row to shape[1] entries.
 
     full: True for full blocks, False for partial ones.
     major, minor, shape: as for `_index_tables`.

@@ -44,8 +44,7 @@ class Pieces:
 class _Order:
     """Base of orders. An order gives the token in each slot of one or more folds.
 
-    Folds are groups of tokens that are computed as a batch, such as segments; the tokens of a fold are the tokens of
-    fold 0, shifted.
+    The tokens of each fold, such as a segment, are the tokens of fold 0, shifted.
     """
 
     @property
@@ -84,14 +83,11 @@ class _SharedOrder(_Order):
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return an exclusive upper bound of the tokens that kernels read for fold 0 and `filled` more slots.
-
-        The `filled` slots follow the last slot of the fold, and hold tokens that follow its last token.
-        """
+        """Return a number above every token of fold 0 and of `filled` further slots that continue it after its end."""
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Return the shift, in tokens, of the order of the head with this index: 0, as all heads share the order."""
+        """Return the shift, in tokens, of the order of the head with this index; 0 by default."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
@@ -99,9 +95,9 @@ class _SharedOrder(_Order):
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
-        """Return an order with the folds of this order shifted by moves[0] tokens, then those by moves[1], and so on.
+        """Return an order of len(moves) copies of this order's folds; those of copy i are shifted by moves[i] tokens.
 
-        heads: query heads of a result that is a `Compact`; not used if this order is a `Compact`, which has heads.
+        heads: query heads of the `Compact` that a natural order becomes; other orders do not use it.
         """
         compact = self.as_compact(heads)
         return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
@@ -110,14 +106,14 @@ class _SharedOrder(_Order):
 class Permutation(_SharedOrder):
     """Base of orders that hold each token of the sequence once."""
 
-    is_copied = False  # of tokens given in this order; the cost model compares the orders
+    is_copied = False  # if q, k and v are given in this order; else the cost model counts a copy
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         """Return the slot of each token: the inverse of `positions`."""
         raise NotImplementedError
 
     def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Reorder x along `dim` from natural token order into slots.
+        """Return x reordered along `dim` from natural token order into slots; x itself if the order is natural.
 
         Raises ValueError unless that dimension has one entry for each token.
         """
@@ -125,7 +121,7 @@ class Permutation(_SharedOrder):
         return x if self.is_natural else x.index_select(dim, self.positions(x.device))
 
     def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Reorder x along `dim` from slots back into natural token order.
+        """Return x reordered along `dim` from slots back into natural token order; x itself if the order is natural.
 
         Raises ValueError unless that dimension has one entry for each token.
         """
@@ -143,8 +139,8 @@ class Permutation(_SharedOrder):
 class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
-    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. The tokens of one residue
-    class, modulo `rate` or a divisor of it, are in runs of consecutive slots.
+    Any number of tokens is permuted without padding; rate 1 is the natural order. The tokens of one residue class,
+    modulo `rate` or a divisor of it, are in runs of consecutive slots.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -191,7 +187,7 @@ class Layout(Permutation):
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
 
     def rows(self, origin: int) -> Pieces:
-        """Return slot runs of consecutive tokens: the first token of each class, then the second, and so on.
+        """Return the slots as slot runs of consecutive tokens: the first of each class, then the second, and so on.
 
         Token 0 has position `origin`. Many short classes give few such runs. If the rate does not divide the number of
         tokens, the first classes have one token more: their runs come first, then the runs of the other classes.
@@ -246,7 +242,7 @@ class ListedOrder(_SharedOrder):
 
 @dataclass(frozen=True, eq=False)
 class FoldStarts:
-    """Offset in tokens of each fold (one of several equal groups of tokens computed as a batch).
+    """Offset of each fold, in tokens.
 
     In a `Compact`, offsets are relative to its first fold; in a `Folded`, to the order that its folds repeat. Instances
     compare by identity.
@@ -260,8 +256,7 @@ class Compact(_Order):
     """Order of one progression of tokens for each head, such as every n-th token, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
-    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold; heads with another
-    number need another Compact.
+    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots in each fold.
     """
 
     heads: tuple[int, ...]
@@ -287,7 +282,7 @@ class Compact(_Order):
         return torch.arange(self.folds, device=device) * self.fold_stride
 
     def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
-        """Return an order whose folds are copies of fold 0, each shifted by one of `tokens`."""
+        """Return an order of len(tokens) folds: fold i is a copy of fold 0, shifted by tokens[i]."""
         first, even, stride = int(tokens[0]), True, self.num_slots
         if len(tokens) > 1:
             gaps = tokens.diff()
@@ -372,10 +367,10 @@ Order = Permutation | ListedOrder | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Return the rate of a residue-major order in which tokens that a dilated rule takes together are in slot runs.
+    """Return the rate of the residue-major order for a branch: the least common multiple of its dilation rates.
 
-    It is the least common multiple of the dilation rates of `branch`, taken in ascending order. A rate that would raise
-    it above `most` is skipped: the tokens of its rules may then be scattered. 1 without dilation.
+    Rates are taken in ascending order, and one that would raise the multiple above `most` is skipped. For each rate
+    taken, the tokens of one residue class are in runs of consecutive slots. The result is 1 without dilation.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

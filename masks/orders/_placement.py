@@ -1,4 +1,7 @@
-"""Placement: positions of the tokens of q, k and v on a device that holds parts of a sequence."""
+"""Placement: positions of the tokens of q, k and v on a device; and orders of active tokens, padded to blocks.
+
+A token is active for a head if the head's dilated rule selects it: every `step`-th token of each segment.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ class TokenIndices:
     index: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Return the index in the tensor of the token at each position, and any index for a position without token."""
+        """Return the index in the tensor of the token at each position; it is arbitrary where no token is."""
         if not len(self.position):
             return torch.zeros_like(positions)
         return self.index[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]
@@ -158,7 +161,7 @@ def _token_indices(runs: Ranges) -> TokenIndices:
     return TokenIndices(position, index)
 
 
-# H heads, F segments, T rows of tokens, S slots
+# H heads, F segments, T lists of positions, S slots
 
 
 @dataclass(frozen=True)
@@ -219,16 +222,15 @@ class Padded:
 
 @dataclass(frozen=True)
 class ActivePositions:
-    """Ascending order of active positions, one row for all heads that have equal ranges of positions and equal offset.
+    """Order of active positions, ascending; heads with equal ranges of positions and equal offset share a list of them.
 
-    Row r holds the positions p in the ranges runs[r] with p % segment % step == offsets[r].
+    List r holds the positions p in the ranges runs[r] with p % segment % step == offsets[r].
 
-    runs: ranges of positions of each row, whose steps may exceed 1.
-    rows: index of each head's row.
+    runs: ranges of positions of each list, whose steps may exceed 1.
+    rows: index of each head's list.
     side: slots of a block.
 
-    Slots after a row's last position are empty. The number of slots is a multiple of `side`, at least two blocks: a
-    graph compiled for a dynamic number of blocks would specialize on one.
+    Slots after a list's last position are empty. The slots are whole blocks of `side`, at least two, as in `Padded`.
     """
 
     offsets: tuple[int, ...]
@@ -251,7 +253,7 @@ class ActivePositions:
 
     @cached_property
     def positions(self) -> Int64[Tensor, "T S"]:
-        """Return the position in each slot of each row; -1 if the slot is empty."""
+        """Return the position in each slot of each list; -1 if the slot is empty."""
         rows = [self._active_positions(*row) for row in zip(self.offsets, self.runs, strict=True)]
         slots = max(2, -(-max(map(len, rows)) // self.side)) * self.side
         return torch.stack([pad(row, (0, slots - len(row)), value=-1) for row in rows])

@@ -24,8 +24,8 @@ _RUNS_AT_ONCE = 1 << 14  # boxes whose rectangles are held together: bounds the 
 class Tiling(Permutation):
     """Order of a grid's tokens: tiles in row-major order, and within each tile its tokens in row-major order.
 
-    A pure permutation of the tokens of the whole grid, without padding: where a tile's side does not divide an axis,
-    the last tiles along that axis are smaller. Positions number the grid in row-major order.
+    There is no padding: where a tile's side does not divide an axis, the last tiles along that axis are smaller.
+    Positions number the grid in row-major order.
     """
 
     grid: tuple[int, ...]
@@ -112,7 +112,7 @@ class _RunParts:
 
     run: index of the original run.
     start, stop: the part has slots start to stop - 1, counted from the rectangle's first slot.
-    box: the rectangles.
+    box: the rectangle of each part.
     """
 
     run: Tensor
@@ -176,7 +176,7 @@ def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) 
 
 @dataclass(frozen=True)
 class Tiled(Pattern):
-    """A neighbourhood over slots of a tiling instead of positions; for block tables, not part of any user's pattern."""
+    """Neighbourhood over slots of a tiling instead of positions, for block lists; users' patterns do not contain it."""
 
     kind = "tiled"  # without constructor and JSON
 

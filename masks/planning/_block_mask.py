@@ -1,4 +1,4 @@
-"""Functions for users of FlexAttention, block_mask, layout and snapped; and the block lists of terms."""
+"""Block lists of terms; and `block_mask`, `layout` and `snapped`, functions for users of FlexAttention."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def block_mask(
     num_heads, head_offset: the mask is for heads head_offset to head_offset + num_heads - 1.
     num_heads_global: number of heads over all devices; by default head_offset + num_heads.
     q_offset, k_offset: positions of the first query and key.
-    layout: order of the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`.
+    layout: order of q, k and v after `layout.apply`, natural if None; permute the output back by `layout.invert`.
     device: device of the mask.
     block_size: tokens of a block, or (queries, keys).
 
@@ -123,13 +123,13 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
     """Return the block list of a term; block_size: (queries, keys).
 
-    If run-time tensors differ by batch entry, the lists of all entries are concatenated along the heads.
+    If run-time tensors differ by batch entry, the lists of all entries are joined, as by `join_blocks`.
     """
     return join_blocks([each.blocks(*block_size) for each in entry_terms(term)])
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """Return one term for each batch entry, with its run-time tensors, if they differ by entry; else [the term]."""
+    """Return a term for each batch entry, with that entry's run-time tensors, if these differ by entry; else [term]."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
@@ -173,7 +173,7 @@ class Snapped(NamedTuple):
 
 @advises()
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
-    """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
+    """Return (pattern, changes): the pattern with sizes rounded up to whole kernel blocks, and lines of text about it.
 
     * `local_window`: left and right, unless multiples of `block`, become the next multiple minus 1, as the window also
       includes the query's own position. All pairs stay allowed; the computed blocks do not change.

@@ -61,7 +61,7 @@ class Option:
     """One way to compute a branch, which counts `multiplicity` times, or the whole mixture.
 
     layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows".
-    terms: those of the branch, or of all branches.
+    terms: the terms that compute the branch, or all branches.
     machine: constants of the device, for the cost.
     given: order of the tokens in q, k and v.
     operands: sizes of q, k and v.
@@ -189,7 +189,7 @@ def _joint_options(
 def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
     """True if a dense mask has at most 2**20 pairs, num_masks * num_queries * num_keys, and `allowed` permits it.
 
-    It does with `masks` and `key_weights`, and without `lists_only`.
+    `allowed` permits it with `masks` and `key_weights`, and without `lists_only`.
 
     num_masks: number of distinct masks: 1 if all heads have equal rules, else the number of heads.
     """
@@ -206,7 +206,7 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """Return the options, cheapest first; each has its block lists in blocks of 128, or of a size over 5 % cheaper.
+    """Return the options, cheapest first; each has block lists of blocks of 128, or of a size that is over 5 % cheaper.
 
     Other sizes are tried only for options that cost at most about twice the minimum. "disjoint" keeps its sizes, which
     are chosen part by part. Options that cannot be the cheapest come last; their cost is not computed.
@@ -232,12 +232,12 @@ def _cheapest_first(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _adjusted_seconds(option: Option) -> float:
-    """Return the predicted seconds of a forward pass; divided by 0.95 for block lists, which must be built."""
+    """Return the predicted seconds of a forward pass, divided by 0.95 if there are block lists, which must be built."""
     return option.cost.seconds / _CLEARLY_CHEAPER if _has_block_lists(option) else option.cost.seconds
 
 
 def _block_sides_to_try(option: Option, least: float) -> list[int]:
-    """Return sides to try instead of 128: smaller ones, and larger ones that may cost below 95 % of `least` seconds."""
+    """Return block sizes to try instead of 128: smaller, and larger ones that may cost below 0.95 * `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side

@@ -125,7 +125,8 @@ def least_seconds_in_larger_blocks(
 def computed_pairs(term: Term) -> int:
     """Return the number of pairs that the kernel of a term computes, allowed or not, over all heads and folds.
 
-    Blocks that extend past the last slot count in full. An estimate for block lists, except of a `SharedListTerm`.
+    Blocks that extend past the last slot count in full. For block lists, except those of a `SharedListTerm`, the number
+    is an estimate.
     """
     return round(sum(term.listed_blocks) * term.block_side**2)
 

@@ -145,7 +145,7 @@ def machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def machine_of(kind: str) -> Machine:
-    """Return the cost constants used in plans for a kind of device: set by `set_machine`, or else built in."""
+    """Return the constants that `machine` returns for devices of this kind, such as "cpu"."""
     return _in_use.get(kind) or _in_use.setdefault(kind, builtin_machine(kind))
 
 

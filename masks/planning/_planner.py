@@ -36,7 +36,7 @@ class Plan:
     options: tuples of options compared, the chosen one first: one tuple for each distinct branch, or a single one if
         all branches are computed together. If a table of keys or blocks is read, the first tuple is for its pairs, and
         the others are for all other pairs. A plan of `plan_at` may have only the options of some of its terms.
-    together: the options that compute all branches together, cheapest first.
+    together: the options found that compute all branches together, cheapest first; () in a plan of `plan_at`.
     places: for each term, the indices of all branches that equal its option's `branch`; () for a term of the whole
         mixture or of a part of a branch.
     """
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def chosen(self) -> tuple[Option, ...]:
-        """The first option in each tuple of `options`: those that are computed."""
+        """The options that are computed: the first one in each tuple of `options`."""
         return tuple(first for first, *_ in self.options)
 
     @property

@@ -95,12 +95,11 @@ class KeyLists:
         return not len(self.keys) or bool((self.keys - query).max() <= self.q_lead)
 
     def num_masked_keys(self, end: int) -> int:
-        """Return n: under a dense mask, keys 0 to n - 1 are read by consecutive queries up to query end - 1.
+        """Return how many keys, from key 0 on, consecutive queries that end with query end - 1 read under a dense mask.
 
-        With causal lists, n is the number of keys up to the position of query end - 1, at least 1; else it is num_keys.
+        With causal lists, these are the keys up to the position of query end - 1, at least one; else all keys.
         """
-        # n depends on no further property of the lists: otherwise later tokens could change the rounding of earlier
-        # results.
+        # No further property of the lists is used: otherwise later tokens could change the rounding of earlier results.
         return min(max(1, end + self.q_lead), self.num_keys) if self.is_causal else self.num_keys
 
     @cached_property
@@ -146,7 +145,7 @@ def _allowed_keys(
     The keys are those that the rule of `bound` allows, as indices in the call.
 
     rows: keys that the tables list.
-    tables: index of the table of the first, second, ... group of heads, of groups of equal size.
+    tables: index of the table of each group of heads; the heads form len(tables) consecutive groups of equal size.
 
     Raises ValueError as `KeyLists.of`.
     """

@@ -1,4 +1,7 @@
-"""Layouts of one branch: all tokens in some order, only active tokens gathered, or tiles of a grid."""
+"""Layouts of one branch: all tokens in some order, only active tokens gathered, or tiles of a grid.
+
+A token is active for a head if the head's rule selects it, such as every n-th token of a segment.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
     * A rule of the distance of query and key alone, which allows only multiples of a spacing above 1. The spacing must
       exceed neither the number of queries nor that of keys.
 
-    Equal segments or residue classes are folds, computed as a batch.
+    Equal segments or residue classes are folds.
     """
     groups: dict[tuple[Pattern, _Folds], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
@@ -91,7 +94,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 
 class _Folds(NamedTuple):
-    """Equally shaped folds (segments or residue classes), computed as a batch.
+    """Equally shaped folds: segments or residue classes.
 
     Heads with equal rules and equal values of these fields share a term.
 
@@ -231,11 +234,11 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 
 
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
-    """Return one tile shape, that with the fewest computed pairs, or the best two if that number is an estimate.
+    """Return [tile shape with the fewest computed pairs], or the best two shapes if that number is an estimate.
 
-    Lengths are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128
-    (a block), are compared. If the lengths of the best tile do not divide the grid, blocks extend over several tiles,
-    and the number of pairs is an estimate.
+    Tile lengths are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most
+    128 (a block), are compared. If the lengths of the best tile do not divide the grid, blocks extend over several
+    tiles, and the number of pairs is an estimate.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]

@@ -1,4 +1,7 @@
-"""Nested lowering: compute pairs common to several dilated branches once, weighted by the number of branches."""
+"""Nested lowering: compute pairs common to several dilated branches once, weighted by the number of branches.
+
+A token is active in a branch, for a head, if its place in the branch's segment is the head's offset modulo the rate.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _STRIP_ROWS = 256
 
 
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
-    """Partition branches greedily into few groups whose dilated segments nest.
+    """Return the branches, grouped greedily so that the dilated segments of each group nest.
 
     `branches` and the groups map each branch to its multiplicity. The segments of some branches, sorted by length and
     then by rate, nest if
@@ -51,8 +54,7 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Return terms that compute each allowed pair once, weighted by the number of branches that allow it.
 
-    branches: {branch: how often it counts}. The branches are dilated segments that nest: each segment length and rate
-        divides the next, and a token that is active in a branch is active in all earlier ones.
+    branches: a group of at least two branches that `chains` returns, each with its multiplicity.
 
     The level of a token is the last branch in which it is active. A pair is allowed by consecutive branches: from the
     first that has both tokens in one segment to the lower of the two tokens' levels.
@@ -138,11 +140,12 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Return (branch, phases): modulo the rate of `branch`, tokens of the level are in a phase after active tokens.
+        """Return (branch, phases): a token t has this level iff (t - offset) % rate is one of the phases.
 
-        A token's level is the last branch in which it is active. For the last level, `branch` is the last branch and
-        the only phase is 0. For another level, `branch` is the next branch, and the phases are the multiples of the
-        level's own rate above 0 and below the next rate, e.g. rates (1, 4) -> (1, range(1, 4)) for level 0.
+        The offset and rate are those of `branch`. A token's level is the last branch in which it is active. For the
+        last level, `branch` is the last branch and the only phase is 0. For another level, `branch` is the next branch,
+        and the phases are the multiples of the level's own rate above 0 and below the next rate, e.g. rates (1, 4) ->
+        (1, range(1, 4)) for level 0.
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -242,8 +245,9 @@ def _terms_of_rectangle(
 ) -> Iterator[Term]:
     """Yield the terms of a rectangle of pairs; branch `index` is the first with query and key in one segment.
 
-    The level of a query is the last branch in which it is active. Each combination of a level, a residue class of its
-    queries (a phase of `_Chain.tokens_of_level`) and a group of heads with equal numbers of active tokens has one term.
+    Each combination of a level of queries, a residue class of these (a phase of `_Chain.tokens_of_level`) and a group
+    of heads with equal numbers of active tokens has one term.
+
     weights[level - index][head]: as from `_Chain.key_weights`, the weight of each active key, for one period of keys.
     """
     queries, keys, folds, stride = rectangle

@@ -1,5 +1,7 @@
 """Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
+A token is active for a head if its place in the segment is the head's offset modulo the dilation rate.
+
 For engines whose kernels take only block lists: a branch has one term for all heads whose rules differ only by their
 offset, at every sequence length, and for any number of runs of consecutive positions on a device.
 """
@@ -76,8 +78,8 @@ class SharedListTerm(Term):
 class PaddedTerm(SharedListTerm):
     """Pairs of active tokens of the same dilated segment: all pairs, or causal ones; segments are padded to blocks.
 
-    All heads share one block list: a block is listed if any head has a pair in it. A listed block is full if, for all
-    heads, each of its key slots has a token, and all its queries attend to these tokens.
+    A listed block is full if, for all heads, each of its key slots has a token, and all its queries attend to these
+    tokens.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -261,7 +263,7 @@ class IntervalTerm(SharedListTerm):
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
         """(low, high): the query in a slot attends to key slots low to high - 1, to none if low == high.
 
-        Axis T has the rows of `q.positions` and `k.positions`, each for one or more heads.
+        Axis T has the lists of `q.positions` and `k.positions`, each for one or more heads.
         """
         queries, keys = self.q.positions, self.k.positions
         first, past = _key_interval(self.rule.factors(), queries)

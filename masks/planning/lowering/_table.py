@@ -88,7 +88,7 @@ class TableProblems:
     block: tokens of (a query block, a key block).
     column: key block of entry w of row r of table t at [t, r, w]; -1 for none, or if by bounds none of
         its pairs is allowed.
-    full: True where, by bounds, all pairs of the entry are allowed.
+    full: True where, by bounds, all pairs that the call has in the entry are allowed.
     low, high: bounds on the number of allowed pairs of each entry, for one head.
     """
 
@@ -300,7 +300,7 @@ class TableProblems:
     def _gathered_problems(self) -> Iterator[Batch]:
         """Yield up to two batches; a problem is a query, or a query block, and all its key blocks, which are gathered.
 
-        The first batch has the problems of which every pair is allowed; the second all others.
+        The first batch has the problems of rows whose entries are all `whole`; the second has all others.
         """
         tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
         row = self.row_of_query[:: self.queries_per_problem]
@@ -353,7 +353,7 @@ class TableProblems:
 
 @dataclass(frozen=True, eq=False)
 class _LargestBatches(TableProblems):
-    """Table problems of which `batches` yields only the first batch with, or without, a mask of each portion.
+    """Table problems whose `batches` yields at most one batch of a portion.
 
     are_masked: True for the first batch with a mask, False for the first one without.
     """
@@ -368,9 +368,9 @@ class _LargestBatches(TableProblems):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableTerm(Term):
-    """Term of a plan that engines "aten" and "portable" compute from a table of keys or blocks, without block lists.
+    """Term of a plan that is computed from a table of keys or blocks, without block lists.
 
-    problems: `KeyLists` for a table of single keys; `TableProblems`, only with "aten", for a table of blocks.
+    problems: `KeyLists` for a table of single keys; `TableProblems`, only for engine "aten", for a table of blocks.
     work: computed pairs, copied vectors and kernel calls.
     """
 

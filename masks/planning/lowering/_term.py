@@ -52,8 +52,8 @@ class KeyWeights:
 class PairWeights:
     """Periodic integer weight of a pair (q slot, k slot), equal for all heads: table[q % period][k % period].
 
-    For causal terms whose queries are the tokens of the last key slots. The period is the number of rows of the square
-    table, and the key slot of the first query is a multiple of it.
+    A term with these weights is causal, and its queries are the tokens of the last key slots. The period is the number
+    of rows of the square table; the key slot that holds the first query's token is a multiple of it.
     """
 
     table: _Table
@@ -150,7 +150,7 @@ class CountedPairs:
         return int(counts.sum()) * (self.bound.num_heads // len(counts))
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
-        """Return the log of `counts()`, to be added to attention scores, with its shape; -inf for 0.
+        """Return the log of `counts()`, of equal shape, to be added to attention scores; -inf for a count of 0.
 
         A view of a cached tensor: do not modify it.
         """
@@ -276,7 +276,10 @@ class Term:
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Return the sum of multiplicity * weight over allowed pairs of all heads and folds; not for block lists."""
+        """Return the sum of multiplicity * weight over allowed pairs of all heads and folds.
+
+        The term must not have block lists.
+        """
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -292,8 +295,8 @@ class Term:
     def listed_blocks(self) -> ListedBlocks:
         """Number of computed blocks over all heads and folds, by kind of query block as in `ListedBlocks`.
 
-        An estimate for block lists. All blocks of a term without lists count as `plain`. If run-time tensors differ by
-        batch entry, only the first entry is counted.
+        For block lists it is an estimate. All blocks of a term without lists count as `plain`. If run-time tensors
+        differ by batch entry, only the first entry is counted.
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
@@ -356,8 +359,8 @@ class Term:
         """Return fold 0 of the term alone, shifted by whole periods of its rule to the lowest positions.
 
         Its block lists equal those of the term; its multiplicity is 1, and it has no weights. Terms that differ only by
-        such a shift, by their folds (equal segments computed as a batch) and by multiplicity become equal, and so share
-        cached kernel calls. Terms whose orders are not both `Compact` or both `Folded` are returned unchanged.
+        such a shift, by their folds and by multiplicity become equal, and so share cached kernel calls. Terms whose
+        orders are not both `Compact` or both `Folded` are returned unchanged.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
@@ -393,7 +396,7 @@ class Term:
         return built.with_heads(self.tables())
 
     def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
-        """Return the term over one period of its rule if copies of its block list along the diagonal make up the list.
+        """Return a term over one period of the rule; copies of its block list along the diagonal are this term's list.
 
         None unless queries and keys have one `Layout` and positions from 0 on, the tokens are several whole periods,
         each residue class of a period fills whole blocks, and the rule allows no pair across periods.

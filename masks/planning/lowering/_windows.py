@@ -1,6 +1,6 @@
 """Lowering by run-time tensors: a branch as terms inside each document, padded sequence or run of consecutive keys.
 
-Such windows with equal rules are folds of the same terms: they are computed as a batch.
+Such windows with equal rules are folds of the same terms.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CheapestTerms = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule ov
 
 
 def split_into_windows(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
-    """Split a branch into disjoint windows of a run-time tensor, such as documents, and the rule inside them.
+    """Return (rule, windows): a branch as a rule inside the disjoint windows, such as documents, of a run-time tensor.
 
-    Returns (rule inside a window, windows clipped to the queries and keys of `bound`). None if no factor of the branch,
-    and no common factor of its parts, is a run-time tensor with a list of windows.
+    The windows are clipped to the queries and keys of `bound`. None if no factor of the branch, and no common factor of
+    its parts, is a run-time tensor with a list of windows.
     """
     for split in _factorizations(branch):
         windows = split.table.windows(bound.num_positions)
@@ -41,10 +41,10 @@ def split_into_windows(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows]
 
 
 def rule_over_all_tokens(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
-    """Return `rest`, the rule inside windows, as a rule over all tokens, if one window contains all tokens.
+    """Return `rest`, the rule inside windows, as a rule over all tokens, simplified for the positions of `bound`.
 
-    The result is simplified for the positions of `bound`. None unless there is exactly one window, which contains all
-    queries and keys and counts positions from the origin of `bound`.
+    None unless there is a single window, its origin is position 0, it contains all queries and keys, and the first of
+    them is in the first period of a periodic rule.
     """
     if len(windows) != 1:
         return None
@@ -61,7 +61,7 @@ def window_terms(
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Return terms that compute the rule `rest` inside each window; None if the kinds of windows exceed a limit.
+    """Return terms that compute the rule `rest` inside each window; None if there are too many kinds of windows.
 
     The windows of a kind have equal sizes and equal masks (see `Windows.kinds`), and so the same terms, as folds.
 
@@ -109,7 +109,8 @@ class _Factorization:
     def intersected_with(self, others: Sequence[Pattern]) -> _Factorization | None:
         """Return the intersection with `others`, rules that count positions from 0.
 
-        None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
+        None if `rest` counts positions from the start of a document and a rule in `others` may depend on more than
+        the distance of query and key.
         """
         origin: _Origin = self.origin
         if any(each.period() != 1 for each in others):
@@ -152,7 +153,7 @@ def _with_parts(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> 
 
 
 def _rule_of_first_window(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """Return (rule, bound): `rest`, simplified for the positions of the first window, and it bound to that window.
+    """Return (rule, bound): `rest` simplified for the positions of the first window, and this rule bound to the window.
 
     The bound has the window's numbers of queries and keys. Its offsets are counted from the window's origin, less the
     whole periods of `rest` between the origin and the window.
@@ -199,7 +200,7 @@ def _terms_of_small_window(
 
 
 def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
-    """Yield groups of these equal windows; the windows of a group are folds (a batch) of the same terms.
+    """Yield groups of these equal windows; the windows of a group are folds of the same terms.
 
     There is a single group, or, for large windows at uneven distances, one group for each window.
     """
@@ -239,9 +240,9 @@ def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> 
 
 
 def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | None:
-    """Split off a run-time set of scattered allowed keys that is a factor of all branches; None if there is none.
+    """Return (the pattern without a run-time set of scattered allowed keys, this set); None if there is no such set.
 
-    Returns (the pattern without it, the key set with the rows of all batch entries).
+    The set is a factor of all branches, and has the rows of all batch entries.
     """
     of_branches = [{split.table: split.rest for split in _factorizations(branch)} for branch in pattern.branches()]
     for table in of_branches[0]:
