@@ -213,7 +213,7 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Return counts of the pairs that a pattern allows, and of those that kernels compute as the planner chooses.
+    """Return a `Description`: how many pairs a pattern allows, and how many kernels compute in the planner's layouts.
 
     Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
 
@@ -324,8 +324,8 @@ def _branches_table(counts: Description) -> str:
 def _heads_table(counts: Description) -> str:
     """Return a table of allowed pairs by head, with each branch's share if there are several branches.
 
-    Heads with equal pairs of every branch share a line; the table has up to 24 such lines. "" if there is one distinct
-    branch and all heads have equal rules.
+    Heads with equal numbers for every branch share a line; the table has up to 24 such lines. "" if there is one
+    distinct branch and all heads have equal rules.
     """
     branches, heads = counts.branch_shares, counts.heads
     if len(branches) == len(heads) == 1:

@@ -1,4 +1,4 @@
-"""Token grids in row-major order: positions as rectangles of coordinates, and counts of windows along an axis."""
+"""Token grids in row-major order: positions as rectangles of coordinates, and the pairs of windows along an axis."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Axis:
 
     @property
     def lead(self) -> int:
-        """Number of keys of an unshifted window before the first query of its group, in one class; never below 0."""
+        """Number of keys of an unshifted window that are before the first query of its group; never below 0."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
     def seen(self, first: int, last: int) -> Ranges:
@@ -223,9 +223,10 @@ class Axis:
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
         """Return two integer tensors, with an entry for each of n boxes of places.
 
-        Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. For
-        boxes in which no window is shifted, the entries depend only on the distance from the first query to the first
-        key, and on the first query modulo rate * stride. On an axis that wraps, distances are modulo the length.
+        Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. Far
+        from the ends of the axis, the entries depend only on the distance from the first query to the first key, and on
+        the first query modulo rate * stride. On an axis that wraps this holds everywhere, with distances modulo the
+        length.
         """
         ahead = k.first - q.first
         if self.wraps:
