@@ -149,9 +149,9 @@ class Description(PlannedCounts):
     def order_gain(self) -> float | None:
         """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting tokens.
 
-        Tokens are sorted in reverse Cuthill-McKee order, computed by SciPy. None if the chosen layouts have no block
-        lists, as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on
-        and has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
+        Tokens are sorted in reverse Cuthill-McKee order. This needs SciPy, self-attention from position 0 on, and a
+        pattern with one matrix, `sparse` or `mask`, of 1 to 2**24 pairs, for all heads and batch entries; else the
+        result is None. It is also None if the chosen layouts have no block lists, as when keys are gathered.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None

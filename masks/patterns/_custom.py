@@ -208,8 +208,8 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     A BlockMask as `fn` gives the pattern that compiled FlexAttention computes for it. In each batch entry and head,
     partial blocks allow the pairs of the mask_mod, full blocks all pairs, and blocks in no list none. The mask_mod may
     read `b` if the BlockMask has lists for several entries. Lists and lengths are copied. A call with positions beyond
-    the lengths raises ValueError. So does a call with fewer keys than the lists name, unless the lists allow exactly
-    the pairs of the mask_mod.
+    the lengths raises ValueError. So does a call whose keys end before a block that is listed for one of its queries,
+    unless the lists allow exactly the pairs of the mask_mod.
 
     `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
     later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises

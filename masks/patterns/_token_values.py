@@ -280,7 +280,7 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
         positions. Or a string, the name under which `attend(bindings=)` passes the tensor.
     padding: the side of the padding, "right" or "left". For padding on the left, `p.per_document(lengths(n,
         padding="left"))` counts positions from the first real token, so that results equal those without padding for
-        every pattern p.
+        every pattern p that takes no run-time tensors.
     name: name of the tensor in texts and errors, unless `lengths` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
