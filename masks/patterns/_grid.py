@@ -160,8 +160,8 @@ class Axis:
     Each `stride` consecutive queries of a class form a group with one window, that of the group's leader. With
     `is_causal` the leader is the last query of the group, its window ends at itself, and each query sees the keys of
     the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
-    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN
-    cuts causal windows off at the first key of the class instead, which is an equal rule, as a query sees no later key.
+    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards.
+
     With `wraps` the axis is periodic: a window that crosses an end continues at the other end and is not shifted. Then
     rate * stride must divide the length, a window must be shorter than its class, and the axis must not be causal.
     """
@@ -195,6 +195,7 @@ class Axis:
         number: place of the query. Places are numbered from 0 within the class, in the result too.
         held: number of places of the class.
         """
+        # NATTEN cuts causal windows off at the first key of the class: an equal rule, as a query sees no later key.
         begin = number // self.stride * self.stride - self.lead
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 

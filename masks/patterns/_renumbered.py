@@ -417,7 +417,7 @@ def _blocks_with_counts(positions: Progression, block: int) -> list[tuple[Progre
 
 
 def _blocks_spanned(positions: Progression, block: int) -> Progression:
-    """Return progressions of block numbers: all blocks from that of the first position to that of the last position."""
+    """Return progressions of block numbers: all blocks from that of the first position to that of the last."""
     first = positions.first // block
     return Progression(first, 1, positions.last // block - first + 1)
 

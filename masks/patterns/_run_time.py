@@ -463,8 +463,6 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
 def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
-    It is a copy, so that later changes of the caller's tensor do not change the rule.
-
     what: name of the mask, for errors.
     dims: names of its last dims, as arguments of a score_mod; for errors.
 
@@ -477,7 +475,7 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
         )
     marks = tensor.detach().cpu()
     if marks.dtype == torch.bool:
-        return marks.clone()
+        return marks.clone()  # later changes of the caller's tensor must not change the rule
     allowed = marks == 0
     other = marks[~(allowed | (marks == -torch.inf))]
     if len(other):

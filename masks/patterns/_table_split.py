@@ -20,7 +20,7 @@ _FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read 
 def lists_keys(leaf: Pattern) -> bool:
     """Return True if a table is read as a list of single keys for each query.
 
-    These are sparse matrices, and tables of blocks of at most 15 queries and 8 keys.
+    These are sparse matrices, and blocks of at most 15 queries and 8 keys.
     """
     if isinstance(leaf, SelectedBlocks | SelectedTable):
         return leaf.block[0] <= _FEW_QUERIES and leaf.block[1] <= _FEW_KEYS

@@ -115,9 +115,9 @@ class Spans(Table):
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
         """Return the start of each position's span, on a device: columns 0 to L - 1 for queries, L to 2L - 1 for keys.
 
-        Padding has different values in the two halves, so that a mask_mod needs one comparison for each pair, and few
-        registers.
+        Padding has different values in the two halves.
         """
+        # A mask_mod then needs one comparison for each pair, and few registers.
         rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
