@@ -89,8 +89,9 @@ def count_cells(
         the window's borders are cut.
     batch: index of the batch entry, if run-time tensors differ by entry.
 
-    Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
-    estimate. Raises ValueError for heads, batch entries, sizes, windows and shapes that do not fit.
+    For patterns by formula, time grows with the number of cells, not of tokens. If an exact count would take too long,
+    a cell gets bounds and an estimate. Raises ValueError for heads, batch entries, sizes, windows and shapes that do
+    not fit, and TypeError for another `order`.
     """
     num_keys = num_tokens if num_keys is None else num_keys
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
@@ -174,8 +175,8 @@ def _count_every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
 def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Return the counts of allowed pairs of all cells, flat: for each cell the sum over boxes of positions in it.
 
-    A box whose bounds are not exact is cut into parts; of several such boxes that differ by whole periods of the rule,
-    only one is cut. If there are too many boxes, returns the result of `_estimate_by_samples`.
+    A box whose bounds are not exact is cut into parts; of several such boxes that are equal up to a shift by whole
+    periods of the rule, only one is cut. If there are too many boxes, returns the result of `_estimate_by_samples`.
     """
     (row, queries), (column, keys) = q.parts(), k.parts()
     # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:

@@ -149,9 +149,9 @@ class Description(PlannedCounts):
     def order_gain(self) -> float | None:
         """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting tokens.
 
-        Tokens are sorted in reverse Cuthill-McKee order, computed by SciPy. None if the chosen layouts have no block
-        lists, as when keys are gathered; without SciPy; and unless the pattern is for self-attention from position 0 on
-        and has one matrix, `sparse` or `mask`, with 1 to 2**24 pairs, for all heads and batch entries.
+        Tokens are sorted in reverse Cuthill-McKee order. This needs SciPy, self-attention from position 0 on, and a
+        pattern with one matrix, `sparse` or `mask`, of 1 to 2**24 pairs, for all heads and batch entries; else the
+        result is None. It is also None if the chosen layouts have no block lists, as when keys are gathered.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None
@@ -213,7 +213,7 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Return counts of the pairs that a pattern allows, and of those that kernels compute as the planner chooses.
+    """Return a `Description`: how many pairs a pattern allows, and how many kernels compute in the planner's layouts.
 
     Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
 
@@ -324,8 +324,8 @@ def _branches_table(counts: Description) -> str:
 def _heads_table(counts: Description) -> str:
     """Return a table of allowed pairs by head, with each branch's share if there are several branches.
 
-    Heads with equal pairs of every branch share a line; the table has up to 24 such lines. "" if there is one distinct
-    branch and all heads have equal rules.
+    Heads with equal numbers for every branch share a line; the table has up to 24 such lines. "" if there is one
+    distinct branch and all heads have equal rules.
     """
     branches, heads = counts.branch_shares, counts.heads
     if len(branches) == len(heads) == 1:

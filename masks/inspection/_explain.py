@@ -59,7 +59,7 @@ class BlockOfPair:
         return self.allowed_pairs > 0
 
     def to_data(self) -> dict[str, Any]:
-        """Return the fields, `order` and `computed` as a dict for JSON, with row and column as the pair "block"."""
+        """Return the fields, `order` and `computed` as a dict for JSON; "block" is the list [row, column]."""
         names = ("order", "rate", "query_slot", "key_slot", "allowed_pairs", "block_pairs", "computed")
         return {**{name: getattr(self, name) for name in names}, "block": [self.row, self.column]}
 
@@ -141,7 +141,7 @@ def explain(
     bindings: Mapping[str, Tensor] | None = None,
     block_size: int | tuple[int, int] = 128,
 ) -> Explanation:
-    """Explain why the query attends to the key or not, for each branch and part of the pattern.
+    """Return the reasons why the query attends to the key or not, for each branch and part of the pattern.
 
     query, key: positions.
     head: one of num_heads global heads.
@@ -252,7 +252,7 @@ def _with_run_time_values(
 
 
 def _with_named_tensors(reason: Reason, pattern: Expression) -> Reason:
-    """Return the tree of reasons, in which patterns name run-time tensors as `pattern` does, without their values."""
+    """Return the tree of reasons with each `Table` replaced by the run-time leaf of `pattern` that it comes from."""
     carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
 
     def written(leaf: Pattern) -> Pattern:

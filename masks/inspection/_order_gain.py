@@ -14,8 +14,8 @@ _MOST_PAIRS = 1 << 24  # of a matrix; sorting more takes seconds
 def order_gain(bound: Bound) -> float | None:
     """Return the number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting.
 
-    Queries and keys are sorted in one order, reverse Cuthill-McKee. None without SciPy, and unless the pattern is for
-    self-attention from position 0 on and has one matrix with 1 to 2**24 pairs, for all heads and batch entries.
+    Queries and keys are sorted in one order, reverse Cuthill-McKee. This needs SciPy, self-attention from position 0
+    on, and a pattern with one matrix, of 1 to 2**24 pairs, for all heads and batch entries; else the result is None.
     """
     matrices = {leaf for leaf in bound.pattern.leaves() if isinstance(leaf, SparseTable | MaskTable)}
     if len(matrices) != 1 or not bound.is_self_attention or bound.q_offset:

@@ -261,7 +261,7 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """Return the lines of the title, of at most `letters` letters, then lines of the sizes, which may be 15 % longer.
+    """Return the lines of the title, of at most `letters` letters, then the sizes as text, in lines up to 15 % longer.
 
     The title is `picture.title` or, if that is None, the pattern's expression, cut to 3 lines. The sizes are left out
     if `picture.title` is "", or is given without a legend.

@@ -62,7 +62,7 @@ class ReproducibleFigure(Figure):
 
 
 def draw(picture: Picture) -> Figure:
-    """Return a figure with all panels in rows of up to 4; a row for each head if there are several heads and orders."""
+    """Return a figure with all panels, in rows of up to 4; several heads in several orders get a row for each head."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
@@ -147,14 +147,13 @@ def _legend_entry(label: str, color: Any) -> Patch:
 
 
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
-    """Return the legend entries for the colors of cells.
+    """Return the legend entries for the colors of cells, in this order.
 
-    With blocks: pairs of full blocks, pairs of partial blocks, cells without allowed pairs in computed blocks, and
-    blocks that are not computed. Without blocks: pairs in 1, 2, ... m branches, where m is the largest number in the
-    panels; for m > 3 only 1, 2 and m.
+    With blocks: pairs of full blocks, pairs of partial blocks, fractions of allowed pairs if cells have several pairs,
+    cells without allowed pairs in computed blocks, and blocks that are not computed.
 
-    If cells have several pairs, there are also entries for fractions of allowed pairs: after those of pairs of blocks
-    or, without blocks, in place of the entry for 1 branch. Then m is the largest mean of a cell, rounded.
+    Without blocks: an allowed pair, or fractions of allowed pairs if cells have several pairs; then pairs in 2, 3, ...
+    m branches, where m is the largest `share` of a cell in the panels, rounded. For m > 3 only 2 and m.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_legend_entry(label, _pair_color(share)) for share, label in _SHARES] if many else []

@@ -110,10 +110,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 
 
 def _reached_from_matrices(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Yield, for 1, 2, ... layers without end, the number of tokens that each of `tokens` reaches.
-
-    The numbers are computed from products of dense matrices of all tokens.
-    """
+    """Yield, for 1, 2, ... layers without end, the number of tokens that each of `tokens` reaches."""
     mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
     relation = torch.eye(len(token), dtype=torch.bool)
     for head, *_ in alike_heads(bound):

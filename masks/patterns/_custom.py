@@ -208,8 +208,8 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     A BlockMask as `fn` gives the pattern that compiled FlexAttention computes for it. In each batch entry and head,
     partial blocks allow the pairs of the mask_mod, full blocks all pairs, and blocks in no list none. The mask_mod may
     read `b` if the BlockMask has lists for several entries. Lists and lengths are copied. A call with positions beyond
-    the lengths raises ValueError. So does a call with fewer keys than the lists name, unless the lists allow exactly
-    the pairs of the mask_mod.
+    the lengths raises ValueError. So does a call whose keys end before a block that is listed for one of its queries,
+    unless the lists allow exactly the pairs of the mask_mod.
 
     `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
     later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
@@ -280,10 +280,10 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 def _record_on_cpu(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
-    """Return a function of `number` int64 tensors as recorded, with CPU copies of the tensors that it reads.
+    """Return the recorded function, with CPU copies of the tensors that it reads.
 
-    shape: shape of its arguments.
-    what: text for the function in errors; "" for the text of a mask_mod, "the custom function" and its name.
+    number: number of its arguments, int64 tensors of shape `shape`.
+    what: what errors call the function; "" for "the custom function" and its name.
 
     Raises TypeError or ValueError if the function cannot be recorded.
     """
@@ -357,7 +357,7 @@ def rules_of_mask_mod(function: MaskMod, entries: int) -> list[Pattern]:
 def pattern_of_block_mask(block_mask: BlockMask, entries: int) -> Pattern:
     """Return the pattern of a BlockMask, whose mask_mod may read `b`, for calls of `entries` batch entries.
 
-    The lists must be for one entry, which all entries then share, or for `entries` entries.
+    The lists must be for `entries` entries, or for a single one; then all entries share these lists.
     """
     _refuse_graphs()
     return _from_block_mask.of_block_mask(block_mask, custom, _reads_entry, entries)
@@ -403,9 +403,9 @@ def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
 def _largest_grid(function: MaskMod) -> Places:
     """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
-    It is the largest of a few sizes at which the function does not index beyond the end of a captured tensor, or the
-    smallest size if there is none. Positions begin at 0. The grid has two batch entries, and one key fewer than queries
-    if it has over two queries.
+    The grid has the largest of a few sizes at which the function does not index beyond the end of a captured tensor, or
+    the smallest size if there is none. Positions begin at 0. There are two batch entries, and one key fewer than
+    queries if there are over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _GRID_HEADS[0], _GRID_TOKENS[0]))
     grid: Places = ()

@@ -232,8 +232,8 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     These tokens are active; all others see no key, and no query sees them.
 
     segment: tokens of a segment; the rate need not divide it.
-    offset: first active token of each segment, or one of `longnet`'s rules, "interleaved" or "contiguous", which give
-        each head an offset.
+    offset: place of the first active token in each segment, or one of `longnet`'s rules, "interleaved" or "contiguous",
+        which give each head an offset.
 
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
 
@@ -273,7 +273,7 @@ def longnet(
 
     segment_lengths, dilation_rates: segment length, in tokens, and dilation rate of each branch.
     heads: "all" returns a mixture in which every head has every branch, and a pair counts once for each branch that
-        allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); for a single branch it returns that pattern.
+        allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); a single branch is returned as a set pattern.
         "grouped" returns a set pattern in which each of the consecutive groups of heads has one branch. This is the
         grouping of dilated-attention-pytorch, except that there every head of group i starts at offset i mod rate;
         write `per_head` for these offsets.

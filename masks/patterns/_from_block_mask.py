@@ -191,9 +191,9 @@ def _lists_match_rule(
 ) -> bool:
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    Lists and rule are not compared, and the result is False, if there are more than 2**28 pairs over all heads of the
-    lists, unless `rule` is `every()`; if the rule differs by head but the lists are for a single head; or if the
-    mask_mod indexes beyond the end of a tensor.
+    In three cases the result is False without a full comparison: the mask_mod indexes beyond the end of a tensor; the
+    rule differs by head and the lists are for a single head; or there are more than 2**28 pairs over all heads of the
+    lists, and `rule` is not `every()`.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():

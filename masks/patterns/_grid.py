@@ -1,4 +1,4 @@
-"""Token grids in row-major order: positions as rectangles of coordinates, and counts of windows along an axis."""
+"""Token grids in row-major order: positions as rectangles of coordinates, and the pairs of windows along an axis."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ class Axis:
     Each `stride` consecutive queries of a class form a group with one window, that of the group's leader. With
     `is_causal` the leader is the last query of the group, its window ends at itself, and each query sees the keys of
     the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
-    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN
-    cuts causal windows off at the first key of the class instead, which is an equal rule, as a query sees no later key.
+    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards.
+
     With `wraps` the axis is periodic: a window that crosses an end continues at the other end and is not shifted. Then
     rate * stride must divide the length, a window must be shorter than its class, and the axis must not be causal.
     """
@@ -175,7 +175,7 @@ class Axis:
 
     @property
     def lead(self) -> int:
-        """Number of keys of an unshifted window before the first query of its group, in one class; never below 0."""
+        """Number of keys of an unshifted window that are before the first query of its group; never below 0."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
     def seen(self, first: int, last: int) -> Ranges:
@@ -195,6 +195,7 @@ class Axis:
         number: place of the query. Places are numbered from 0 within the class, in the result too.
         held: number of places of the class.
         """
+        # NATTEN cuts causal windows off at the first key of the class: an equal rule, as a query sees no later key.
         begin = number // self.stride * self.stride - self.lead
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 
@@ -223,9 +224,10 @@ class Axis:
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
         """Return two integer tensors, with an entry for each of n boxes of places.
 
-        Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. For
-        boxes in which no window is shifted, the entries depend only on the distance from the first query to the first
-        key, and on the first query modulo rate * stride. On an axis that wraps, distances are modulo the length.
+        Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. Far
+        from the ends of the axis, the entries depend only on the distance from the first query to the first key, and on
+        the first query modulo rate * stride. On an axis that wraps this holds everywhere, with distances modulo the
+        length.
         """
         ahead = k.first - q.first
         if self.wraps:

@@ -41,7 +41,7 @@ _Radii = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _AxisOfDistances:
-    """One axis of a grid, of `length` places, along which a rule depends on the distance of key and query only."""
+    """One axis of a grid, of `length` places, along which a query sees the keys at most `radius` places away."""
 
     length: int
     radius: int
@@ -70,7 +70,7 @@ class GridWindow(OnGrid):
     """Pattern that allows a pair iff along each axis of a token grid query and key are at most `radius` places apart.
 
     Tokens are in row-major order; `grid` and `radius` have one entry for each axis, the outermost first. For a union of
-    windows `radius` is a tuple of such tuples; from each to the next the first entry grows, and no other entry grows.
+    windows `radius` is a tuple of such tuples; from one to the next the first entry grows, and no other entry grows.
     Radii are limited to the length of their axis minus 1, and windows that another window contains are left out, so
     that equal rules are equal patterns.
     """
@@ -207,9 +207,10 @@ def grid_window(grid: Sequence[int], radius: int | Sequence[int] | Sequence[Sequ
     At the borders of the grid windows are cut off, where `neighborhood` shifts them inwards.
 
     grid: 1, 2 or 3 axis lengths (a sequence, an image, a video); tokens are in row-major order.
-    radius: places on each side of the query's, one value for all axes, or a sequence of one for each axis; from the
-        length of an axis minus 1 on, it does not limit that axis. A sequence of such sequences gives the union of
-        their windows: each must be longer than the one before along the first axis, and not longer along the others.
+    radius: number of places on each side of the query, one value for all axes, or a sequence of one for each axis. A
+        radius of at least the length of an axis minus 1 does not limit that axis. A sequence of such sequences gives
+        the union of their windows: each must be longer than the one before along the first axis, and not longer along
+        the others.
 
     Raises ValueError for a negative radius, an axis of length 0, a sequence of another length, windows in another
     order, and a grid of more than 3 axes or 2**31 - 1 tokens; TypeError for values of other types. `bind` raises

@@ -141,8 +141,8 @@ class _CellRanges(NamedTuple):
 
     outer: (first, stop) of the cells that cover the box.
     inner: (first, stop) of the cells inside the box; there are none if stop <= first.
-    positions: number of the mask's entries in the outer cells along this axis.
-    times: number of positions of the box that an entry serves: 1, or all if the mask's axis has size 1.
+    positions: number of the mask's elements in the outer cells along this axis.
+    times: number of positions of the box that an element serves: 1, or all if the mask's axis has size 1.
     """
 
     outer: tuple[Counts, Counts]

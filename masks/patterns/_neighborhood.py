@@ -132,12 +132,12 @@ class Neighborhood(OnGrid):
 
         A token's places on all axes are bit fields of one integer, with a guard bit above each field. Two differences
         test a pair: the key's place minus the first place of the window, and the last place of the window minus the
-        key's place. The key is in the window on every axis iff no field borrows from its guard bit. Comparisons for
-        each axis would take more registers; there are some only for axes that wrap.
+        key's place. The key is in the window on every axis iff no field borrows from its guard bit.
 
         Along an axis, places are numbered from 1, residue class by residue class. Keys beyond the grid have place 0,
         and the windows of queries beyond the grid begin after all keys.
         """
+        # Comparisons for each axis would take more registers; only axes that wrap need some.
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):
             # Distance of the places of two classes. If the axis wraps, keys before the window get one length added.

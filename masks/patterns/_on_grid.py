@@ -37,7 +37,7 @@ class AxisWindows(Protocol):
     def seen(self, first: int, last: int) -> Ranges:
         """Return the places that queries at places `first` to `last` (included) see, as ascending ranges.
 
-        If the rule has a dilation rate, first and last are in one residue class, and only its queries count.
+        If the rule has a dilation rate, first and last are in one residue class, and only queries of this class count.
         """
         ...
 
@@ -57,10 +57,10 @@ class AxisWindows(Protocol):
 
 
 class OnGrid(Pattern):
-    """Pattern that allows a pair iff along each axis of a token grid the key is in the query's window.
+    """Base of patterns that allow a pair iff along each axis of a token grid the key is in the query's window.
 
     Tokens are in row-major order. A subclass has the field `grid`, the lengths of the axes, the outermost first, and
-    `axes`, the windows along them.
+    `axes`, the windows along them. `GridWindow` overrides what differs for a union of windows.
     """
 
     grid: tuple[int, ...]

@@ -44,7 +44,10 @@ from ._token_values import KeySet, VisibleKeys
 
 @pattern_kind("entry_number")
 class EntryNumber(RunTime):
-    """Run-time tensor with one integer per batch entry, which `PerSample` or `QueriesFrom` reads; not a rule itself."""
+    """Run-time tensor with an integer for each batch entry, or one for all; not a rule itself.
+
+    `PerSample` and `QueriesFrom` read it.
+    """
 
     num_dims = 0
 
@@ -56,7 +59,7 @@ class EntryNumber(RunTime):
 
 
 class EntryNumbers(Table):
-    """Table with one integer per batch entry; not a rule itself."""
+    """Table with an integer for each batch entry, or one for all; not a rule itself."""
 
     kind = "entry numbers"
 
@@ -66,7 +69,10 @@ class EntryNumbers(Table):
         return f"{self.rows.tolist()}"
 
     def check_range(self, what: str, stop: int) -> None:
-        """Raise ValueError unless the values, if known, are at least 0 and below `stop`. what: their name in errors."""
+        """Raise ValueError for a value outside [0, stop); the values of a placeholder are not checked.
+
+        what: name of the values, for errors.
+        """
         least, most = (int(edge) for edge in self.rows.aminmax())
         if self.known and (least < 0 or most >= stop):
             raise ValueError(f"{what} must be at least 0 and below {stop}; got {least if least < 0 else most}")
@@ -121,7 +127,10 @@ class PerSample(Composite):
 
     @property
     def chosen(self) -> Pattern:
-        """Return the part that all batch entries follow. Raises ValueError if their numbers differ or are unknown."""
+        """Return the part that all batch entries follow.
+
+        Raises ValueError if they follow different parts, or if `which` is an `EntryNumber`.
+        """
         return self.parts[int(_require_entry_numbers(self.which).only_row)]
 
     def superset(self) -> Pattern:
@@ -206,7 +215,10 @@ class QueriesFrom(_MethodPattern):
 
     @property
     def start(self) -> int:
-        """Return the start that all batch entries have. Raises ValueError if their starts differ or are unknown."""
+        """Return the start of all batch entries.
+
+        Raises ValueError if they have different starts, or if `starts` is an `EntryNumber`.
+        """
         return int(_require_entry_numbers(self.starts).only_row)
 
     def below(self, positions: int) -> Pattern:

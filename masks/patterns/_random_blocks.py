@@ -177,9 +177,9 @@ def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
     Floyd's method: for each block m of the last `drawn` blocks, in ascending order, draw a block from 0 to m. Keep it,
-    or keep m if the drawn block is already kept: because an earlier draw equals it, or because it is one of the last
-    `drawn` blocks and was kept in place of its own draw. In the second case, the result depends on that draw, which may
-    depend on an earlier one: these chains are followed in doubling steps.
+    or keep m if the drawn block is already kept. It is if an earlier draw equals it, or if it is an earlier m that was
+    kept in place of the block drawn for it. Whether that m was kept may depend on an m before it, and so on: these
+    chains are followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index

@@ -43,7 +43,7 @@ from ._token_values import documents as documents_pattern
 
 @dataclass(frozen=True)
 class _MethodPattern(OnePart):
-    """Base of patterns that apply `part` to some or to renumbered positions, and print as a method call: `p.after(4)`.
+    """Base of patterns that limit `part` to some positions or renumber them, and print as a method call: `p.after(4)`.
 
     Adjacent branches of a mixture with equal arguments of this call print as one call on a sum: `(p + q).after(4)`.
     """
@@ -417,7 +417,7 @@ def _blocks_with_counts(positions: Progression, block: int) -> list[tuple[Progre
 
 
 def _blocks_spanned(positions: Progression, block: int) -> Progression:
-    """Return the numbers of all blocks from that of the first position to that of the last position."""
+    """Return progressions of block numbers: all blocks from that of the first position to that of the last."""
     first = positions.first // block
     return Progression(first, 1, positions.last // block - first + 1)
 

@@ -164,7 +164,7 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Return groups of windows in which a pattern of this period has equal masks, each as ascending indices.
+        """Return the ascending indices of each group of windows in which a pattern of this period has equal masks.
 
         Windows of a group have equal numbers of queries and of keys, equal distances from the first query to the first
         key, and equal distances from `counted_from(period)` to the first query. Groups are ordered by their first
@@ -301,7 +301,7 @@ class Table(Pattern):
 
         All batch entries must share one row.
 
-        num_positions: number of positions of queries, from 0 on.
+        num_positions: one past the last position of any query or key.
         """
         return None
 
@@ -336,7 +336,7 @@ def named(leaf: Pattern) -> Pattern:
 
 
 def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the pattern with these tensors in its run-time leaves of these names; other leaves are unchanged.
+    """Return the pattern in which run-time leaves named in `tensors` carry these tensors; other leaves are unchanged.
 
     Raises TypeError for values that are not tensors.
     """
@@ -361,7 +361,7 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """Return the pattern with run-time tensors by name, without values: the form in which `cache().forget` compares."""
+    """Return the pattern with run-time tensors by name, without values; `cache().forget` compares this form."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
@@ -463,8 +463,6 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
 def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
-    It is a copy, so that later changes of the caller's tensor do not change the rule.
-
     what: name of the mask, for errors.
     dims: names of its last dims, as arguments of a score_mod; for errors.
 
@@ -477,7 +475,7 @@ def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
         )
     marks = tensor.detach().cpu()
     if marks.dtype == torch.bool:
-        return marks.clone()
+        return marks.clone()  # later changes of the caller's tensor must not change the rule
     allowed = marks == 0
     other = marks[~(allowed | (marks == -torch.inf))]
     if len(other):

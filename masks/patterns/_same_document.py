@@ -36,7 +36,7 @@ from ._token_values import PADDING, Runs, check_sorted, count_in_runs
 
 @pattern_kind("same_document")
 class SameDocument(RunTime):
-    """Pattern that allows a pair iff query and key have one document id, which is not negative.
+    """Pattern that allows a pair iff query and key have the same document id, and it is not negative.
 
     The run-time tensor `name` holds the ids of the query positions, followed by the ids of the key positions.
     """
@@ -62,7 +62,7 @@ class SameDocument(RunTime):
 
 @dataclass(frozen=True, eq=False)
 class SpanPairs(Table):
-    """Table that allows a pair iff query and key have one document number, not PADDING.
+    """Table that allows a pair iff query and key have the same document number, other than PADDING.
 
     rows[b, i]: document number of query position i, or PADDING (-1); rows[b, queries + j]: that of key position j.
     """

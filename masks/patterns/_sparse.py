@@ -162,9 +162,10 @@ class SparseTable(Table):
         return lambda b, h, q, k: find(b, h, q, k)[1]
 
     def finder(self, *, num_heads: int, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return a function (b, h, q, k) -> (index, found) to find pairs in the numbers of all matrices, flattened.
+        """Return a function (b, h, q, k) -> (index, found) that looks up pairs in the matrix of entry b and head h.
 
-        found: True if the matrix has the pair. Then `index` is that of the pair's key, else of another number.
+        found: True if the matrix has the pair.
+        index: index of the pair's key in the numbers of all matrices, flattened; of another number if not found.
         """
         held, step = self.on(device), self.batch_step(device)
         tables, size = self.rows.shape[1:]

@@ -1,4 +1,4 @@
-"""Tables of keys or key blocks in a pattern: the split into such a table, a rule on its pairs, and other pairs."""
+"""Patterns with a table of keys or key blocks: the split into the table's pairs and other pairs; numbered pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read 
 
 
 def lists_keys(leaf: Pattern) -> bool:
-    """Return True if a table is read as a list of single keys for each query: a sparse matrix, or small blocks."""
+    """Return True if a table is read as a list of single keys for each query.
+
+    These are sparse matrices, and blocks of at most 15 queries and 8 keys.
+    """
     if isinstance(leaf, SelectedBlocks | SelectedTable):
         return leaf.block[0] <= _FEW_QUERIES and leaf.block[1] <= _FEW_KEYS
     return isinstance(leaf, Sparse | SparseTable)
@@ -42,7 +45,7 @@ class TableSplit:
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
-    """Return the split of a pattern with one table of keys or blocks, combined by `|`, `&` and `+`; else None."""
+    """Return the split of a pattern; None unless it has one table of keys or blocks, below `|`, `&` and `+` only."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _num_tables(branch)]
     if len(chosen) != 1:

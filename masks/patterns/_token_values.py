@@ -115,9 +115,9 @@ class Spans(Table):
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
         """Return the start of each position's span, on a device: columns 0 to L - 1 for queries, L to 2L - 1 for keys.
 
-        Padding has different values in the two halves, so that a mask_mod needs one comparison for each pair, and few
-        registers.
+        Padding has different values in the two halves.
         """
+        # A mask_mod then needs one comparison for each pair, and few registers.
         rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
@@ -259,7 +259,8 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
     name: name of the tensor in texts and errors, unless `ids` is a string. Names within a pattern must differ.
 
     `p & documents(ids)` removes the pairs of p between documents; `p.per_document(ids)` also counts positions from the
-    start of each document.
+    start of each document. When the ids are used, raises ValueError if they decrease or if there is not one for each
+    position.
 
     >>> masks.describe(masks.documents([0, 0, 1, 1]), 4).useful_pairs  # 2 documents of 2 x 2
     8
@@ -279,7 +280,7 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
         positions. Or a string, the name under which `attend(bindings=)` passes the tensor.
     padding: the side of the padding, "right" or "left". For padding on the left, `p.per_document(lengths(n,
         padding="left"))` counts positions from the first real token, so that results equal those without padding for
-        every pattern p.
+        every pattern p that takes no run-time tensors.
     name: name of the tensor in texts and errors, unless `lengths` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
