@@ -36,7 +36,7 @@ def call_kernel(
     features: Features,
     is_complex: bool = False,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """Call `kernel`, which has the signature of flex_attention, with a BlockMask; returns (out, natural lse or None).
+    """Return (out, natural lse) of `kernel`, called like flex_attention; the lse is None without `features.return_lse`.
 
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
         kernels do not check.

@@ -42,7 +42,7 @@ def portable(
     call: Call,
     features: Features,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Compute a call by engine "portable"; returns (out in the dtype of q, natural lse in float32 or wider).
+    """Return (out in the dtype of q, natural lse in float32 or wider) of a call, by engine "portable".
 
     bindings: the pattern's run-time tensors, sorted by name.
 
@@ -150,7 +150,7 @@ def portable_op(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call without a score_mod; returns (out in the dtype of q, natural lse in float32 or wider).
+    """Return (out in the dtype of q, natural lse in float32 or wider) of a call without a score_mod.
 
     bindings: run-time tensors, if dropout_p > 0 followed by the seed of dropout.
     constants, q_offset, k_offset: as from `Call.arguments`.

@@ -283,7 +283,7 @@ def _run_kernel(
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse).
+    """Return (out, natural lse) of the kernel with these block tables and the mask `rest`.
 
     Rows without keys have output 0 and lse -inf.
 
