@@ -61,7 +61,8 @@ def portable(
 def _portable_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
     """Return the `Portable` of a call in a graph of torch.compile.
 
-    Single keys are gathered if the shape of their table bounds the keys of a query, else computed by block lists.
+    Single keys are gathered if tokens are in natural order and the table's shape bounds the keys of a query, else they
+    are computed by block lists.
     """
     listed = listed_parts(call.pattern) if call.rate == 1 and not call.placement else None
     of_table = None

@@ -23,7 +23,8 @@ from .._merge import shares_of, sum_dtype
 from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
-# R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places for rows in all tiles
+# R rows of queries, W entries of a row, C key blocks, S tiles of gathered rows, P places for rows in all tiles
+# h heads with classes of their own, 1 if all heads have equal ones
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:

@@ -25,7 +25,7 @@ from ._flex import as_arguments, compilation_key, compiled_flex, flex_in_graph, 
 from ._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
 from ._traced import MAKERS, traced
 
-# T tables, R rows of query blocks, C key blocks
+# T tables, R rows of query blocks, C key blocks, h heads with classes of their own, 1 if all heads have equal ones
 
 _DEPTH = 64  # most levels of nested functions: patterns of patterns
 _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advance; above, kernels evaluate the rule

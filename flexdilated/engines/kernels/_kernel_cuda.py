@@ -72,9 +72,10 @@ def _kernels_by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...
     """Return the three kernels in order of preference.
 
     From compute capability 9.0 (Hopper) on, if cuDNN is above 9.15.0: cuDNN, flash, memory-efficient. Otherwise: flash,
-    cuDNN, memory-efficient. torch differs: it prefers cuDNN only on some capabilities 9.x and 10.x, and elsewhere tries
-    it after the memory-efficient kernel.
+    cuDNN, memory-efficient.
     """
+    # torch differs: it prefers cuDNN only on some capabilities 9.x and 10.x, and elsewhere tries it after the
+    # memory-efficient kernel.
     flash, cudnn, efficient = KERNELS
     # As in torch: kernels of cuDNN up to 9.15.0 fail on lengths that are not multiples of 128, see pytorch#169849.
     is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN

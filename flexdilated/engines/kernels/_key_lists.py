@@ -47,7 +47,7 @@ class ListChunk:
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     absent: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
-    query: index of the query of each list for score_mod; None for that of `problem`. An empty list has, here and in
+    query: index of each list's query for score_mod; None if it is that of `problem`. An empty list has, here and in
         `key`, a pair of another list, as score_mod may fail for pairs in no list.
     """
 
