@@ -74,7 +74,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 
 @graph_constant
 def _why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason that engine "flash" cannot serve this device or dtype, or lacks packages; None if it can."""
+    """Return why engine "flash" cannot serve this device or dtype with the installed packages; None if it can."""
     if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None chooses an engine for that device"
     serves = f"engine={'portable' if dtype == torch.float64 else 'flex'!r} serves it"

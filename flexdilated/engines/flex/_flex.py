@@ -43,7 +43,7 @@ def run_flex(
     features: Features,
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """Compute attention by a FlexProgram; returns (out, natural lse). The lse is None without `features.return_lse`.
+    """Return (out, natural lse) of attention by a FlexProgram; the lse is None without `features.return_lse`.
 
     The program's terms are gathered, computed and merged by a function that is compiled once for the program's
     structure and each `compilation_key`. In a traced graph, the function's operations become part of the graph. Pairs
@@ -87,7 +87,7 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
 
 
 def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return a call's key of compiled functions: programs of one structure share a function for equal keys.
+    """Return the key by which a call finds its compiled function: programs of one structure share it for equal keys.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
@@ -197,7 +197,7 @@ def _run_steps(
     features: Features,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather each term's operands, run its kernel, and merge all terms; returns (out, natural lse or None)."""
+    """Return (out, natural lse) of a program's steps, merged; the lse is None without `features.return_lse`."""
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
         raise ValueError(
             f"the program is for {steps[0].structure.heads} query and key/value heads; got {q.shape[1]} and "
@@ -264,7 +264,7 @@ def _run_step(
 def in_plan_order(
     enter: tuple[SideGather, SideGather] | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in the plan's order of tokens, gathered by `FlexProgram.enter`; unchanged if that is None."""
+    """Return (q, k, v) in the plan's order of tokens, gathered by `FlexProgram.enter`; unchanged if `enter` is None."""
     if enter is None:
         return q, k, v
     queries, keys = enter
@@ -274,7 +274,7 @@ def in_plan_order(
 
 
 def operands_of(step: FlexStep, tables: Tables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a step's queries, keys and values, gathered from q, k and v; hidden slots are zeroed."""
+    """Return a step's (queries, keys, values), gathered from q, k, v in the plan's order; hidden slots are zeroed."""
     structure, hidden = step.structure, step.hidden
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys

@@ -92,8 +92,8 @@ def blank_program(
     batch: number of batch entries.
     operands: as in `static_program`.
 
-    Programs from `run_time_program` differ from this one only in the tensors that `run_time_tables` returns, in the
-    sizes that they have in this program.
+    Programs from `run_time_program` differ from this one only in the tensors that `run_time_tables` returns, padded and
+    expanded to one size for all values.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
@@ -138,7 +138,7 @@ def run_time_tables(
     """Return the tensors of a call's program that may differ from those of `blank_program`, term after term.
 
     For each term they are its block tables (as in BlockMask) and, if its rule has run-time tables, the rows of these
-    tables that its mask reads, and its masks of hidden queries and keys. No value changes any shape.
+    tables that its mask reads, and its masks of hidden queries and keys. No shape depends on the values of `bindings`.
 
     bindings: the run-time tensors, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.
@@ -293,7 +293,7 @@ def flex(
     call: Call,
     features: Features,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
+    """Return (out, natural lse) of attention by FlexAttention, eagerly or under torch.compile(fullgraph=True).
 
     The lse may be None without features.return_lse. On CPU the results have no gradient.
 

@@ -36,7 +36,7 @@ def call_kernel(
     features: Features,
     is_complex: bool = False,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """Call `kernel`, which has the signature of flex_attention, with a BlockMask; returns (out, natural lse or None).
+    """Return (out, natural lse) of `kernel`, called like flex_attention; the lse is None without `features.return_lse`.
 
     tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
         kernels do not check.
@@ -67,23 +67,20 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """True if both lengths (queries, keys) are multiples of the block's `sides`; kernels then need no bounds checks.
-
-    torch's own check does not suffice. It fails for symbolic lengths, whose divisors it does not know. Before 2.14 it
-    also accepts multiples of 128 for larger blocks, the last of which may then extend beyond the tokens.
-    """
+    """True if both lengths (queries, keys) are multiples of the block's `sides`; kernels then need no bounds checks."""
+    # torch's own check does not suffice. It fails for symbolic lengths, whose divisors it does not know. Before 2.14 it
+    # also accepts multiples of 128 for larger blocks, the last of which may then extend beyond the tokens.
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 
 
 def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
     """Return options that give a kernel more warps or smaller tiles; {} if torch's defaults leave it enough registers.
 
-    Only half-precision kernels run short of registers. At head dims 65 to 128, torch runs the backward on Blackwell
-    with the tiles of Hopper, but with half the warps.
-
     given: the caller's options. An option without the prefix "fwd_" or "bwd_" applies to both kernels, so the result
         has no option of that name with a prefix.
     """
+    # Only half-precision kernels run short of registers. At head dims 65 to 128, torch runs the backward on Blackwell
+    # with the tiles of Hopper, but with half the warps.
     head_dim, options = q.shape[3], {}
     if q.dtype.itemsize == 2 and head_dim <= 64:
         options = {"fwd_num_warps": 8} if is_complex else {}

@@ -232,8 +232,8 @@ def listed_rows(
 ) -> Tensor:
     """Return the keys of each query in a table of single keys, as indices in the call: (b, t, N, width).
 
-    Keys that the rule on the table's pairs does not allow are left out. Keys are in ascending order, followed by -1 for
-    none. No value of a run-time tensor changes the shape.
+    Keys that the rule on the table's pairs does not allow are left out. Keys are in ascending order, padded with -1.
+    `_shape_of_rows` gives the shape, which does not depend on the values of run-time tensors.
 
     bindings: the pattern's run-time tensors, sorted by name; the pattern must have no pairs outside the table.
     constants, q_offset, k_offset: `Call.arguments`.
@@ -269,7 +269,7 @@ def _shape_of_rows(
 
     If the rule that further restricts the table's pairs has run-time tensors, b is the batch and t the number of heads:
     values then decide which entries and heads have equal keys. Otherwise b is the number of batch entries of the table,
-    and t the number of tables in the result of `tables_of_heads`.
+    and t the length of the result of `tables_of_heads`.
 
     Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
     """

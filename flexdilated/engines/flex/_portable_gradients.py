@@ -22,7 +22,7 @@ _NO_THIRD = "the portable engine has no third derivative; engine='reference' has
 def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Compute a `Portable` with a score_mod, eagerly; returns (out in q's dtype, natural lse in float32 or wider).
+    """Return (out in q's dtype, natural lse in float32 or wider) of a `Portable` with a score_mod, run eagerly.
 
     Raises ValueError for a q of a FakeTensorMode.
     """

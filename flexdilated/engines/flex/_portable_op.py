@@ -42,7 +42,7 @@ def portable(
     call: Call,
     features: Features,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Compute a call by engine "portable"; returns (out in the dtype of q, natural lse in float32 or wider).
+    """Return (out in the dtype of q, natural lse in float32 or wider) of a call, by engine "portable".
 
     bindings: the pattern's run-time tensors, sorted by name.
 
@@ -61,7 +61,8 @@ def portable(
 def _portable_in_graph(q: Tensor, k: Tensor, bindings: list[Tensor], call: Call, features: Features) -> Portable:
     """Return the `Portable` of a call in a graph of torch.compile.
 
-    Single keys are gathered if the shape of their table bounds the keys of a query, else computed by block lists.
+    Single keys are gathered if tokens are in natural order and the table's shape bounds the keys of a query, else they
+    are computed by block lists.
     """
     listed = listed_parts(call.pattern) if call.rate == 1 and not call.placement else None
     of_table = None
@@ -150,7 +151,7 @@ def portable_op(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call without a score_mod; returns (out in the dtype of q, natural lse in float32 or wider).
+    """Return (out in the dtype of q, natural lse in float32 or wider) of a call without a score_mod.
 
     bindings: run-time tensors, if dropout_p > 0 followed by the seed of dropout.
     constants, q_offset, k_offset: as from `Call.arguments`.

@@ -40,7 +40,7 @@ class Portable:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that score_mod reads; empty in a graph."""
+        """Tensors that score_mod reads; empty without a score_mod, and in a graph."""
         score_mod = self.features.score_mod
         return score_mod.tensors if isinstance(score_mod, Recorded) else ()
 
@@ -154,7 +154,7 @@ class Portable:
     def _gradients_of_step(
         self, step: FlexStep, operands: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return (dq, dk, dv of the step's operands, gradient of each tensor in `learned`).
+        """Return (dq, dk, dv, [gradient of each tensor in `learned`]), with dq, dk and dv those of the step's operands.
 
         rows: (lse, gradient of out, delta) of the whole rows, of all queries in the plan's order.
         """

@@ -137,8 +137,8 @@ class FlexProgram:
     def structure(self) -> Hashable:
         """Key of the compiled function, equal for programs that differ only in lengths and in tensors that masks read.
 
-        A mask reads its pattern's numbers from such tensors, so they are not in the key. The key has the constants of
-        the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such as block
+        A mask reads its pattern's numbers from tensors, so these numbers are not in the key. The key has the constants
+        of the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such as block
         sizes and the step of a gather, which is a dilation rate.
         """
         steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
@@ -157,9 +157,9 @@ def make_flex_program(
     device: torch.device,
     placement: Placement | None = None,
 ) -> FlexProgram:
-    """Build the FlexProgram of a plan: the BlockMask and the gathers of each term, on a device.
+    """Return the FlexProgram of a plan: the BlockMask and the gathers of each term, on a device.
 
-    given: order of the tokens in q, k and v.
+    given: order of the tokens in q; those in k and v have the same rate.
     block_size: (queries, keys) of a block; None for those of `sides_that_fit`.
     placement: the positions for which the plan was made, if it was made for a part of a sequence.
     """

@@ -23,7 +23,8 @@ from .._merge import shares_of, sum_dtype
 from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
-# R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places for rows in all tiles
+# R rows of queries, W entries of a row, C key blocks, S tiles of gathered rows, P places for rows in all tiles
+# h heads with classes of their own, 1 if all heads have equal ones
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
@@ -283,7 +284,7 @@ def _run_kernel(
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse).
+    """Return (out, natural lse) of the kernel with these block tables and the mask `rest`.
 
     Rows without keys have output 0 and lse -inf.
 

@@ -1,4 +1,4 @@
-"""Calls with a table of selected blocks; sizes, mask and offsets, which its values do not change, are cached."""
+"""Calls with a table of selected blocks; their sizes, mask and offsets, which no table value changes, are cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._flex import as_arguments, compilation_key, compiled_flex, flex_in_graph, 
 from ._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
 from ._traced import MAKERS, traced
 
-# T tables, R rows of query blocks, C key blocks
+# T tables, R rows of query blocks, C key blocks, h heads with classes of their own, 1 if all heads have equal ones
 
 _DEPTH = 64  # most levels of nested functions: patterns of patterns
 _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advance; above, kernels evaluate the rule
@@ -157,9 +157,9 @@ def _table_indices(call: Call, count: int) -> tuple[int, ...]:
 
 
 def _classify_blocks(call: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return a class for each head, query block and key block, (heads, query blocks, key blocks), of 1 or 2.
+    """Return the class, 1 or 2, of each pair of a query block and a key block: (heads, query blocks, key blocks).
 
-    2 means that both blocks are whole and bounds show that the rule allows all their pairs; all other blocks have 1.
+    2 means that both blocks are whole and bounds show that the rule allows all their pairs; all others have 1.
     There is one head if the rule is equal for all heads. The result is None if it would have more than _MOST_CLASSES
     numbers.
     """
@@ -215,7 +215,7 @@ def selected_flex(
 
 
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: PreparedCall) -> Int64[Tensor, "b t R W"]:
-    """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
+    """Return the rows of the call's queries and heads in a table, with key block 0 at the call's first key.
 
     table: key blocks that each query block selects.
 

@@ -58,8 +58,8 @@ class SlotRule(torch.nn.Module):
     It is a module because the numbers of modules are constants of compiled graphs.
 
     kind: "all": the slots are the tensor itself. "heads": slot i is token i, of some of the heads. "segments": slot i
-        is in segment i // width, where it is token i % width * step + the head's offset; a segment has `segment`
-        tokens. "index": index tensors have the token of each slot.
+        is in segment i // width, where it is token i % width * step + the head's offset, or empty if that is beyond the
+        segment's `segment` tokens. "index": index tensors have the token of each slot.
     numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive query heads read one
         head of the tensor.
     """

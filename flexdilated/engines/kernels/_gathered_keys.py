@@ -1,4 +1,4 @@
-"""Triton kernels of attention over lists of single keys, which copy no keys.
+"""Triton kernels of attention over lists of single keys; they copy no keys.
 
 A program computes one query, for some query heads that share its list and a key/value head. It loads a few of the
 listed keys and values at a time, from k and v themselves.
@@ -110,7 +110,7 @@ class _Sizes:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if the kernels support the dtype and the head dims of these tensors on their device."""
+    """True if the kernels support the dtypes and the head dims of these tensors on their device."""
     dims = q.shape[3], v.shape[3]
     return (
         q.dtype in _DTYPES
@@ -124,7 +124,10 @@ def _program_sizes(
 ) -> tuple[int, int, int, int] | None:
     """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
 
-    heads and keys are the largest that fit and for which ptxas spills few registers on compute capability 9.0.
+    heads and keys start from sizes for which ptxas spills few registers on compute capability 9.0, and are halved until
+    the program fits, down to 16.
+
+    dims: head dims of (queries and keys, values).
     """
     size, (dim, v_dim), width = dtype.itemsize, dims, max(dims)
     if size == 2:
@@ -151,13 +154,13 @@ def _shared_bytes(device: int) -> int:
 
 
 def _split_head_dim(dim: int) -> tuple[int, int]:
-    """Return (a, b) with a + b >= dim; each is a power of two of at least 16, as tl.dot needs, or b is 0."""
+    """Return (a, b) with a + b >= dim: a is a power of two of at least 16, as tl.dot needs, and b is one too or 0."""
     main = max(16, 1 << dim.bit_length() - 1)
     return main, max(16, triton.next_power_of_2(dim - main)) if dim > main else 0
 
 
 # first: index of the first query. keys_of_call: number of keys. sets: number of head sets, each of `of_set` heads that
-# share a list and a key/value head; sets_a_table, sets_a_group: of them, for each table and each key/value head.
+# share a list and a key/value head; sets_a_table, sets_a_group: head sets of each table, of each key/value head.
 # programs: number for each query of a head set. tables: number of tables, or 0 if all batch entries share lists.
 _NUMBERS = ["first", "queries", "keys_of_call", "sets", "sets_a_table", "sets_a_group", "programs", "of_set", "tables"]
 

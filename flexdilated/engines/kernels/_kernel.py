@@ -29,8 +29,8 @@ class KernelTensors:
 
     G divides H.
 
-    visible: True for keys that may be attended to, on CPU only; None: all keys. At other keys, k and v must both be 0:
-        kernels read them too, and would spread a NaN.
+    visible: True for keys that may be attended to, on CPU only; None: all keys. At keys that may not, k and v must both
+        be 0: kernels read them too, and would spread a NaN.
     """
 
     q: Float[Tensor, "B H F Q D"]
@@ -47,7 +47,7 @@ def forward(
     is_causal: query i sees keys 0 to i.
     bias: added to the scores, on CPU only; None: nothing.
 
-    A query whose keys are all hidden by x.visible has output 0 and lse -inf; if `bias` hides them all, its lse is 0.
+    A query whose keys are all hidden has output 0; its lse is -inf if x.visible hides them, 0 if a bias of -inf does.
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
@@ -68,8 +68,9 @@ def backward(
 ) -> _kernel_cuda.ProblemGradients:
     """Return (dq, dk, dv) of `forward`, in the dtype of q or float32, from its out and lse.
 
-    If out and lse are of a softmax over more keys, the results are the gradients through the keys in x. A query without
-    keys must have lse +inf; one whose keys are all hidden by x.visible may have any lse.
+    If out and lse are of a softmax over more keys, the results are the gradients through the keys in x.
+
+    lse: +inf, not -inf, for a query without keys; not read for one whose keys in x are all hidden by x.visible.
     """
     fold = _Folding.of(x)
     blind, mask = _blind_queries(x, is_causal=is_causal), fold.mask(x, bias)
@@ -81,11 +82,11 @@ def backward(
 
 @dataclass(frozen=True)
 class _Folding:
-    """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
+    """Reshapes of (B, H, F, ...) to the two leading dims of a kernel and back, without a copy where strides allow it.
 
-    The kernel's dims are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer
-    key/value heads than query heads, or if the folds of a single batch entry leave some tokens out. Otherwise they are
-    (B * H * F, 1), and each head's tokens are contiguous in the kernel's output.
+    keep_heads: True for (B * F, H), False for (B * H * F, 1), where each head's tokens are contiguous in the kernel's
+        output. True if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value heads
+        than query heads, or if B is 1 and the folds leave some tokens out.
     """
 
     batch: int

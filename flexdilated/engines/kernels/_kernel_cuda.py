@@ -52,9 +52,10 @@ class CudaKernel:
 
 
 def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> CudaKernel:
-    """Return the preferred kernel that supports this dtype, head dim and number of keys on the device.
+    """Return the first kernel, in order of preference, that supports this dtype, head dim and number of keys.
 
-    It must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if no kernel qualifies.
+    Kernels that are switched off in torch (see torch.nn.attention.sdpa_kernel) are passed over. Raises ValueError if
+    none is left.
     """
     capability = torch.cuda.get_device_capability(device)
     for kernel in _kernels_by_preference(capability):
@@ -71,9 +72,10 @@ def _kernels_by_preference(capability: tuple[int, int]) -> tuple[CudaKernel, ...
     """Return the three kernels in order of preference.
 
     From compute capability 9.0 (Hopper) on, if cuDNN is above 9.15.0: cuDNN, flash, memory-efficient. Otherwise: flash,
-    cuDNN, memory-efficient. torch differs: it prefers cuDNN only on some capabilities 9.x and 10.x, and elsewhere tries
-    it after the memory-efficient kernel.
+    cuDNN, memory-efficient.
     """
+    # torch differs: it prefers cuDNN only on some capabilities 9.x and 10.x, and elsewhere tries it after the
+    # memory-efficient kernel.
     flash, cudnn, efficient = KERNELS
     # As in torch: kernels of cuDNN up to 9.15.0 fail on lengths that are not multiples of 128, see pytorch#169849.
     is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN
@@ -131,7 +133,7 @@ def backward(
 def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> CudaKernel:
     """Return a kernel for attention of q (B, H, Q, D) over k (B, G, K, D).
 
-    The problem is computed in the parts from `_problem_parts`; the kernel supports the part with the fewest keys.
+    It supports every part from `_problem_parts`, as it supports the part with the fewest keys.
     """
     least = min(keys.stop for _, keys, _ in _problem_parts(q.shape[2], k.shape[2], is_causal))
     return choose(q.dtype, q.shape[-1], least, q.device)

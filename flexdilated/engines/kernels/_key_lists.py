@@ -1,7 +1,7 @@
-"""Lists of single keys, as the portable kernel, which gathers the keys, and Triton's kernels read them.
+"""Lists of single keys for the portable kernel, which gathers the keys, and for Triton's kernels.
 
-Query heads that share lists and a key/value head share a gather. Lists are computed in descending order of length, so
-that lists of a chunk have nearly equal lengths.
+In the portable kernel, query heads that share lists and a key/value head share a gather. Outside graphs, it computes
+lists in descending order of length, so that lists of a chunk have nearly equal lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, eq=False)
 class ListChunk:
-    """Attention problems that are computed at once: g query heads of a query over the keys of its list.
+    """Attention problems that are computed at once: a problem is g query heads of a query over the keys of its list.
 
     t lists, padded to L keys, are each used by x problems.
 
@@ -47,7 +47,7 @@ class ListChunk:
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     absent: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
-    query: index of the query of each list for score_mod; None for that of `problem`. An empty list has, here and in
+    query: index of each list's query for score_mod; None if it is that of `problem`. An empty list has, here and in
         `key`, a pair of another list, as score_mod may fail for pairs in no list.
     """
 
@@ -84,7 +84,7 @@ class ListChunk:
 
 @dataclass(frozen=True, eq=False)
 class ListProblems:
-    """Attention over lists of single keys, of q (B, H, N, D) and k (B, G, M, D).
+    """Attention of q (B, H, N, D) over lists of single keys of k (B, G, M, D).
 
     sizes: (B, H, G, N, M).
     first: (global index of the first head, position of the first query, position of the first key) of the call.
@@ -213,8 +213,8 @@ class ListProblems:
 class ListedPart:
     """Lists of the keys of n consecutive queries, as Triton's kernels read them.
 
-    keys: indices of keys in the call, ascending in each list. A repeated index counts once; one that is not of a key
-        of the call is ignored.
+    keys: indices of keys in the call. In each list equal indices are adjacent and count once; an index that is not of a
+        key of the call is ignored.
     begins, counts: index in `keys` at which each list begins, and its length. Entry (e * T + t) * n + i is for query
         `first` + i in table t of batch entry e.
     shape: (b, T, n).
@@ -230,7 +230,7 @@ class ListedPart:
 
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
-    """Lists of keys of equal length, padded: for graphs, whose shapes do not depend on the lists' values.
+    """Lists of keys, padded to equal length: for graphs, whose shapes do not depend on the lists' values.
 
     rows: keys of each query, as indices in the call; negative for none.
     """
@@ -240,7 +240,7 @@ class PaddedRows:
 
 @dataclass(frozen=True, eq=False)
 class PaddedProblems:
-    """Attention over padded lists of single keys, of q (B, H, N, D) and k (B, G, M, D).
+    """Attention of q (B, H, N, D) over padded lists of single keys of k (B, G, M, D).
 
     sizes, first: as in `ListProblems`.
     row_bytes: bytes of a key and its value, of one head, in float32 or wider.

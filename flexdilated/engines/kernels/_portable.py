@@ -1,4 +1,4 @@
-"""The kernel of engine "portable": attention under a BlockMask in plain torch operations, on any device.
+"""The kernel of engine "portable": attention under a BlockMask or over lists of single keys, in plain torch operations.
 
 Each query block is a batch of matrix products with its key blocks and a softmax. Chunks of query blocks bound the
 scores that exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
@@ -37,9 +37,9 @@ class Weighting(NamedTuple):
     score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod; over lists of single keys, with the
         global head and positions.
     learned: tensors that score_mod reads and that require a gradient.
-    shares: for dropout, a function (score, b, h, q, k) -> number of the mask's branches that keep each pair, where
-        indices broadcast; None for no dropout.
-    factor: multiplies all weights, after `shares`.
+    shares: for dropout, a function (score, b, h, q, k) -> number of branches in which the pair is kept, of the equal
+        branches that are computed as one; indices broadcast. None for no dropout.
+    factor: multiplies all weights, after `shares`; 1 without dropout.
     """
 
     scale: float
@@ -57,8 +57,7 @@ class Span(NamedTuple):
     masked: upper bound of the number of blocks with a mask in a list; a block that the end of the tokens cuts off
         always has a mask.
     has_gaps: True if a list is known to have fewer than `length` blocks.
-    problems: largest number of problems (pairs of a batch entry and a query head) sharing a list that one chunk
-        computes.
+    problems: most problems of each list, pairs of a batch entry and a query head, that a chunk computes.
     """
 
     begin: int
@@ -132,7 +131,7 @@ class _BlockChunk:
     block: indices of key blocks in the flattened (batch, key/value heads, blocks).
     hidden: True for pairs that are not allowed, of each problem (y = x) or equal for all that share a list (y = 1);
         None if all are allowed.
-    places: (batch entry, head, queries, keys) of the problems.
+    places: (batch entry, head, queries, keys) of the problems; tokens after the last one count as the last.
     """
 
     problem: tuple[Int64[Tensor, "x t"]]
@@ -155,7 +154,8 @@ class _BlockChunk:
 class BlockProblems:
     """Block lists of a BlockMask, one for each query block of its batch entries and heads, and the sizes of q and k.
 
-    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padding
+        repeats the first.
     order: indices of the lists in descending order of length, in which `spans` are counted.
     sizes: (batch, query heads, key/value heads, queries, keys).
     is_meta: True for meta tensors, which have no values.
@@ -246,7 +246,7 @@ class BlockProblems:
         q: Tensor,
         k: Tensor,
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """Return a mask, True for pairs that are not allowed: by the BlockMask's mask, or as `beyond` is True.
+        """Return a mask, True for pairs that the BlockMask's mask does not allow or whose key is True in `beyond`.
 
         None if every pair is allowed: no list has a block with a mask, and none is shorter than the span's length.
 
@@ -284,7 +284,7 @@ def attention(
     dtype: torch.dtype | None = None,
     recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of attention over these problems, computed in float32 or wider, the dtype of lse.
+    """Return (out, natural lse) of attention over these problems, computed in the dtype of lse: float32 or wider.
 
     G divides H. A query without keys has output 0 and lse -inf.
 
@@ -459,7 +459,7 @@ def _gather_blocks(x: Float[Tensor, "n K D"], chunk: _BlockChunk | ListChunk) ->
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
-    """Return the tokens of x in n = batch * heads * blocks blocks of `side`, the last one padded with `value`."""
+    """Return the tokens of x in n = batch * heads * blocks blocks of `side`; `value` fills each head's last block."""
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
