@@ -25,7 +25,7 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """Return (index of each block's mask, distinct dense masks) of the mask `rule` in E listed blocks.
+    """Return (index of each listed block's mask, distinct masks): a mask is True for the pairs that `rule` allows.
 
     Mask 0, of full blocks, allows every pair. If the distinct masks exceed _MASK_BYTES, they are None and all indices
     are 0.
@@ -197,11 +197,9 @@ def _hidden_mask(
 ) -> Bool[Tensor, "1 X S"] | None:
     """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
 
-    Heads with equal block lists share a table of them.
-
     seen: number for each slot, above 0 if it is in an allowed pair. Dim 0 counts the query blocks (or key blocks) of
         the first table, then those of the second, and so on.
-    places: index in `seen` of each listed block.
+    places: index in dim 0 of `seen` of each listed block.
     heads: index of each head's table; [0] if all heads share one table, for a mask with X = 1.
     slots: number of slots of a head.
 

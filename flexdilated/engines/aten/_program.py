@@ -190,7 +190,7 @@ def make_program(
     slots_at_once: int = SLOTS_AT_ONCE,
     placement: Placement | None = None,
 ) -> Program:
-    """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
+    """Return the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
     given: token order of q, k and v.
     block_size: (queries, keys) of blocks in tokens; empty for the default of each term.
