@@ -125,9 +125,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term has Q slots of queries and K slots of keys. E is the number of batch entries, or 1 if all have equal masks. X
-    is the number of query heads, or 1 if all have equal masks. `queries` may be None if no query is hidden, `keys` if
-    no key is hidden.
+    E is the number of batch entries, or 1 if all have equal masks. X is the number of the term's heads, or 1 if all
+    have equal masks. `queries` may be None if no query is hidden, `keys` if no key is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -141,7 +140,7 @@ class HiddenSlots:
         return HiddenSlots(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
-        """Return x with `value` at hidden queries (those that attend to no key); x itself if `queries` is None.
+        """Return x with `value` at hidden queries; x itself if `queries` is None.
 
         dim: axis of the queries in x.
         """

@@ -143,8 +143,6 @@ def functions_in(constants: str) -> object:
     """Return an object that keeps the Python functions in the constants' patterns alive while it is referenced.
 
     constants: a text made by `write_constants`. Custom patterns in it name functions.
-
-    Graphs hold the object as long as they need the functions.
     """
     return [kept_functions(text) for text in constants.split(_SEPARATOR)[1:]]
 

@@ -269,7 +269,7 @@ def branch_rules(
 ) -> tuple[tuple[RuleHeads, ...], ...]:
     """Return, for each distinct branch of a pattern, its rules, each with the heads of this device that have it.
 
-    A rule is the set of pairs that a branch allows in some heads. In a branch, each head of this device has one rule.
+    In a branch, each head of this device has one rule.
 
     num_heads: number of query heads of this device.
     head_offset: index of the first of these heads among the num_heads_global heads of all devices.
@@ -390,11 +390,11 @@ class KeySlots(Protocol):
     """Map from positions of stored keys to slots: token indices in the tensors that hold keys and values."""
 
     def slices(self, positions: range) -> list[slice]:
-        """Return slices of the slots (token indices) that hold the keys at these positions, in order."""
+        """Return slices of the slots that hold the keys at these positions, in order."""
         ...
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slot (token index) of the key at each position."""
+        """Return the slot of the key at each position."""
         ...
 
 

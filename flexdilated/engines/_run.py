@@ -106,7 +106,10 @@ def _run_reference(
 
 
 def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
-    """Return a Bound of `rule` with the call's sizes, of which symbolic ones stay symbolic; `bind` would check them."""
+    """Return a Bound of `rule` with the call's sizes, of which symbolic ones stay symbolic.
+
+    `bind` checks positions, which would make symbolic sizes constant.
+    """
     if not any(isinstance(number, torch.SymInt) for number in call):
         return outside_torch_modes(call.bound)(rule)
     heads = (call.num_heads, call.head_offset, call.num_heads_global)

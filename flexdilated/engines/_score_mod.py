@@ -24,8 +24,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class IndexMap:
     """Map from a kernel's (batch, head, query, key) indices to batch entry, global head and positions.
 
-    The kernel computes one term, a part of a plan, and has indices of its own. translate(function, *numbers) returns a
-    function of the kernel's (score, batch, head, query, key) that calls `function` with global head and positions.
+    The kernel computes one term. translate(function, *numbers) returns a function of the kernel's (score, batch, head,
+    query, key) that calls `function` with global head and positions.
     """
 
     translate: Callable[..., ScoreMod]

@@ -233,7 +233,7 @@ def _sort_terms(
 
 
 def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
-    """Return the kernel calls of a term with a block list; terms that differ only in positions share a cache entry."""
+    """Return the kernel calls of a term with a block list; terms with equal `at_origin` share a cache entry."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(

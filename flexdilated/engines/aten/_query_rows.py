@@ -36,7 +36,7 @@ _KeyValues = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, o
 class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
-    set: index of the head set of each problem; g query heads each.
+    set: index of the head set of each problem.
     query: index of each query in the call.
     block: index of each key block.
     place: index of each query's result among the results of its head set; -1 for padding. A head set has one result for
