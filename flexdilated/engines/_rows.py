@@ -451,10 +451,7 @@ def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: in
 
 
 def _blind_rows(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
-    """Return a mask of the queries that see no key; None if every query sees one.
-
-    pairs: True where a query sees a key; None if every query sees every key.
-    """
+    """Return a mask of the queries that see no key; None if every query sees one. pairs: as in `RowPart`."""
     blind = None if pairs is None else ~pairs.any(1)
     return None if blind is None or not bool(blind.any()) else blind
 

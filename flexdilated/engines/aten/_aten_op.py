@@ -76,11 +76,11 @@ def plan_aten(
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
-    chosen = tuple(_without_lists_first(options, kind) for options in best.options)
+    chosen = tuple(_dense_or_causal_first(options, kind) for options in best.options)
     return Plan.of(best.bound, best.layout, chosen, best.together)
 
 
-def _without_lists_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
+def _dense_or_causal_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
     """Return the options with the first of only dense and causal terms moved to the front.
 
     Raises ValueError if there is no such option.
