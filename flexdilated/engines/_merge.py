@@ -131,7 +131,7 @@ def with_padding_keys(
     A zero key has score 0 and value 0.
 
     positions: position of each of the N queries in a sequence of num_tokens tokens.
-    num_heads: number of query heads on all devices; out has those from head_offset on.
+    num_heads: number of query heads on all devices; out has some of them, from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
     return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))

@@ -27,7 +27,7 @@ class PlacedCall:
 
     pattern: as JSON.
     placement: positions of the queries and keys.
-    num_heads_global: number of query heads on all devices, of which q has those from head_offset on.
+    num_heads_global: number of query heads on all devices; q has some of them, from head_offset on.
     sides: requested (queries, keys) of a block; empty for the default.
     dropout_p: probability of dropping an attention weight.
     """

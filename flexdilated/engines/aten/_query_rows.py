@@ -74,7 +74,7 @@ class Problems:
     def without_padding(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
         """Return (`index`, flattened, without padding; places of its items among the n * Q queries).
 
-        If there is no padding, the second is slice(None).
+        If there is no padding, the places are slice(None).
 
         index: where the result of each query is to be written.
         """
