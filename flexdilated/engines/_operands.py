@@ -110,8 +110,8 @@ _HAS_WIDE_OFFSETS = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
-    x is copied from a distance of 2**31 - 1 elements on, first to last. Views of larger tensors can reach it: values of
-    a fused projection of a million tokens, for example. On CPU, x itself is returned.
+    x is copied if its last element lies 2**31 - 1 or more elements after its first, as in a view of a larger tensor,
+    such as the values of a fused projection of a million tokens. On CPU, x itself is returned.
 
     is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
