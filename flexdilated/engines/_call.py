@@ -23,9 +23,9 @@ class Call(NamedTuple):
     """Pattern (as JSON) and sizes of one attention call: plain data, used as a key of caches.
 
     num_heads, num_kv_heads: numbers of query and key/value heads on this device.
-    num_heads_global: number of query heads on all devices, of which this device has those from head_offset on.
+    num_heads_global: number of query heads on all devices; this device has num_heads of them, from head_offset on.
     q_offset, k_offset: positions of the first query and the first key.
-    rate: rate of the tokens' order, sorted by (index mod rate, index div rate); 1 for natural order.
+    rate: the tokens are sorted by (index mod rate, index div rate); 1 for natural order.
     block_size: (queries, keys) of a block; empty for the default.
     placement: text of a Placement, which gives each token's position (the offsets are then 0); "" for consecutive
         positions.

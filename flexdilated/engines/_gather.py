@@ -174,11 +174,11 @@ class WholeSide:
 class PickedSide:
     """Reader and writer of one side of a term by an index tensor of shape (heads, folds, slots).
 
-    Slot s of fold f of row h of heads holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
-    head serves all rows.
+    Slot s of fold f of the side's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
+    head serves all heads of the side.
 
-    heads: head of the tensor for each row. The rows are the heads of the term or, in some terms whose heads share
-        tensor heads and hold equal tokens, the tensor heads.
+    heads: head of the tensor for each head of the side. The side has the heads of the term or, in some terms whose
+        heads share tensor heads and hold equal tokens, these tensor heads.
     """
 
     heads: tuple[int, ...]
@@ -227,9 +227,9 @@ class PickedSide:
         self.put(lse, sums[1])
 
     def _head_views(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
-        """Yield (view of some heads of x, token in each slot of a row, slice of the rows that read the view).
+        """Yield (view of some heads of x, token in each slot of such a head, slice of the side's heads in the view).
 
-        The n = F * S tokens are those of fold 0, then of fold 1, and so on, and are equal for all rows of a view. No
+        The n = F * S tokens are those of fold 0, then of fold 1, and so on, and are equal for all heads of a view. No
         view has one head of x twice, so each can be written to.
         """
         index = self.index.to(x.device, torch.int64).flatten(1)

@@ -108,7 +108,7 @@ def with_zero_keys(
 def _with_key(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tuple[Tensor, Tensor]:
     """Return (out, lse) after adding to each row one key of this score and of value 0; a score of -inf adds none.
 
-    Unlike `merge`, it computes in the dtype of out, so that the backward keeps no wider copy of out.
+    Unlike `merge`, it multiplies in the dtype of out, so that the backward keeps no wider copy of out.
     """
     none = score == -torch.inf
     finite, score = lse.masked_fill(none, 0.0), score.masked_fill(none, 0.0)
@@ -131,7 +131,7 @@ def with_padding_keys(
     A zero key has score 0 and value 0.
 
     positions: position of each of the N queries in a sequence of num_tokens tokens.
-    num_heads: number of query heads on all devices; out has those from head_offset on.
+    num_heads: number of query heads on all devices; out has some of them, from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
     return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
@@ -217,7 +217,7 @@ def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sinks_gradient(sinks: Float[Tensor, " H"], whole: WholeRows) -> Float[Tensor, " H"]:
-    """Return the gradient of each head's sink, a logit in the softmax of these rows, summed over batch and rows.
+    """Return the gradient of each head's sink, a logit in the softmax of these rows, summed over batch and queries.
 
     A sink has weight exp(sink - lse) and value 0; like any score, its gradient is this weight times (grad_out · value -
     grad_out · out + grad_lse).

@@ -25,7 +25,7 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """Return (index of each block's mask, distinct dense masks) of the mask `rule` in E listed blocks.
+    """Return (index of each listed block's mask, distinct masks): a mask is True for the pairs that `rule` allows.
 
     Mask 0, of full blocks, allows every pair. If the distinct masks exceed _MASK_BYTES, they are None and all indices
     are 0.
@@ -110,8 +110,8 @@ _HAS_WIDE_OFFSETS = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
-    It is copied if the last element is 2**31 - 1 or more elements from the first, except on CPU. Such distances occur
-    in views of larger tensors, such as the values of a fused projection of a million tokens.
+    x is copied if its last element lies 2**31 - 1 or more elements after its first, as in a view of a larger tensor,
+    such as the values of a fused projection of a million tokens. On CPU, x itself is returned.
 
     is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
@@ -125,9 +125,8 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 class HiddenSlots:
     """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
 
-    A term has Q slots of queries and K slots of keys. E is the number of batch entries, or 1 if all have equal masks. X
-    is the number of query heads, or 1 if all have equal masks. `queries` may be None if no query is hidden, `keys` if
-    no key is hidden.
+    E is the number of batch entries, or 1 if all have equal masks. X is the number of the term's heads, or 1 if all
+    have equal masks. `queries` may be None if no query is hidden, `keys` if no key is hidden.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -141,7 +140,7 @@ class HiddenSlots:
         return HiddenSlots(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
-        """Return x with `value` at hidden queries (those that attend to no key); x itself if `queries` is None.
+        """Return x with `value` at hidden queries; x itself if `queries` is None.
 
         dim: axis of the queries in x.
         """
@@ -197,11 +196,9 @@ def _hidden_mask(
 ) -> Bool[Tensor, "1 X S"] | None:
     """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
 
-    Heads with equal block lists share a table of them.
-
     seen: number for each slot, above 0 if it is in an allowed pair. Dim 0 counts the query blocks (or key blocks) of
         the first table, then those of the second, and so on.
-    places: index in `seen` of each listed block.
+    places: index in dim 0 of `seen` of each listed block.
     heads: index of each head's table; [0] if all heads share one table, for a mask with X = 1.
     slots: number of slots of a head.
 

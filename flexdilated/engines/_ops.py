@@ -36,7 +36,7 @@ _NO_TRANSFORMS = (
 
 @graph_constant
 def is_transformed() -> bool:
-    """True inside a torch.func transform or forward-mode AD; outside of them, `refuse_transforms` never raises."""
+    """Return True inside a torch.func transform or forward-mode AD: elsewhere `refuse_transforms` never raises."""
     return in_forward_mode() or peek_interpreter_stack() is not None
 
 
@@ -78,9 +78,11 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
     The op differs from one of `torch.library.custom_op` that modifies no argument in three ways. Its results are
     detached: autograd forbids in-place writes to a view among several outputs. It raises ValueError, eagerly and in a
-    trace, for inputs with tangents, mapped dims or gradients inside `torch.func`, which a custom op would ignore. List
+    trace, for inputs with tangents (which a custom op would drop), mapped dims or gradients inside `torch.func`. List
     arguments may be None, which AOTInductor packages pass for an empty list; only the op's first argument may not, as
     torch finds the kernel by it.
+
+    name: with the namespace, such as "flexdilated::aten".
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
@@ -141,8 +143,6 @@ def functions_in(constants: str) -> object:
     """Return an object that keeps the Python functions in the constants' patterns alive while it is referenced.
 
     constants: a text made by `write_constants`. Custom patterns in it name functions.
-
-    Graphs hold the object as long as they need the functions.
     """
     return [kept_functions(text) for text in constants.split(_SEPARATOR)[1:]]
 

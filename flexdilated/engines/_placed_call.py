@@ -27,7 +27,7 @@ class PlacedCall:
 
     pattern: as JSON.
     placement: positions of the queries and keys.
-    num_heads_global: number of query heads on all devices, of which q has those from head_offset on.
+    num_heads_global: number of query heads on all devices; q has some of them, from head_offset on.
     sides: requested (queries, keys) of a block; empty for the default.
     dropout_p: probability of dropping an attention weight.
     """
@@ -102,10 +102,7 @@ class PlacedCall:
 
 
 def placed_engine(engine: str, device: torch.device) -> str:
-    """Return `engine` if it can compute attention over part of a sequence on this device; else raise ValueError.
-
-    Such a part is given by a Placement, the positions of its queries and keys.
-    """
+    """Return `engine` if it can compute attention over part of a sequence on this device; else raise ValueError."""
     if engine not in ("aten", "flex", "portable"):
         raise ValueError(
             f"{engine=} runs whole sequences only: for parts of one write engine='aten' (on CPU), 'flex' or 'portable'"

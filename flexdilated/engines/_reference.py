@@ -23,7 +23,7 @@ from ._score_mod import ScoreMod
 
 @graph_constant
 def exports_to_onnx() -> bool:
-    """True while torch.onnx.export traces a model; `attend` then consists of plain operations."""
+    """Return True while torch.onnx.export traces a model; `attend` then consists of plain operations."""
     traces = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     # The import of torch.onnx is slow, and an export has already imported it.
     return traces and "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()

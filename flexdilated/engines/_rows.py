@@ -53,9 +53,9 @@ class RowPart:
     rows: slice of the call's queries.
     slots: token indices of the n keys in the key tensor.
     keys: slice of these n keys among the keys of `seen`.
-    pairs: True where a row sees a key; None if every row sees every key.
-    blind: True for rows that see no key of the part; None if every row sees one.
-    level: index of the output buffer; parts of one level have no head in common, so they share one.
+    pairs: True where a query sees a key; None if every query sees every key.
+    blind: True for queries that see no key of the part; None if every query sees one.
+    level: index of the output buffer; parts of one level have no query head in common, so they share a buffer.
     """
 
     group: HeadGroup
@@ -269,7 +269,7 @@ def branch_rules(
 ) -> tuple[tuple[RuleHeads, ...], ...]:
     """Return, for each distinct branch of a pattern, its rules, each with the heads of this device that have it.
 
-    A rule is the set of pairs that a branch allows in some heads. In a branch, each head of this device has one rule.
+    In a branch, each head of this device has one rule.
 
     num_heads: number of query heads of this device.
     head_offset: index of the first of these heads among the num_heads_global heads of all devices.
@@ -344,17 +344,18 @@ _GROUP_BYTES = 1000  # assumed size of a head group in the cache
 
 
 def needs_no_plan(call: Call) -> bool:
-    """True for calls that need no plan: at most MOST_ROWS queries, in natural order, that are not self-attention.
+    """Return True for a call of at most MOST_ROWS queries in natural order, unless it is self-attention.
 
-    Such a call has neither a placement nor a requested block size. In self-attention, queries and keys are at equal
-    positions. Its sizes repeat, so its plan is in the cache, and a cached plan is faster than none.
+    The result is False for a call with a placement or a requested block size. In self-attention, queries and keys are
+    at equal positions.
     """
+    # Calls of self-attention repeat their sizes, so their plan is in the cache, and a cached plan is faster than none.
     few = call.num_queries <= MOST_ROWS and call.rate == 1 and not call.block_size and not call.placement
     return few and (call.num_queries, call.q_offset) != (call.num_keys, call.k_offset)
 
 
 def row_program_of_call(call: Call, rule: Expression | None, device: torch.device) -> RowProgram:
-    """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
+    """Return the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
     rule: the pattern with the values of its run-time tensors; None for the call's pattern, if it has no such tensors.
 
@@ -389,11 +390,11 @@ class KeySlots(Protocol):
     """Map from positions of stored keys to slots: token indices in the tensors that hold keys and values."""
 
     def slices(self, positions: range) -> list[slice]:
-        """Return slices of the slots (token indices) that hold the keys at these positions, in order."""
+        """Return slices of the slots that hold the keys at these positions, in order."""
         ...
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slot (token index) of the key at each position."""
+        """Return the slot of the key at each position."""
         ...
 
 
@@ -412,7 +413,7 @@ class _ConsecutiveKeys:
 
 @outside_torch_modes
 def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: range, store: KeySlots) -> RowProgram:
-    """Build the RowProgram, the attention of a few queries, for queries and keys at these positions.
+    """Return the RowProgram of the attention of a few queries over keys, at these positions.
 
     branches: groups of heads with one rule, for each branch of the pattern.
     store: maps each key's position to its token index; it must have every visible key.
@@ -450,10 +451,7 @@ def _parts_of_group(group: HeadGroup, seen: SeenKeys, store: KeySlots, level: in
 
 
 def _blind_rows(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
-    """Return a mask of the rows that see no key; None if every row sees one.
-
-    pairs: True where a row sees a key; None if every row sees every key.
-    """
+    """Return a mask of the queries that see no key; None if every query sees one. pairs: as in `RowPart`."""
     blind = None if pairs is None else ~pairs.any(1)
     return None if blind is None or not bool(blind.any()) else blind
 

@@ -29,7 +29,7 @@ def run(
     call: Call,
     features: Features,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"] | None]:
-    """Compute attention by the named engine, which must support the call; returns (out, natural lse).
+    """Return (out, natural lse) of attention, computed by the named engine, which must support the call.
 
     bindings: the pattern's run-time tensors, sorted by name.
     call: pattern and sizes.
@@ -106,7 +106,10 @@ def _run_reference(
 
 
 def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
-    """Return `rule` with the call's sizes; unlike `bind`, which checks positions, it keeps symbolic sizes symbolic."""
+    """Return a Bound of `rule` with the call's sizes, of which symbolic ones stay symbolic.
+
+    `bind` checks positions, which would make symbolic sizes constant.
+    """
     if not any(isinstance(number, torch.SymInt) for number in call):
         return outside_torch_modes(call.bound)(rule)
     heads = (call.num_heads, call.head_offset, call.num_heads_global)

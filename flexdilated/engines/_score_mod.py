@@ -24,8 +24,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class IndexMap:
     """Map from a kernel's (batch, head, query, key) indices to batch entry, global head and positions.
 
-    The kernel computes one term, a part of a plan, and has indices of its own. translate(function, *numbers) returns a
-    function of the kernel's (score, batch, head, query, key) that calls `function` with global head and positions.
+    The kernel computes one term. translate(function, *numbers) returns a function of the kernel's (score, batch, head,
+    query, key) that calls `function` with global head and positions.
     """
 
     translate: Callable[..., ScoreMod]
@@ -53,7 +53,8 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
     dtype, device: of the scores.
 
     Raises TypeError or ValueError if the score_mod does not return one score, converts a score to a Python value, or
-    writes to a tensor that it captured. In a graph, the function raises, if score_mod does not return one score.
+    writes to a tensor that it captured. In a graph, only the returned function raises, for a result that is not one
+    score.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod

@@ -48,7 +48,8 @@ class ModuleReport:
     """Results of the checks that were run on one attention module, in the order of execution.
 
     `report[name]` is the result of one check, `str(report)` a table. module, pattern, sizes and lengths are texts: the
-    class of the module, the repr of the pattern, sizes and dtype of the test tensors, and the tested lengths.
+    name of the module's class (or of a function), the repr of the pattern, sizes and dtype of the test tensors, and the
+    tested lengths.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -244,7 +245,7 @@ def _run_check(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
 
 
 def _run_cases(check: Check, subject: Subject) -> str:
-    """Run all cases of a check; return as text the tested lengths, and the sum of the numbers of `check.asserts`.
+    """Run all cases of a check; return a text of the tested lengths and the sum of what `check.asserts` returned.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
     """

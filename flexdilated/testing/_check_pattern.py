@@ -95,7 +95,7 @@ class DenseRule:
         return self.table.shape[1]
 
     def evaluate(self, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Evaluate the pattern's mask_mod for heads h, queries q and keys k, in the broadcast shape of the three."""
+        """Return the pattern's mask_mod of heads h, queries q and keys k, in the broadcast shape of the three."""
         mod = self.pattern.mask_mod(num_heads=self.num_heads, device=_CPU)
         shape = torch.broadcast_shapes(h.shape, q.shape, k.shape)
         return mod(torch.zeros((), dtype=torch.int64, device=_CPU), h, q, k).expand(shape)
@@ -352,7 +352,7 @@ def _check_block_lists(dense: DenseRule, examples: int, generator: torch.Generat
 
 
 def _draw_list_sizes(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
-    """Draw (pattern bound to random numbers of queries and keys, (query, key) block sizes, rate of the layout).
+    """Return, at random, (pattern bound to numbers of queries and keys, (query, key) block sizes, rate of a layout).
 
     If the pattern accepts none of _SIZE_TRIES sizes, as a grid may, it is bound to all tokens.
     """
@@ -375,7 +375,10 @@ def _draw_list_sizes(dense: DenseRule, generator: torch.Generator) -> tuple[Boun
 
 
 def _pairs_by_block(allowed: Tensor, q_block: int, k_block: int) -> Tensor:
-    """Count the allowed pairs of each block, (heads, block rows, block columns); the last blocks may be shorter."""
+    """Return the number of allowed pairs of each block, (heads, block rows, block columns).
+
+    The last blocks may be shorter.
+    """
     heads, queries, keys = allowed.shape
     rows, columns = -(-queries // q_block), -(-keys // k_block)
     padded = torch.zeros(heads, rows * q_block, columns * k_block, dtype=torch.int64)

@@ -114,7 +114,7 @@ def require_close(
 
 
 def gradients_of(dense: DenseAttention, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
-    """Compute "dq", "dk" and "dv" by autograd, from the output gradients that `cotangents` gives for out and lse.
+    """Return "dq", "dk" and "dv" by name, by autograd from the gradients that `cotangents` gives for out and lse.
 
     An unused input has gradient 0. lse is left out if it is None or requires no gradient. Raises AssertionError if out
     requires no gradient.
@@ -153,7 +153,7 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
 def _failure_text(
     dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor
 ) -> str:
-    """Describe the first wrong row: found and expected number, budget, and the keys that each branch allows in it.
+    """Return a text on the first wrong row: found and expected number, budget, and the keys that each branch allows.
 
     A row of dk or dv is a key: the text then names the queries that see this key.
 
@@ -192,7 +192,7 @@ def _failure_text(
 
 
 def _runs_text(positions: Sequence[int]) -> str:
-    """Text of ascending positions as runs, such as "0 to 3, 7", of which at most _RUNS are listed; "none" if empty."""
+    """Return ascending positions as a text of runs, such as "0 to 3, 7", at most _RUNS of them; "none" if empty."""
     if not positions:
         return "none"
     starts = [0, *(index + 1 for index, (a, b) in enumerate(pairwise(positions)) if b != a + 1), len(positions)]
@@ -201,12 +201,12 @@ def _runs_text(positions: Sequence[int]) -> str:
 
 
 def number_text(x: Tensor | float) -> str:
-    """Text of a number, with five significant digits."""
+    """Return a number as text, with five significant digits."""
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
 
 
 def error_text(x: Tensor) -> str:
-    """Text of an error, with two significant digits."""
+    """Return an error as text, with two significant digits."""
     return f"{x.detach().item():.2g}"
 
 
@@ -245,7 +245,7 @@ class DenseAttention:
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> DenseAttention:
-        """Make an instance from the arguments of `attend`; raises the errors of `attend` for invalid ones."""
+        """Return an instance for these arguments of `attend`; raises the errors of `attend` for invalid ones."""
         require_expression(pattern)
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)
@@ -270,33 +270,33 @@ class DenseAttention:
         return cls(q, k, v, bound, pattern, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
 
     def wide(self, *, requires_grad: bool = False) -> DenseAttention:
-        """Copy with q, k, v and sinks in float64, detached from the graph. requires_grad: of q, k and v."""
+        """Return a copy with q, k, v and sinks in float64, detached from the graph; requires_grad: of q, k and v."""
         q, k, v = (x.detach().double().requires_grad_(requires_grad) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, sinks=None if self.sinks is None else self.sinks.detach().double())
 
     def attention(self) -> tuple[Tensor, Tensor]:
-        """Compute (out (B, H, N, D), lse (B, H, N)) densely; differentiable."""
+        """Return (out (B, H, N, D), natural lse (B, H, N)), computed densely; both are differentiable."""
         features = Features(self.scale, self.score_mod, self.sinks)
         out, lse = reference_attention(self.q, self.k, self.v, self.bound, features)
         return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
 
     def zero_keys(self) -> Tensor:
-        """(H, N): number of padding keys, of score 0 and value 0, that each query sees."""
+        """Return the number of padding keys, of score 0 and value 0, that each query sees, (H, N)."""
         bound, device = self.bound, self.q.device
         heads = torch.arange(bound.num_heads, device=device)[:, None] + bound.head_offset
         queries = torch.arange(bound.num_queries, device=device) + bound.q_offset
         return self.pattern.zero_keys(heads, queries, num_heads=bound.num_heads_global, num_tokens=bound.num_keys)
 
     def times(self) -> Tensor:
-        """(B, H, N, M): number of branches that allow each pair."""
+        """Return the number of branches that allow each pair, (B, H, N, M)."""
         return multiplicity(self.bound, self.q.device).expand(*self.q.shape[:3], self.k.shape[2])
 
     def for_query_heads(self, x: Tensor) -> Tensor:
-        """Repeat the heads of k or v, (B, G, M, D) to (B, H, M, D): head h is key/value head h // (H / G)."""
+        """Return k or v (B, G, M, D) as (B, H, M, D): head h is key/value head h // (H / G)."""
         return x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1)
 
     def scores(self) -> Tensor:
-        """(B, H, N, M): scaled scores of all pairs, allowed or not, after score_mod."""
+        """Return the scaled scores of all pairs, allowed or not, after score_mod, (B, H, N, M)."""
         scores = (self.q @ self.for_query_heads(self.k).mT) * self.scale
         return scores if self.score_mod is None else modified_scores(scores, self.score_mod, self.bound)
 
@@ -319,7 +319,7 @@ class Expected:
 def expected(
     dense: DenseAttention, *, gradients: bool = False, through_lse: bool = False, margin: float = MARGIN
 ) -> dict[str, Expected]:
-    """Compute the expected "out" and "lse", and with `gradients` also "dq", "dk" and "dv", by name.
+    """Return the expected "out" and "lse", and with `gradients` also "dq", "dk" and "dv", by name.
 
     The gradients are for `cotangents` of out, and of lse if `through_lse`. margin: factor on the error budgets.
     """
@@ -350,7 +350,7 @@ def expected(
 
 
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """Fixed pseudo-random float64 gradients of out and lse, in their shapes, from which a backward pass starts.
+    """Return fixed pseudo-random float64 gradients of (out, lse), in their shapes, from which a backward starts.
 
     They are multiples of 1/16, exact in every dtype. The cotangents of lse are 0 in rows without keys, and all 0
     without `through_lse`.
@@ -397,9 +397,9 @@ class _LimitInputs:
 
 
 def _summation_limits(inputs: _LimitInputs, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
-    """Bound, to first order, the errors of computing lse and out, and with `gradients` dq, dk and dv, in a dtype.
+    """Return first-order bounds on the errors of lse and out, and with `gradients` of dq, dk and dv, by name.
 
-    Weights below the normal range of the dtype may underflow to 0. Returns the bounds by name.
+    The errors are those of computing in `dtype`, where weights below its normal range may underflow to 0.
     """
     sizes = torch.maximum((inputs.q @ inputs.k.mT) * inputs.scale, inputs.scores.abs())
     loose = 1.0 + sizes.masked_fill(inputs.times == 0, 0.0).amax(-1) + inputs.lse.abs()
@@ -410,7 +410,7 @@ def _summation_limits(inputs: _LimitInputs, dtype: torch.finfo, *, gradients: bo
 
 
 def _rounding_limits(inputs: _LimitInputs, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Estimate the errors of lse and out, by name, in half precision; also of dq, dk and dv if `values` has them.
+    """Return estimated errors, by name, of lse and out in half precision, and of dq, dk and dv if `values` has them.
 
     dtype: bfloat16 or float16, to which scores, weights and results are rounded; sums are in float32.
     values: the exact results by name.
@@ -434,7 +434,7 @@ def _rounding_limits(inputs: _LimitInputs, dtype: torch.finfo, values: Mapping[s
 def _propagated_errors(
     inputs: _LimitInputs, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
+    """Return the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
     sent: (B, H, N, 1), magnitude of grad_out · out, which the softmax's backward subtracts; None without gradients.
     product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors;
@@ -451,7 +451,7 @@ def _propagated_errors(
 
 
 def _root_sum_square(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product of a and b in which each sum of products is replaced by the root of the sum of their squares."""
+    """Return the matrix product of a and b, with each sum of products replaced by the root of the sum of squares."""
     return (a.square() @ b.square()).sqrt()
 
 
@@ -460,9 +460,9 @@ def _summed_by_kv_head(x: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _plain_attention(dense: DenseAttention, *, gradients: bool) -> dict[str, Tensor]:
-    """Compute "out", and with `gradients` "dq", "dk" and "dv", by torch's dense attention in the dtype of q.
+    """Return "out", and with `gradients` "dq", "dk" and "dv", by torch's dense attention in the dtype of q, by name.
 
-    The gradients are for `cotangents` of out. Empty with score_mod or sinks, which torch's attention does not take.
+    The gradients are for `cotangents` of out. The dict is empty with score_mod or sinks, which torch does not take.
     """
     if dense.score_mod is not None or dense.sinks is not None:
         return {}

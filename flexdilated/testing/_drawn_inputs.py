@@ -31,7 +31,7 @@ def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
 def lengths(
     around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
 ) -> st.SearchStrategy[int]:
-    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. The numbers shrink towards 1.
+    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges, if any. They shrink towards 1.
 
     around: edges, which are lengths at whose multiples a result may change; or a pattern, to use its `edges_of`.
     blocks: further edges, such as block sizes.
@@ -93,7 +93,7 @@ def attention_sizes(
     """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. All sizes shrink towards 1.
 
     around, blocks: as in `lengths`, for the numbers of queries and of keys.
-    num_heads: fixed number of heads; None: any up to max_heads.
+    num_heads: fixed number of heads on all devices; None: any up to max_heads.
     self_attention: False: numbers of queries and keys may differ, with offsets up to max_tokens, unless a listed block
         or a grid position of the pattern `around` would then be out of range.
     all_heads: False: the tensors may have only some of the heads, as on one of several devices.

@@ -41,7 +41,7 @@ class Words:
 
     @staticmethod
     def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
-        """Custom pattern: a query in head h sees the last widths[h % len(widths)] keys up to its own position.
+        """Return a custom pattern: a query of head h sees the last widths[h % len(widths)] keys up to its own position.
 
         classified: also give `custom` the function `classify`, which marks blocks as full or empty, and the period.
         """
@@ -51,7 +51,7 @@ class Words:
 
     @staticmethod
     def custom_kinds(kinds: Sequence[int]) -> Pattern:
-        """Custom pattern: query q sees key k if kinds[q % n] == kinds[k % n], where n = len(kinds)."""
+        """Return a custom pattern: query q sees key k if kinds[q % n] == kinds[k % n], where n = len(kinds)."""
         return custom(same_kind(torch.tensor(kinds)), period=len(kinds))
 
 
@@ -323,7 +323,7 @@ _RUN_TIME_COMPOSITIONS = (
 
 
 def _has_tokens_from(part: Any, starts: Tensor, sizes: AttentionSizes) -> bool:
-    """True if the grids and listed blocks of a pattern, which end, include queries from the positions `starts` on."""
+    """Return False if a grid or a listed block is out of range in a call of `sizes` with queries moved by `starts`."""
     queries = range(sizes.q_offset + int(starts.min()), sizes.q_offset + sizes.num_queries + int(starts.max()))
     try:
         for branch in getattr(part, "pattern", part).branches():  # `words` may draw objects that hold a pattern
@@ -341,7 +341,7 @@ def run_time_compositions(
     words: Any,
     kinds: Sequence[str] = _RUN_TIME_COMPOSITIONS,
 ) -> Any:
-    """Draw run-time patterns that fit `sizes`, alone or combined with a pattern within the limits of `grammar`.
+    """Draw a run-time pattern that fits `sizes`, alone or combined with patterns within the limits of `grammar`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
         sparse, per_sample and selected_blocks. The constructors of other patterns are in `grammar.words`.

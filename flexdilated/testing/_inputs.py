@@ -19,7 +19,7 @@ _NO_LENGTHS = ("seed", "head", "rows")
 
 
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
-    """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
+    """Return the lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
     They are the numbers in `pattern.to_data()`, such as segment lengths, rates, strides and block sizes, but not seeds,
     heads and listed blocks; and lengths that follow from these, such as the width of a window. For a custom function
@@ -56,7 +56,7 @@ def length_text(length: int) -> str:
 
 
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
-    """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
+    """Return up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
 
     The candidates are 1 to 5 and 7; max_tokens and one less; each block size of kernels and one more; and 1, 2 and 3
     times each of the pattern's `edges_of`, and one less or more. If the pattern accepts more than `examples` of these,
@@ -80,7 +80,7 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
 
 
 def accepts_length(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
-    """True if the pattern can be bound to `num_tokens` queries and keys."""
+    """Return True if the pattern can be bound to `num_tokens` queries and keys."""
     try:
         pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     except ValueError:
@@ -95,7 +95,7 @@ KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one
 def values(
     kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make float64 q (batch, num_heads, num_tokens, head_dim), and k and v with num_kv_heads, on the CPU.
+    """Return float64 (q, k, v) on the CPU: q (batch, num_heads, num_tokens, head_dim), k and v with num_kv_heads.
 
     kind: a text in KINDS, such as "large scores".
     seed: equal seeds give equal values.
@@ -117,7 +117,7 @@ def values(
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """Copy x to vectors with gaps of three elements between them, at an offset of five elements in a buffer."""
+    """Return a copy of x, at an offset of five elements in a buffer, with gaps of three elements between vectors."""
     *sizes, D = x.shape
     buffer = x.new_full((5 + x[..., 0].numel() * (D + 3),), 7.0)
     room = buffer[5:].view(*sizes, D + 3)[..., :D]

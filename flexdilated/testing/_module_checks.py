@@ -175,11 +175,12 @@ def _cases_of_compiled_lengths(subject: Subject) -> Iterator[Case]:
 
 
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
-    """Compare a new module's out and lse, and gradients if q and out require them, with dense attention.
+    """Raise AssertionError unless a new module's results equal dense attention; return the number of compared rows.
 
-    Of out and lse, rows without keys and rows outside `case.rows` are left out. In half precision out must have the
-    dtype of q.
-    needs_gradients: raise AssertionError if out requires no gradient. Returns the number of compared rows.
+    The results are out, lse if the module returns it, and gradients if q and out require them. Rows of out and lse
+    without keys or outside `case.rows` are not compared. In half precision out must have the dtype of q.
+
+    needs_gradients: also raise AssertionError if out requires no gradient.
     """
     out, lse = subject.run(subject.module(case.q.dtype), case)
     if out.dtype != case.q.dtype and case.q.dtype.itemsize == 2:
@@ -195,7 +196,7 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
 
 
 def _assert_right_weights(subject: Subject, case: Case) -> int:
-    """Compare the softmax weight of every pair with that of dense attention; return the number of pairs.
+    """Raise Failure unless the softmax weight of every pair is that of dense attention; return the number of pairs.
 
     The weights are outputs of calls with one-hot vectors as values. Rows without keys are not compared.
     """
@@ -349,7 +350,10 @@ def _assert_state_loads(subject: Subject, case: Case) -> int:
 
 
 def _assert_like_eager(subject: Subject, case: Case) -> int:
-    """Raise Failure unless out and gradients, compiled and eager, are equal up to rounding; return their number."""
+    """Raise Failure unless out, dq, dk and dv, compiled and eager, are equal up to rounding; return their number.
+
+    If out requires no gradient, only out is compared.
+    """
     module = subject.module()
     compiled = _compile_call(subject, module, backend="aot_eager")
     eager, _ = subject.run(module, case)
@@ -378,9 +382,9 @@ def _assert_few_graphs(subject: Subject, case: Case) -> int:
 
 
 def _assert_ranks_like_definition(subject: Subject, case: Case) -> int:
-    """Compare the outputs, and gradients if any, of RANKS processes, which share the tokens, with dense attention.
+    """Raise AssertionError unless RANKS processes, which share the tokens, give dense attention; return RANKS.
 
-    Returns RANKS.
+    Their gradients are compared too if out requires one.
     """
     out, *grads = (x.to(subject.device) for x in run_over_ranks(subject.calls, *case.qkv))
     named: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), grads, strict=False))
@@ -390,7 +394,7 @@ def _assert_ranks_like_definition(subject: Subject, case: Case) -> int:
 
 
 def _compile_call(subject: Subject, module: Any, *, backend: Any) -> Callable[..., Tensor]:
-    """Compile a function of q, k and v that returns the module's out, (B, H, N, D).
+    """Return a compiled function of q, k and v that returns the module's out, (B, H, N, D).
 
     It has its own code object, so that other compilations do not count towards its recompile limit.
     """
@@ -408,7 +412,7 @@ def _out_budget(case: Case) -> Tensor:
 
 
 def _differing_rows(a: Tensor, b: Tensor, budget: Tensor) -> Tensor:
-    """(B, H, N): True for rows in which a and b differ by more than the budget, or only one of them is NaN."""
+    """Return (B, H, N), True for rows in which a and b differ by more than the budget, or only one of them is NaN."""
     return ~(((b - a).detach().double().abs() <= budget) | (a.isnan() & b.isnan())).all(-1)
 
 

@@ -73,7 +73,7 @@ class Calls:
         return x.flatten(2) if self.layout == "BNE" else x
 
     def out_of_layout(self, x: Tensor, num_heads: int) -> Tensor:
-        """Convert an output from `layout` to (B, H, N, D), where H is num_heads."""
+        """Return an output in `layout` as (B, H, N, D), where H is num_heads."""
         if self.layout == "BHND":
             return x
         return (x.unflatten(2, (num_heads, -1)) if self.layout == "BNE" else x).transpose(1, 2)
@@ -124,7 +124,7 @@ def as_failure(error: Exception) -> Failure:
 
 
 def first_lines(text: str, max_lines: int) -> str:
-    """First `max_lines` lines of the text, each shortened, and a line with the number of further lines, if any."""
+    """Return the first `max_lines` lines, each shortened, and a line with the number of further lines, if any."""
     lines = text.splitlines()
     more = [f"... and {len(lines) - max_lines} more lines"] if len(lines) > max_lines else []
     return "\n".join([*(shortened(line, LONGEST_LINE) for line in lines[:max_lines]), *more])
@@ -202,7 +202,7 @@ class Subject:
         pattern: Pattern | Mixture | None = None,
         **more: Any,
     ) -> Case:
-        """Make a case of `length` tokens, whose values depend only on the sizes, kind (a text in KINDS) and seed.
+        """Return a case of `length` tokens, whose values depend only on the sizes, kind (a text in KINDS) and seed.
 
         text: follows the number of tokens in reports.
         dtype, pattern: None: those of the subject.
@@ -220,11 +220,11 @@ class Subject:
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
     def times(self, length: int) -> Tensor:
-        """(H, N, N): number of the pattern's branches that allow each pair, at N = length tokens."""
+        """Return the number of the pattern's branches that allow each pair, (H, N, N), at N = length tokens."""
         return self.case(length, batch=1).definition().times()[0]
 
     def module(self, dtype: torch.dtype | None = None) -> Any:
-        """Make a new module; an `nn.Module` is moved to the device and dtype of the subject, or to this dtype.
+        """Return a new module; an `nn.Module` is moved to the device and dtype of the subject, or to this dtype.
 
         Raises TypeError if the factory returns no callable.
         """

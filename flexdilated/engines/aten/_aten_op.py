@@ -61,12 +61,14 @@ def plan_aten(
 ) -> Plan:
     """Return a plan of attention by a bound pattern on a kind of device.
 
-    On CPU it is that of `masks.planning.plan` for tokens in the order of `layout`: with the options of `choice`, which
-    were measured to be the fastest, or, without a choice or where the pattern lacks them, with the `allowed` options of
-    lowest predicted cost. On CUDA it has the cheapest options without block lists, in natural order, whose terms are
-    dense or causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
+    On CPU the plan is that of `masks.planning.plan` for tokens in the order of `layout`. It has the options of
+    `choice`; without a choice, or where the pattern lacks them, it has the `allowed` options of lowest predicted cost.
+
+    On CUDA the tokens are in natural order, and each branch has its cheapest option whose terms are all dense or
+    causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
 
     kind: kind of device, such as "cpu".
+    choice: options that were measured to be the fastest.
     operands: sizes on which costs depend; None for the device's usual sizes.
 
     Raises ValueError on CUDA for a branch without such an option.
@@ -74,12 +76,15 @@ def plan_aten(
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
-    chosen = tuple(_without_lists_first(options, kind) for options in best.options)
+    chosen = tuple(_dense_or_causal_first(options, kind) for options in best.options)
     return Plan.of(best.bound, best.layout, chosen, best.together)
 
 
-def _without_lists_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
-    """Return the options with the first one without block lists moved to the front; ValueError if there is none."""
+def _dense_or_causal_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
+    """Return the options with the first of only dense and causal terms moved to the front.
+
+    Raises ValueError if there is no such option.
+    """
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
@@ -250,8 +255,8 @@ def _programs_for(
     """Return ([(batch entries, executable), ...], second call or None), which together compute a call.
 
     The executable is SingleKeys or QueryRows for a table of keys or blocks; RowProgram on CPU if `needs_no_plan` and
-    the call has no measured options; otherwise a Program. The second call has the pairs that are allowed without the
-    table. It is (call, run-time tensors), and its results are to be merged by lse.
+    the call has no measured options; otherwise a Program. The second call, (call, run-time tensors), has the pairs
+    beside the table, and its results are to be merged by lse; None if there are none.
     """
     selection = table_split_of(call)
     if selection is not None:

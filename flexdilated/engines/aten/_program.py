@@ -190,7 +190,7 @@ def make_program(
     slots_at_once: int = SLOTS_AT_ONCE,
     placement: Placement | None = None,
 ) -> Program:
-    """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
+    """Return the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
     given: token order of q, k and v.
     block_size: (queries, keys) of blocks in tokens; empty for the default of each term.
@@ -233,7 +233,7 @@ def _sort_terms(
 
 
 def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
-    """Return the kernel calls of a term with a block list; terms that differ only in positions share a cache entry."""
+    """Return the kernel calls of a term with a block list; terms with equal `at_origin` share a cache entry."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(

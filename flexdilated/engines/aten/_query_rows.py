@@ -36,7 +36,7 @@ _KeyValues = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, o
 class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
-    set: index of the head set of each problem; g query heads each.
+    set: index of the head set of each problem.
     query: index of each query in the call.
     block: index of each key block.
     place: index of each query's result among the results of its head set; -1 for padding. A head set has one result for
@@ -74,7 +74,7 @@ class Problems:
     def without_padding(self, index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
         """Return (`index`, flattened, without padding; places of its items among the n * Q queries).
 
-        If there is no padding, the second is slice(None).
+        If there is no padding, the places are slice(None).
 
         index: where the result of each query is to be written.
         """

@@ -117,7 +117,7 @@ _LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kern
 class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
-    table: index of the block-sparse mask that the problems are part of; equal heads share one.
+    table: index of the block table that the problems are part of; heads with equal rules share one.
     row: first query block of each problem.
     columns: key blocks of each problem.
     masks: for each block, index of its mask in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks,
@@ -202,7 +202,7 @@ class KernelCalls:
 
 
 def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
-    """Make the kernel calls that compute a term from its non-empty blocks, with their masks."""
+    """Return the kernel calls that compute a term from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_query_blocks(_block_lists(blocks, ids, masks_kept=masks is not None), blocks)
@@ -224,7 +224,7 @@ class _BlockLists:
 
     A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
 
-    table, row: index of the list's block-sparse mask, and its first query block.
+    table, row: index of the list's block table, and its first query block.
     num_queries, num_keys: number of tokens.
     masked: True if a block is only partly allowed.
     code: fingerprint of the list's masks, equal for lists of equal length with equal masks, or unique to each list if
