@@ -155,7 +155,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
+    """Return {use: function from tokens to peak bytes} for each use, such as "attention, inference"."""
     has_line = token_limit(size.pattern) >= _LINE_TOKENS[1]
 
     @cache
@@ -166,8 +166,8 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
         """Predict the memory of a call of `attend`.
 
-        If the pattern accepts _LINE_TOKENS[1] tokens, the memory of more than _LINE_TOKENS[0] is extrapolated, linearly
-        from the calls of these two numbers of tokens.
+        If the pattern accepts _LINE_TOKENS[1] tokens, the memory for more than _LINE_TOKENS[0] tokens is that of the
+        line through the calls of these two numbers of tokens.
 
         in_model: True for the call in a layer of the model.
         """
@@ -235,13 +235,13 @@ def longest_sequence(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> in
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
-    """Mean increase of the peak bytes per token between two numbers of tokens, (below, above)."""
+    """Return the mean increase of the peak bytes per token between two numbers of tokens, (below, above)."""
     below, above = tokens
     return (peak(above) - peak(below)) / (above - below)
 
 
 def round_down(num_tokens: int) -> int:
-    """Round down to five significant binary digits, so that usual segment lengths divide the number."""
+    """Return the number rounded down to five significant binary digits, so that usual segment lengths divide it."""
     unit = 1 << max(0, num_tokens.bit_length() - 5)
     return num_tokens // unit * unit
 

@@ -389,5 +389,6 @@ def _placement_text(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, 
 
     values: the fields of the call's `PlainCall` (pattern, sharding and so on).
     num_heads, num_kv_heads: on this device.
+    bindings: the pattern's run-time tensors, sorted by name.
     """
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

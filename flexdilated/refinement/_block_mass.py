@@ -173,7 +173,7 @@ class _BlockAxis:
         return self.split(x).sum(3) / self.split(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Return positions: of the blocks with the indices `block`, at each of the indices `places` within a block."""
+        """Return, for each block number in `block`, the positions at the indices `places` within that block."""
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 
