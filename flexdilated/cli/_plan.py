@@ -130,10 +130,14 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence for each budget in bytes.
+    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence in tokens for each budget.
 
-    Bytes and sequences, in tokens, are given for each use: "attention, inference", "model, training" and so on.
-    size: its num_tokens is ignored. Raises ValueError for sizes that the pattern does not accept.
+    Both are given for each use: "attention, inference", "model, training" and so on.
+
+    size: its num_tokens is ignored.
+    budgets: in bytes.
+
+    Raises ValueError for sizes that the pattern does not accept.
     """
     size.pattern.check_heads(size.num_heads)
     peaks, most = _peaks(size), token_limit(size.pattern)

@@ -171,7 +171,7 @@ def _attention_problem(
 
 
 def _copy_problem(tokens: int, num_heads: int, device: torch.device) -> _Problem:
-    """Make a problem to time: gather q, k and v of every fourth token, as for a dilated branch, and merge its output.
+    """Make a problem to time: gather q, k and v of every fourth token, and merge rows, as a dilated branch does.
 
     Its amount is the number of bytes that are moved.
     """

@@ -68,7 +68,7 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Return the buffer to its pool; later calls do nothing.
+        """End the lease and give the buffer back to its pool; later calls do nothing.
 
         On devices with streams, the current stream must wait for all uses of the tensor: the next lease of the buffer
         waits for no other stream.
