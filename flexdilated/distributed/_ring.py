@@ -299,8 +299,7 @@ def ring_op(
     that rank computes with another shard. The backward sends these keys again, and their gradients return to the owner.
     The gradients of sinks must be summed over the ranks.
 
-    A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
-    keeps its error bound, at the cost of at most one 8-byte collective in forward and backward each. Raises
+    A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Raises
     torch.distributed.DistError if another rank fails.
     """
     call = PlainCall.of(constants)

@@ -201,8 +201,6 @@ def _needed_bounds(
 def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
     """Return `groups` with some of them joined: several become one, with the sum of their numbers of KV heads.
 
-    groups: (branches of a KV head, number of KV heads with these branches) pairs.
-
     Joined groups have equal `_tokens_of_branches`. Let c be the greatest common divisor of all segment lengths and
     chunk bounds. Two groups are joined if, for each i, their i-th branches have equal segment, rate, causal and
     offset // gcd(rate, c), and equal `_containing_branches`.
@@ -256,8 +254,7 @@ def tokens_by_chunk(
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
     """Return (tokens, chunks); rank w needs tokens[w, i] tokens of chunk i, summed over KV heads.
 
-    The numbers are undefined for a rank's own chunks. A chunk is a contiguous range of positions of one rank. Arguments
-    are as in `KVNeeds.of`.
+    The numbers are undefined for a rank's own chunks. Arguments are as in `KVNeeds.of`.
 
     Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
