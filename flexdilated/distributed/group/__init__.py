@@ -1,4 +1,4 @@
-"""Ranks of a mesh, shardings, shard and unshard, messages with byte counts, and the check that ranks make equal calls."""
+"""Ranks of a mesh, shardings, messages with byte counts, and the check that ranks make equal calls."""
 
 from ._call import (
     PartSums,
