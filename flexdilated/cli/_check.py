@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
-    """Find the largest number of tokens up to `max_tokens` that the pattern accepts.
+    """Return the largest number of tokens up to `max_tokens` that the pattern accepts.
 
     Raises UsageError if it accepts none. Returns `max_tokens` for a pattern with run-time tensors, which
     `check_pattern` refuses later.
@@ -103,7 +103,7 @@ def _steps(
     """Run the checks in steps; after each step yield (number of examples in it, "the rule" or "attend").
 
     The numbers of each kind of step sum to `examples`. A step "the rule" is `check_pattern` with this number of boxes
-    of each kind. A step "attend" compares output, lse and gradients in up to about this number of calls.
+    of each kind. A step "attend" compares output, lse and gradients in about this number of calls.
 
     Raises AssertionError with a counterexample.
     """

@@ -157,7 +157,7 @@ def _first_line(error: Exception) -> str:
 
 
 def available_devices() -> tuple[str, ...]:
-    """Kinds of device that torch can use on this machine, such as ("cpu", "cuda")."""
+    """Return the kinds of device that torch can use on this machine, such as ("cpu", "cuda")."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 

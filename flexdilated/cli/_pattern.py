@@ -72,7 +72,7 @@ class AskedPattern:
             require_below("batch", batch, self.num_entries, "batch entries")
 
     def entry(self, batch: int) -> AskedPattern:
-        """Copy with the run-time tensors of one batch entry; tensors that are common to all entries are kept."""
+        """Return a copy with the run-time tensors of one batch entry; tensors common to all entries are kept."""
         found: dict[str, CarriedTensor] = {}
 
         def with_entry(leaf: Pattern) -> Pattern:
@@ -99,11 +99,12 @@ def as_usage_errors() -> Iterator[None]:
 
 
 def asked_from(options: argparse.Namespace) -> AskedPattern:
-    """Read the pattern, its run-time tensors and the sizes that the command-line arguments ask for.
+    """Return the pattern, its run-time tensors and the sizes that the command-line arguments ask for.
 
-    Without --tokens the number of tokens is the largest that a run-time tensor implies; without such tensors it is the
-    largest that the pattern accepts, such as that of its grid; else 64K. Without --heads the number of heads is 8 or,
-    if the pattern does not accept 8, the smallest that it accepts.
+    Without --tokens the number of tokens is the largest that a run-time tensor implies, or, without such tensors, the
+    largest that the pattern accepts, such as that of its grid; it is 64K if there is no such number. Without --heads
+    the number of heads is 8 or, if the pattern does not accept 8, the smallest that it accepts.
+
     Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens
@@ -173,9 +174,9 @@ def _load_tensor(name: str, file: str) -> Tensor:
 
 
 def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
-    """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
+    """Return the number of tokens that a run-time tensor implies: the largest of its lengths, else its last axis' size.
 
-    0 for a tensor without axes, and for lengths that are empty or no integers.
+    Returns 0 for a tensor without axes, and for lengths that are empty or no integers.
     Raises UsageError for invalid or too many values.
     """
     with as_usage_errors():

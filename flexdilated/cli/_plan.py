@@ -130,10 +130,14 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence for each budget in bytes.
+    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence in tokens for each budget.
 
-    Bytes and sequences, in tokens, are given for each use: "attention, inference", "model, training" and so on.
-    size: its num_tokens is ignored. Raises ValueError for sizes that the pattern does not accept.
+    Both are given for each use: "attention, inference", "model, training" and so on.
+
+    size: its num_tokens is ignored.
+    budgets: in bytes.
+
+    Raises ValueError for sizes that the pattern does not accept.
     """
     size.pattern.check_heads(size.num_heads)
     peaks, most = _peaks(size), token_limit(size.pattern)
@@ -155,7 +159,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
+    """Return {use: function from tokens to peak bytes} for each use, such as "attention, inference"."""
     has_line = token_limit(size.pattern) >= _LINE_TOKENS[1]
 
     @cache
@@ -166,8 +170,8 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
         """Predict the memory of a call of `attend`.
 
-        If the pattern accepts _LINE_TOKENS[1] tokens, the memory of more than _LINE_TOKENS[0] is extrapolated, linearly
-        from the calls of these two numbers of tokens.
+        If the pattern accepts _LINE_TOKENS[1] tokens, the memory for more than _LINE_TOKENS[0] tokens is that of the
+        line through the calls of these two numbers of tokens.
 
         in_model: True for the call in a layer of the model.
         """
@@ -235,13 +239,13 @@ def longest_sequence(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> in
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
-    """Mean increase of the peak bytes per token between two numbers of tokens, (below, above)."""
+    """Return the mean increase of the peak bytes per token between two numbers of tokens, (below, above)."""
     below, above = tokens
     return (peak(above) - peak(below)) / (above - below)
 
 
 def round_down(num_tokens: int) -> int:
-    """Round down to five significant binary digits, so that usual segment lengths divide the number."""
+    """Return the number rounded down to five significant binary digits, so that usual segment lengths divide it."""
     unit = 1 << max(0, num_tokens.bit_length() - 5)
     return num_tokens // unit * unit
 

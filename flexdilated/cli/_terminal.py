@@ -180,7 +180,7 @@ class Terminal(NamedTuple):
 
 
 def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
-    """Find the properties of the terminal that a stream writes to.
+    """Return the properties of the terminal that a stream writes to.
 
     color: "always", "never", or "auto": colors if the stream is a terminal, unless the environment has NO_COLOR
         (https://no-color.org) or TERM=dumb.
@@ -235,7 +235,7 @@ def optional_package(package: str) -> ModuleType | None:
 
 
 def missing_line(package: str) -> str:
-    """Text for a package of EXTRAS that is not installed: the consequence, and the command that installs it."""
+    """Return text for a package of EXTRAS that is not installed: the consequence, and the command that installs it."""
     extra, cost = EXTRAS[package]
     return f'{package} is not installed: {cost} (pip install "flexdilated[{extra}]")'
 

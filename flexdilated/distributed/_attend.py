@@ -147,8 +147,8 @@ def attend(
     The pattern applies to positions in the whole sequence.
 
     Every rank of the mesh must make this call, and run its backward. Arguments other than the shards and `pool` must be
-    equal on all ranks; the first call with these arguments compares the ones on which messages depend. Gradients are of
-    the sum of all ranks' losses.
+    equal on all ranks; the first call with these arguments compares the ones on which messages depend. Gradients are
+    those of the sum of all ranks' losses.
 
     mesh: a DeviceMesh of one dimension, over the ranks that share the sequence; for a mesh of several dimensions, its
         slice along that dimension, such as mesh["sp"].

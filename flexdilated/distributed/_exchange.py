@@ -74,7 +74,7 @@ class Exchange:
 
     With codec "auto" all ranks must construct it together, as the constructor may make a collective.
 
-    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
+    bindings: as in `exchange_op`.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -253,10 +253,7 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; the other
     heads are padded at the end, uninitialised. Only the shape of q is used.
 
-    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed, which is not
-        read.
-    constants: the other arguments of the call (pattern, sharding, process group and so on) as the text that
-        `PlainCall.constants` returns.
+    bindings, constants: as in `exchange_op`; the seed of dropout is not read.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.new_buffers(own.plan.both.num_keys)
@@ -344,9 +341,7 @@ def exchange(
     features: without return_lse the lse may be None. Dropout is taken from `call` and `bindings`, not from `features`.
 
     One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in the backward
-    another returns the gradients, which the owners add up in float32 or wider. With engines "aten" and "portable" the
-    call is one op, which overlaps each transfer with work on this rank's keys; with "flex", or a score_mod, only the
-    transfers are ops.
+    another returns the gradients, which the owners add up in float32 or wider.
 
     Raises ValueError if the engine cannot serve the call, and under torch.compile for run-time tensors with "flex" or a
     score_mod; torch.distributed.DistError if another rank fails.
@@ -389,5 +384,6 @@ def _placement_text(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, 
 
     values: the fields of the call's `PlainCall` (pattern, sharding and so on).
     num_heads, num_kv_heads: on this device.
+    bindings: the pattern's run-time tensors, sorted by name.
     """
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

@@ -68,9 +68,7 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Return the plan of one rank, from the cache of plans if it is there.
 
-        num_heads, num_kv_heads: on this device.
-        head_offset: index of the first of these query heads among the query heads of all devices.
-        num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
+        num_heads, num_kv_heads, head_offset, num_heads_global: as in `KVNeeds.of`.
 
         Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
         """

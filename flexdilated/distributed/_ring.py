@@ -119,7 +119,9 @@ class Ring:
     """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them.
 
     With codec "auto" the constructor may make a collective, in which the ranks agree on a codec: all ranks must
-    construct their rings at one place in their sequence of transfers.
+    construct their rings at the same place in the sequence of their transfers.
+
+    bindings: as in `ring_op`.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -178,7 +180,7 @@ class Ring:
             visit(turn, turn.received, *lease.tensor)
 
     def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
-        """Return pending transfers: keys and values sent to the turn's target, and received from its source.
+        """Start to send keys and values to the turn's target, and to receive those of its source; return the transfers.
 
         mine: this rank's encoded keys and values.
         """
@@ -236,6 +238,8 @@ class Gradients:
 
     def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
         """Start to send grads, (dk, dv) of the keys received in `turn`, and to receive gradients of keys sent in it.
+
+        grads: empty if no keys were received.
 
         Waits for the previous turn first, so that buffers of at most one turn are in memory.
         """
@@ -295,8 +299,7 @@ def ring_op(
     that rank computes with another shard. The backward sends these keys again, and their gradients return to the owner.
     The gradients of sinks must be summed over the ranks.
 
-    A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
-    keeps its error bound, at the cost of at most one 8-byte collective in forward and backward each. Raises
+    A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Raises
     torch.distributed.DistError if another rank fails.
     """
     call = PlainCall.of(constants)

@@ -208,7 +208,7 @@ def _return_freed_pages() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate; on CUDA including unused memory in its allocator.
+    """Return the bytes that this process can still allocate; on CUDA including the unused memory of torch's allocator.
 
     On CPU: the machine's available memory, or less if the limits of the process's control groups leave less.
 

@@ -89,7 +89,8 @@ class LiveBytes(TorchDispatchMode):
 
     Attribute `live` has the bytes alive now, `peak` the most alive at once since the start or `restart`. On tensors of
     device "meta", which have sizes and no memory, the counts are those of a run on CPU. An operation may mix such
-    tensors with tensors that have values, and then runs on "meta". Results of empty_like for "meta" are not counted.
+    tensors with tensors that have values, and then runs on "meta". Results of empty_like with device="meta" are not
+    counted.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
@@ -272,9 +273,9 @@ def attention_memory(
     linearly. Allocations inside kernels are not counted; on CPU they are a few MB per thread. No accelerator is needed.
 
     engine: "aten", "flex" or "portable"; None takes the device's default.
-    drops: True with attention dropout, which aten lacks; not counted for flex.
-    score_mod: as in `attend`; aten takes none, and it is not counted for flex. For portable it is called on meta
-        tensors, and gradients of tensors that it captures are not counted.
+    drops: True with attention dropout, which aten lacks; flex's kernels are counted without it.
+    score_mod: as in `attend`; aten takes none, and flex's kernels are counted without it. For portable it is called on
+        meta tensors, and gradients of tensors that it captures are not counted.
     planned: the plan of this call, for a caller that has it already.
 
     Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens;
@@ -387,9 +388,9 @@ _Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
 
 
 def _dry_run(size: AttentionSize, forward: _Forward, backward: _Backward, *, pads: bool) -> _CallBytes:
-    """Return the memory of a call by an engine.
+    """Return the memory of a call by an engine, whose functions are run on meta tensors.
 
-    Its code is run on meta tensors; only tables on whose values its decisions depend are on the CPU.
+    Only the tables whose values these functions read are on the CPU.
 
     forward: the engine's function (q, k, v) -> (out, lse).
     backward: the engine's function (q, k, v, rows with out, lse and the gradient of out) -> (dq, dk, dv).
@@ -467,8 +468,8 @@ def _portable_memory(
 ) -> _CallBytes:
     """Return the memory of attention by engine portable over the pairs of a program and of a table.
 
-    program: without steps to count the table's pairs alone, which portable computes for engine flex.
-    table: table of single keys, whose pairs are not in the program; None if the pattern has none.
+    program: the pairs that are in no table; without steps for engine flex, for which portable computes only a table.
+    table: table of single keys; None if the pattern has none.
     """
     features = Features(1.0)
     if settings.drops:

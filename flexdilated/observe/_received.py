@@ -50,7 +50,8 @@ def attention_received(
 ) -> Float[Tensor, "B H M"]:
     """Return the attention that each key receives: sum over queries of multiplicity * exp(score - lse), per query head.
 
-    multiplicity: number of the pattern's branches that allow the pair.
+    The multiplicity of a pair is the number of the pattern's branches that allow it.
+
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it.
     scale, enable_gqa, bindings, q_offset, k_offset, head_offset, num_heads_global, layout: as in that call; offsets are
         numbers, not tensors.
@@ -59,9 +60,9 @@ def attention_received(
     queries with keys, less the share of sinks and of zero keys (of padding="zeros"), which the lse includes. If the lse
     covers more keys than k, the result is the share of the keys in k.
 
-    Uses as much memory as a backward pass, and no N x M matrix. The result is float32, or float64 for float64 inputs,
-    and has no gradient. Half-precision inputs are computed in float32 on CPU; on accelerators engine="flex" rounds the
-    result for them to half precision.
+    Uses as much memory as a backward pass of the engine; only engine="reference" makes an N x M matrix. The result is
+    float32, or float64 for float64 inputs, and has no gradient. Half-precision inputs are computed in float32 on CPU;
+    on accelerators engine="flex" rounds the result for them to half precision.
 
     engine: as in `attend`, except "flash", which has no gradient of v alone, and "flex" on CPU, which has no backward.
     block_size: as in `attend`.

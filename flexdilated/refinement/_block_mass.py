@@ -147,7 +147,7 @@ def pooled_scores(
 
 @dataclass(frozen=True)
 class _BlockAxis:
-    """`tokens` tokens from position `offset`, divided into blocks of `side` positions at multiples of `side`."""
+    """Axis: `tokens` tokens from position `offset`, in blocks of `side` positions that start at multiples of `side`."""
 
     offset: int
     tokens: int
@@ -173,7 +173,7 @@ class _BlockAxis:
         return self.split(x).sum(3) / self.split(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Return positions: of the blocks with the indices `block`, at each of the indices `places` within a block."""
+        """Return, for each block number in `block`, the positions at the indices `places` within that block."""
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 
@@ -254,7 +254,7 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Return the share of attention of query block row[i] in key block column[i], summed over queries and entries.
+    """Return the share that queries of block row[i] give to key block column[i], summed over queries and entries.
 
     heads: indices of the h heads among this device's; the result has n numbers for each.
     rule: function (query positions, key positions) -> allowed pairs, equal for all `heads`; None allows all pairs.

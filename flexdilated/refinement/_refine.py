@@ -41,13 +41,12 @@ def refine(
     within: Pattern | None = None,
     keep: Pattern | None = None,
 ) -> Refinement:
-    """Return a pattern with up to `moves` listed blocks per head, of least importance, replaced by unlisted ones.
+    """Return a `Refinement`: in each head, up to `moves` listed blocks are dropped, and as many unlisted ones added.
 
-    The unlisted blocks of highest score are added. The returned `Refinement` also has the dropped and the added blocks.
-    Each head keeps its number of blocks. The rule is RigL's (arXiv 1911.11134, section 3), which drops by least
-    magnitude and grows by largest gradient; this function drops by least attention mass and grows by largest score.
-    Ties are resolved by lower query block, then lower key block. The result depends on the arguments alone, so ranks
-    with equal arguments get equal patterns.
+    The dropped blocks are those of least importance, the added ones those of highest score. The rule is RigL's (arXiv
+    1911.11134, section 3), which drops by least magnitude and grows by largest gradient; this function drops by least
+    attention mass and grows by largest score. Among equal numbers the lower query block, then the lower key block comes
+    first. The result depends on the arguments alone, so ranks with equal arguments get equal patterns.
 
     pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
         them, such as `causal()`, for attention.
@@ -137,7 +136,7 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive_mask(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """Return a mask, True for each query block's listed block with most mass, the first of ties; False without one."""
+    """Return a mask, True for the first of the listed blocks with most mass in each query block that lists any."""
     rows = listed.flatten(0, 1)
     return _lowest_mask(rows, -mass.flatten(0, 1), rows.any(-1).long()).view_as(listed)
 
@@ -164,10 +163,10 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
 
 
 def _lowest_mask(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H ..."]:
-    """Return a mask, True for the number[h] blocks of each head h with the lowest `key` where `among` is True.
+    """Return a mask that selects, in each among[h], the number[h] True elements with the lowest `key`.
 
-    number[h] must not exceed the number of True blocks of `among` in head h, and `key` must hold no NaN; it may be
-    infinite. Of blocks with equal keys the first is chosen: the lower query block, then the lower key block.
+    number[h] must not exceed the number of True elements of among[h], and `key` must hold no NaN; it may be infinite.
+    Of elements with equal keys the first in row-major order is selected.
     """
     order = key.masked_fill(~among, torch.nan).flatten(1).sort(dim=1, stable=True).indices  # NaN sorts behind inf
     chosen = torch.arange(order.shape[1]) < number[:, None]

@@ -63,7 +63,7 @@ class Inputs:
     def of(
         cls, bound: Bound, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> Inputs:
-        """Make random inputs with the sizes of a bound pattern, from seed 0; torch's generators are not advanced."""
+        """Return random inputs with the sizes of a bound pattern, from seed 0; torch's generators are not advanced."""
         generator = torch.Generator().manual_seed(0)
         queries, keys = (bound.num_heads, bound.num_queries), (num_kv_heads, bound.num_keys)
         drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in (queries, keys, keys, queries))
@@ -234,11 +234,11 @@ def measure_options(
 ) -> list[tuple[str, float, float]]:
     """Time the ways to compute a pattern; return [(name, predicted seconds, median measured seconds)].
 
-    A way to compute one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest;
-    ways to compute all branches together are all timed, and so are the branches' fastest ways, one after the other,
-    where there are such ways. Times are of the forward pass, or with `backward` of forward
-    and backward, for random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the
-    branch's number, from 1: "branch 1: natural".
+    A way to compute one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest.
+    If there are ways to compute all branches together, all of these are timed, and, as one more way, the fastest ways
+    of the branches, one after the other. Times are of the forward, or with `backward` of forward and backward, for
+    random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the branch's number,
+    from 1: "branch 1: natural".
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     many = len(bound.pattern.branches()) > 1

@@ -78,7 +78,7 @@ class _Problem(NamedTuple):
 
 
 def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None = None) -> MeasuredMachine:
-    """Measure the constants of this device, except `calls_a_list`, which is the built-in value.
+    """Measure and return the constants of this device; only `calls_a_list` is not measured, but the built-in value.
 
     seconds: no round of timed runs begins after this time, except the first three.
     sizes: sizes of the problems; None takes small problems on a CPU, larger ones on an accelerator.
@@ -171,7 +171,7 @@ def _attention_problem(
 
 
 def _copy_problem(tokens: int, num_heads: int, device: torch.device) -> _Problem:
-    """Make a problem to time: gather q, k and v of every fourth token, as for a dilated branch, and merge its output.
+    """Make a problem to time: gather q, k and v of every fourth token, and merge rows, as a dilated branch does.
 
     Its amount is the number of bytes that are moved.
     """

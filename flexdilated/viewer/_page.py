@@ -48,10 +48,10 @@ def page(
     batch: int = 0,
     title: str | None = None,
 ) -> str:
-    """Text of an interactive HTML file that draws the pattern at any scale; it needs no network.
+    """Return the text of an interactive HTML file that draws the pattern at any scale; the file needs no network.
 
     num_tokens: number of queries.
-    num_keys: by default num_tokens.
+    num_keys: number of keys; None: num_tokens.
     num_heads: number of heads, over all devices.
     head: the global head shown first.
     batch: index of the batch entry, for run-time tensors.
@@ -101,10 +101,10 @@ def _page_data(pattern: Expression, bound: Bound) -> dict[str, Any]:
 
 
 def _command(pattern: Expression, bound: Bound) -> str | None:
-    """Command line that runs `python -m flexdilated explain` on this pattern; the page appends a pair.
+    """Return a command line that runs `python -m flexdilated explain` on this pattern; the page appends a pair.
 
-    None if the pattern cannot be read back from its text, if the text has more than _LONGEST_PATTERN characters, if the
-    pattern has run-time tensors, or if queries and keys do not have equal positions.
+    Returns None if the pattern cannot be read back from its text, if the text has more than _LONGEST_PATTERN
+    characters, if the pattern has run-time tensors, or if queries and keys do not have equal positions.
     """
     text = repr(pattern)
     try:
@@ -123,7 +123,7 @@ def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
 
     "sides": tokens of a tile along queries and along keys.
     "grids": for each of up to _MOST_GRIDS different rules, one number per tile: the fraction of allowed pairs, to four
-        digits, if their number is known, -1 if only bounds are known, -2 if these are 0 and all pairs.
+        digits, if their number is known; -1 if only bounds of it are known; -2 if these bounds are 0 and all pairs.
     "grid_of"[branch][head]: index of the rule's grid; None if it has none.
 
     first_head: the head whose grids are made first.
@@ -158,7 +158,7 @@ def _tile_fractions(rule: Pattern, head: int, bound: Bound, sides: list[int]) ->
 
 
 def _page_html(data: dict[str, Any], title: str) -> str:
-    """HTML page from the files in `web/` and the data.
+    """Return the HTML page made of the files in `web/` and the data.
 
     Its content security policy permits only its own script and style, by digest.
     """

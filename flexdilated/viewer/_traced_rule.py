@@ -79,7 +79,9 @@ class TracedProgram:
         self.most = [size - 1 for size in self.sizes]  # bound on the magnitude of each node's values
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
-        """Index of the node that is true if the pattern allows the pair; nodes: indices of head, query and key.
+        """Return the index of the node that is true if the pattern allows the pair.
+
+        nodes: indices of the nodes of the pair's head, query and key.
 
         Raises ValueError for operations that a page does not support.
         """
@@ -95,7 +97,7 @@ class TracedProgram:
             ) from None
 
     def add(self, most: int, *node: Any) -> int:
-        """Index of `node`, which is added if new; most: bound on the magnitude of its values."""
+        """Return the index of `node`, which is added if it is new; most: bound on the magnitude of its values."""
         if node not in self._indices:
             self._indices[node] = len(self.nodes)
             self.nodes.append(list(node))
@@ -131,7 +133,7 @@ class TracedProgram:
             raise UnsupportedError(f"numbers that may exceed {limit:,}: take fewer tokens, or smaller factors")
 
     def to_data(self) -> dict[str, Any]:
-        """Nodes and tables as a dict for JSON; tables are run-length encoded."""
+        """Return nodes and tables as a dict for JSON; tables are run-length encoded."""
         return {"nodes": self.nodes, "tables": [_table_data(table) for table in self.tables]}
 
 
@@ -140,7 +142,9 @@ class UnsupportedError(Exception):
 
 
 class _OperationTracer(TorchDispatchMode):
-    """Dispatch mode that adds each operation on a traced tensor to a program; other operations are only computed.
+    """Dispatch mode that adds operations on traced tensors to a program.
+
+    It only computes other operations, and those that take no value from a traced tensor, such as zeros_like.
 
     inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
     """
@@ -207,7 +211,7 @@ class _OperationTracer(TorchDispatchMode):
         return node if most is None else self.program.operation("minimum", node, self.node(most))
 
     def node(self, value: Any) -> int:
-        """Index of the node of a traced tensor; numbers and other single-element tensors become constants."""
+        """Return the index of a traced tensor's node; numbers and other single-element tensors become constants."""
         if id(value) in self.traced:
             return self.traced[id(value)][0]
         if isinstance(value, Tensor):
@@ -228,9 +232,9 @@ def _table_data(table: Tensor) -> dict[str, Any]:
 
 
 def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """Trace a branch to a nested dict for JSON.
+    """Trace a branch; return it as a nested dict for JSON.
 
-    Its keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
+    The keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
     the branch with names of run-time tensors, `bound` the same branch with their values.
     """
@@ -315,7 +319,7 @@ class _Path:
         return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
 
     def part(self, bound: Pattern, pair: _TracedPair) -> _TracedRule:
-        """Traced rule of `bound`, a direct part of this path's rule; the part is recorded as named by the reason.
+        """Return the traced rule of `bound`, a direct part of this path's rule, and record that the reason names it.
 
         pair: the traced pair in the coordinates of the part.
         """
@@ -388,9 +392,9 @@ class _Number:
         return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
 
     def __index__(self) -> int:
-        """Value of the number on this path, found by a decision for each value from 0 until one is decided to be equal.
+        """Return the number's value on this path: the first of 0, 1, 2 ... for which "equal" is decided to be true.
 
-        Raises UnsupportedError if the value may exceed 256, or if none is equal.
+        Raises UnsupportedError if the value may exceed 256, or if no value is decided to be equal.
         """
         most = self.path.program.most[self.node]
         if most <= _MOST_PLACES:

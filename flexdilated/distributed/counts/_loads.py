@@ -79,8 +79,8 @@ def choose_schedule(
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
     needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
-    more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
-    holds more exceeds the factor by which the ring receives more.
+    more. The ring is chosen if exchange_memory / ring_memory > ring_bytes / exchange_bytes: if the factor by which the
+    exchange would hold more exceeds the factor by which the ring receives more.
 
     head_offset, num_heads_global: as in `flexdilated.attend`.
     wire_vector_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.

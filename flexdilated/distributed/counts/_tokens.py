@@ -1,8 +1,8 @@
 """Counts of the tokens that each rank needs from each other rank, and of the allowed pairs of each rank's queries.
 
 Chunks are the contiguous ranges of positions that ranks hold, in the order of the sequence. Active tokens of a branch
-are the queries and keys of the pairs that it allows. Dilated branches are counted in closed form. A segment that
-contains tokens of two chunks contains all positions between them: the end of the earlier chunk and the beginning of the
+are the queries and keys of the pairs that it allows. Dilated branches are counted in closed form. A segment with tokens
+of two chunks contains all positions between these tokens, so the end of the earlier chunk and the beginning of the
 later one. If rates divide their segments, the active tokens of a branch are one residue class of all positions. So the
 keys that a rank needs in a chunk are a union of residue classes, each restricted to the beginning of the chunk, its
 end, or both.
@@ -94,7 +94,9 @@ _MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit 
 
 @dataclass(frozen=True)
 class DilatedBranch:
-    """Rule for one head: query and key must be in one segment, and both positions must equal offset modulo rate.
+    """Rule for one head: query and key must be in one segment, and be active.
+
+    A position is active if its distance from the start of its segment equals `offset` modulo `rate`.
 
     segment: length in tokens.
     causal: True if the key must not come after the query.
@@ -197,12 +199,11 @@ def _needed_bounds(
 
 
 def _merge_groups(groups: Groups, chunks: Chunks) -> Groups:
-    """Return `groups`, merged where `_tokens_of_branches` is equal; their numbers of KV heads add up.
+    """Return `groups` with some of them joined: several become one, with the sum of their numbers of KV heads.
 
-    groups: (branches of a KV head, number of KV heads with these branches) pairs.
-
-    Let c be the greatest common divisor of all segment lengths and chunk bounds. Two groups are merged if, for each i,
-    their i-th branches have equal segment, rate, causal and offset // gcd(rate, c), and equal `_containing_branches`.
+    Joined groups have equal `_tokens_of_branches`. Let c be the greatest common divisor of all segment lengths and
+    chunk bounds. Two groups are joined if, for each i, their i-th branches have equal segment, rate, causal and
+    offset // gcd(rate, c), and equal `_containing_branches`.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
@@ -251,10 +252,10 @@ def tokens_by_chunk(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
-    """Return (number of tokens of each chunk that each rank needs, summed over KV heads; the chunks).
+    """Return (tokens, chunks); rank w needs tokens[w, i] tokens of chunk i, summed over KV heads.
 
-    The numbers are undefined for a rank's own chunks. A chunk is a contiguous range of positions of one rank. Arguments
-    are as in `KVNeeds.of`.
+    The numbers are undefined for a rank's own chunks. Arguments are as in `KVNeeds.of`.
+
     Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
@@ -307,7 +308,7 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Make the `KVNeeds` of a pattern over a sequence of num_tokens tokens.
+        """Return the `KVNeeds` of a pattern over a sequence of num_tokens tokens.
 
         num_heads, num_kv_heads: numbers of query and key/value heads on this device.
         head_offset: index of the first of these query heads among the query heads of all devices.

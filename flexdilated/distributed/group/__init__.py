@@ -1,8 +1,4 @@
-"""Ranks of a mesh, shardings, shard and unshard, messages with byte counts, and the check that ranks make equal calls.
-
-Each rank derives from its own arguments the messages that it sends and expects, so ranks first compare their calls; if
-these differ, all raise an error.
-"""
+"""Ranks of a mesh, shardings, messages with byte counts, and the check that ranks make equal calls."""
 
 from ._call import (
     PartSums,

@@ -1,9 +1,9 @@
 """Arguments of a call over ranks, the check that they are equal on all ranks, and sums of attention over parts of keys.
 
 Each rank derives from its own arguments the messages that it sends and expects. If arguments differ between ranks,
-messages do not match: gloo then ends the process, and NCCL waits. So ranks check them before any message, through the
-group's key-value store. A collective could be matched with a transfer that another rank has begun; the store cannot, so
-all ranks end within the group's timeout.
+messages do not match: gloo then ends the process, and NCCL waits. So ranks compare their arguments before any message,
+through the group's key-value store, and not by a collective, which the backend could match with a transfer that another
+rank has begun. Each check therefore ends, on every rank, within the group's timeout.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class PlainCall(NamedTuple):
     block_size: (queries, keys) of a block, or () for the default.
     sharding: `Sharding.numbers()`.
     group: name of the process group.
-    codec: encoding of keys and values in messages, or "auto".
-    error_bound: of codec "auto", otherwise 0.
+    codec: encoding of keys and values in messages, or "auto"; None: their dtype.
+    error_bound: largest relative error of a key or value vector with codec "auto"; 0 for other codecs.
     pool: name of a buffer pool, "auto", or "" for none.
     dropout_p: probability of dropping an attention weight; if it is above 0, custom ops take the seed of dropout as the
         last item of their `bindings`.
@@ -79,7 +79,7 @@ class PlainCall(NamedTuple):
 
     @classmethod
     def of(cls, constants: str) -> Self:
-        """Read a call from the text that its property `constants` returned."""
+        """Return the call whose property `constants` is this text."""
         return cls._make(read_constants(constants))
 
     def fake_rows(self, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +113,7 @@ def with_dtype_and_strides_of(x: Tensor, like: Tensor) -> Tensor:
 class PartSums:
     """Accumulates attention of q over parts of the keys, merged by lse, in float32 or wider and in the order of calls.
 
+    bindings: the pattern's run-time tensors, sorted by name; if there is dropout, followed by its seed.
     dtype: of the computation on each part.
     whole: out, lse and their gradients over all keys, which `gradients` needs; None in the forward.
     """
@@ -201,7 +202,7 @@ def resolved_pattern(pattern: str, bindings: Sequence[Tensor], num_tokens: int) 
 
 @dataclass
 class _Checks:
-    """Digests of the calls that a group has agreed on, and its number of checks, including failed ones."""
+    """Digests of the calls that a group has agreed on, and the number of checks in its store, failed ones included."""
 
     agreed: set[str] = field(default_factory=set)
     count: int = 0

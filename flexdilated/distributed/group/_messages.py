@@ -25,7 +25,7 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 class Posted:
     """Messages in transfer: do not read received tensors before `wait`, nor change sent ones before `wait_for_all`.
 
-    sent: tensors, kept until they are sent.
+    sent: tensors to send, kept until `wait_for_all` or `drop`.
     lease: lease of the receiving buffer, or None; `drop` releases it.
     arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the received ones only.
         If the backend makes one transfer of all messages, that transfer is in `arriving`, and `leaving` is empty.

@@ -102,8 +102,8 @@ class Traffic:
 
     A transfer is one collective, one message to or from another rank, or one check that all ranks agree. The roles are:
 
-    * "keys": keys and values for the queries of other ranks.
-    * "gradients": gradients of these keys and values, sent back.
+    * "keys": keys and values, sent to the ranks whose queries need them.
+    * "gradients": gradients of these keys and values, sent back to the ranks that hold them.
     * "heads": exchanges of head parallelism.
     * "shards": `unshard` and its gradient, also where modules call it, such as `SelectedAttention` with a mesh.
     * "set-up": the check that all ranks agree, the choice of codec "auto", and the seed of dropout.

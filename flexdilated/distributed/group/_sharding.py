@@ -64,7 +64,7 @@ class Sharding:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Sharding:
-        """Make a sharding from the integers that `numbers` returned."""
+        """Return the sharding whose method `numbers` returns these integers."""
         num_tokens, order, *lengths = map(int, numbers)
         return cls(num_tokens, len(lengths), ORDERS[order], lengths)
 
@@ -142,9 +142,9 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     dim: dimension of the tokens; the default is that of (B, H, N, D).
     sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
-    Each rank's x is a separate variable, and gradients are of the sum of all ranks' losses. So x.grad is 0 except at
-    this rank's tokens, and its sum over the ranks is the gradient of the shared x. Gradients of parameters from which x
-    is computed must be summed over the ranks too: DDP does so (and divides by W).
+    Each rank's x is a separate variable, and gradients are those of the sum of all ranks' losses. So x.grad is 0 except
+    at this rank's tokens, and its sum over the ranks is the gradient of the shared x. Gradients of parameters from
+    which x is computed must be summed over the ranks too: DDP does so (and divides by W).
 
     Raises TypeError or ValueError for other arguments, such as an x of fewer than all N tokens.
 
@@ -169,10 +169,10 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
 
     All ranks must have one dtype, and one shape except along dim.
 
-    Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum, over all ranks, of the gradients
-    that each rank computes for this rank's tokens. It is summed in float32 or wider, in the order of the ranks. So
-    every rank must run the backward. If all W ranks compute the same loss from the whole, x.grad is W times the
-    gradient of that loss: divide by W, or let DDP do it.
+    Gradients are those of the sum of all ranks' losses, as in `shard`: x.grad is the sum, over all ranks, of the
+    gradients that each rank computes for this rank's tokens. It is summed in float32 or wider, in the order of the
+    ranks. So every rank must run the backward. If all W ranks compute the same loss from the whole, x.grad is W times
+    the gradient of that loss: divide by W, or let DDP do it.
 
     Raises TypeError or ValueError for other arguments, ValueError on all ranks if their arguments differ, and
     torch.distributed.DistError if another rank fails.
@@ -319,7 +319,7 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
 
 
 def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
-    """Return `sharding`; raises TypeError or ValueError unless it is a `Sharding` over as many ranks as these."""
+    """Return `sharding`; raises TypeError or ValueError unless it is a `Sharding` over `ranks.size` ranks."""
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
     if sharding.num_ranks != ranks.size:

@@ -39,8 +39,8 @@ class Codec:
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
         for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
         number and one float32 scale per vector, its largest magnitude over 127, but at least the smallest normal
-        float32; errors are at most half a scale. A vector that is not finite, or whose scale exceeds float32, decodes
-        to NaN.
+        float32; errors are at most half a scale. With "int8" a vector that is not finite, or whose scale exceeds
+        float32, decodes to NaN.
     """
 
     name: CodecName | None
@@ -151,8 +151,9 @@ def choose_codec(
     tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0 but has
     an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
 
-    All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
-    collective of 8 bytes, skipped if the bound rules out both encodings for all vectors. ranks=None: this process only.
+    All ranks must call it, with equal bound, dtype and head dim, and get the same codec: they compare one number, in
+    one collective of 8 bytes. It is skipped if these arguments alone rule out int8 and bf16. ranks=None: this process
+    only.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
     rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again

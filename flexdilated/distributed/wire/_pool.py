@@ -68,7 +68,7 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Return the buffer to its pool; later calls do nothing.
+        """End the lease and give the buffer back to its pool; later calls do nothing.
 
         On devices with streams, the current stream must wait for all uses of the tensor: the next lease of the buffer
         waits for no other stream.
@@ -89,7 +89,7 @@ class Lease:
 
 
 class BufferPool:
-    """Pool of reusable buffers, whose sizes are powers of two bytes. Thread-safe; no memory before the first lease.
+    """Pool of reusable buffers, whose sizes in bytes are powers of two. Thread-safe; no memory before the first lease.
 
     device: of all buffers; None serves any device.
     threshold_bytes: smaller tensors are allocated by torch, outside the pool.
@@ -154,7 +154,7 @@ class BufferPool:
             return replace(self._update_bytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle as an empty pool with equal settings."""
+        """Return how `copy` and `pickle` make a copy: an empty pool with equal settings."""
         return partial(BufferPool, threshold_bytes=self.threshold_bytes, budget_bytes=self.budget_bytes), (self.device,)
 
     def __repr__(self) -> str:
@@ -205,7 +205,8 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """True during CUDA graph capture: a graph replays on its captured addresses, which a pool must not reuse."""
+    """Return True if `device` is a CUDA device and the current stream is being captured into a CUDA graph."""
+    # A graph replays on its captured addresses, which a pool must not reuse.
     return device_kind(device).is_cuda and torch.cuda.is_current_stream_capturing()
 
 
