@@ -1,6 +1,6 @@
-"""Choice of the engine that computes a call of `attend`, and the reasons for which an engine cannot.
+"""Choice of the engine that computes a call of `attend`, and the reasons why an engine cannot compute it.
 
-A named engine that cannot serve a call raises ValueError; only the default may be replaced, by "portable".
+ValueError is raised if an engine that the caller names cannot serve a call; the default is then replaced by "portable".
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
-        and for calls that these cannot serve. For meta tensors the result is always "aten", in an export to ONNX
+        and for calls that these cannot serve. For meta tensors the result is always "aten"; in an export to ONNX it is
         "reference".
-    sides: requested block sizes in tokens, () for none.
+    sides: requested block size in tokens, (queries, keys); () for none.
 
     Raises ValueError for an unknown engine, and for one that cannot serve calls with these arguments; the text says
     why. The pattern is not checked for "aten" on CUDA, which computes only branches that are dense or causal.
@@ -136,7 +136,7 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
-    """Return the tensors other than q, k and v that may carry a derivative: sinks, then the tensors score_mod reads."""
+    """Return the sinks, if any, and the tensors that score_mod reads: they may carry derivatives, as q, k and v may."""
     found = [] if features.sinks is None else [features.sinks]
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]
 

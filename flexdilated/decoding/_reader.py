@@ -83,7 +83,7 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError if the pattern rejects queries at these positions for every number of keys."""
+        """Raise ValueError if the pattern rejects queries at these positions, both with and without later keys."""
         for leaf in self._leaves_with_limits:
             # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):

@@ -269,7 +269,7 @@ def _comparisons(
 def _visible_keys(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, width: int
 ) -> Iterator[_Comparison]:
-    """Yield chunks of queries with the range from the first to the last key that one of them sees.
+    """Yield chunks of queries with the range from the first to the last key that any query of the chunk sees.
 
     A chunk whose queries see no key is left out.
 
