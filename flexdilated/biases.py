@@ -142,9 +142,9 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
 def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
     """Return a score_mod that adds to each score T5's relative position bias of its head and its distance's bucket.
 
-    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. Each row is for a bucket of
-        distances: one distance if it is small, else a range; ranges grow with the distance, and the last includes all
-        distances from max_distance on.
+    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. Each row is for a bucket
+        of distances: one distance if it is small, else a range; ranges grow with the distance, and the last includes
+        all distances from max_distance on.
     bidirectional: True, as in encoders: half of the buckets are for keys after the query. False: keys after the query
         have the bucket of distance 0.
 
