@@ -95,11 +95,11 @@ def planned_engine(
 ) -> str:
     """Return the name of the engine for which `fd.plan` plans a call of `attend`, by the rules of `choose_engine`.
 
-    engine: "portable", the device's default, or None: the default or, if that cannot serve the call, "portable".
+    engine: "portable" or the device's default; None: the default, or "portable" if the default cannot serve the call.
     device: kind of device, such as "cpu"; "cuda" is assumed to have Triton.
     head_dim: the smaller of the head dims of queries and values.
 
-    Raises ValueError for another engine, and if the engine cannot serve the call.
+    Raises ValueError for another engine, and if a named one cannot serve the call.
     """
     chosen = device_kind(device).engine if engine is None else engine
     choices = (device_kind(device).engine, "portable")

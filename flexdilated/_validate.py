@@ -369,9 +369,8 @@ def run_time_tensors(
     batch: number of batch entries of the call.
     has_values: False for a call with meta tensors; the result is then empty.
 
-    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice. Raises ValueError for a table
-    of selected keys or blocks with 3 dims if the size of dim 0 is `batch`, above 1: dim 0 has a table for each group of
-    heads, but the caller may have meant one for each batch entry.
+    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table of
+    selected keys or blocks with 3 dims if dim 0, of groups of heads, has size `batch` > 1: it may be meant for entries.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

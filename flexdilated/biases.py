@@ -114,8 +114,8 @@ def _entries(values: Tensor, pattern: Pattern) -> ScoreMod:
 def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
     """Return a score_mod that adds to each score the bias of its head and its distance, k - q in positions.
 
-    table: the biases, on the device of q; it gets a gradient. Column R + d is for distance d; distances below -R have
-        the bias of -R, those above R that of R. Row h is for head h of all devices; a single row is for all heads.
+    table: the biases, on the device of q; it gets a gradient. Column R + d is for distance d; distances below -R or
+        above R have the bias of -R or R. Row h is for head h of all devices; a single row is for all heads.
 
     Raises TypeError or ValueError for another table.
     Source: Shaw et al., arXiv 1803.02155, with scalars as in T5.
@@ -142,9 +142,9 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
 def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
     """Return a score_mod that adds to each score T5's relative position bias of its head and its distance's bucket.
 
-    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. Each row is for a bucket
-        of distances: one distance if it is small, else a range; ranges grow with the distance, and the last includes
-        all distances from max_distance on.
+    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. Each row is for a bucket:
+        one small distance, or a range of larger ones. Ranges widen with the distance; the last has all from
+        max_distance on.
     bidirectional: True, as in encoders: half of the buckets are for keys after the query. False: keys after the query
         have the bucket of distance 0.
 

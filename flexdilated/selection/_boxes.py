@@ -33,7 +33,7 @@ class QueryBlocks(NamedTuple):
     """Query blocks and key blocks of a call; the first and last query block may be partial.
 
     q_offset: position of the first query; keys begin at position 0, and query blocks at multiples of query_block.
-    block: tokens of a key block.
+    block, query_block: tokens of a key block and of a query block.
     all_queries: True if a query block is scored by all its queries, False if by its first query.
     """
 
