@@ -172,7 +172,7 @@ class HeldKeys:
                 self.runs.append(StoredRun(last.first, last.slot, position - last.first))
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Select batch entries by index, in this order, into new buffers; indices may repeat."""
+        """Keep only these batch entries (indices), in this order, in new buffers; indices may repeat."""
         with torch.inference_mode(False):  # as in `_buffer`
             self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 

@@ -90,7 +90,7 @@ class Reader:
                 leaf.check_tokens(queries, range(queries.stop))
 
     def _pair_across(self, first: int, end: int) -> tuple[int, int] | None:
-        """Return an allowed pair (query, key) with first <= query < end <= key, or None."""
+        """Return an allowed pair (query, key) with first <= query < end <= key; None if there is none."""
         limit = self.ends.next(end)
         return None if limit == end else seen_ahead(self.sources, range(first, end), range(end, limit))
 

@@ -277,7 +277,7 @@ class _EvaluatedBoxes(NamedTuple):
     """Boxes (query block, key block) whose state does not follow from bounds, evaluated pair by pair.
 
     row, block: query block and key block of each box.
-    pairs: number of its pairs that `within` allows; gain: number of these that `always` does not allow.
+    pairs: number of pairs in the box that `within` allows; gain: number of these that `always` does not allow.
     candidate: True if the box may be chosen.
     view: mask of the keys of the block that the query block sees.
     queries: mask of the queries of the query block that see a key of the key block.

@@ -66,7 +66,7 @@ class _Comparison(NamedTuple):
 def index_scores(
     q: Float[Tensor, "B h n d"], k: Float[Tensor, "B _ L d"], w: Float[Tensor, "B n h"]
 ) -> Float[Tensor, "B n L"]:
-    """Return index scores of queries and keys, in float32 or wider; all queries share the keys if dim 1 of k is 1."""
+    """Return sum_h w_h * ReLU(q_h · k) of each query and key, in float32 or wider; keys (B, 1, L, d) serve all queries."""
     wide = sum_dtype(q)
     q, k, w = q.transpose(1, 2).to(wide), k.to(wide), w.to(wide)
     products = (q.flatten(1, 2) @ k[:, 0].mT).unflatten(1, q.shape[1:3]) if k.shape[1] == 1 else q @ k.mT
@@ -218,7 +218,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 def _with_key_heads_first(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]
 ) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
-    """Return (q, k (G, B, M, D)), k contiguous, so that no chunk copies all keys."""
+    """Return (q, k as a contiguous tensor (G, B, M, D)), so that no chunk copies all keys."""
     return q, k.transpose(0, 1).contiguous()
 
 
