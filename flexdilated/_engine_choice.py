@@ -220,7 +220,6 @@ def _flash_cannot(q: Tensor, k: Tensor, v: Tensor, features: Features, sides: tu
 
 
 def _score_mod_needs_gradient(features: Features, q: Tensor) -> bool:
-    """True if score_mod reads a tensor that requires a gradient."""
     return features.score_mod is not None and any(x.requires_grad for x in tensors_read(features.score_mod, q))
 
 
