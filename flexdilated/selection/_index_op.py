@@ -66,7 +66,7 @@ class _Comparison(NamedTuple):
 def index_scores(
     q: Float[Tensor, "B h n d"], k: Float[Tensor, "B _ L d"], w: Float[Tensor, "B n h"]
 ) -> Float[Tensor, "B n L"]:
-    """Return sum_h w_h * ReLU(q_h · k) of each query and its keys, in float32 or wider; k (B, 1, L, d) serves all."""
+    """Return sum_h w_h * ReLU(q_h · k) in float32 or wider; all queries share the keys if dim 1 of k is 1."""
     wide = sum_dtype(q)
     q, k, w = q.transpose(1, 2).to(wide), k.to(wide), w.to(wide)
     products = (q.flatten(1, 2) @ k[:, 0].mT).unflatten(1, q.shape[1:3]) if k.shape[1] == 1 else q @ k.mT
