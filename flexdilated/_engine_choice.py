@@ -1,6 +1,6 @@
-"""Choice of the engine that computes a call of `attend`, and the reasons for which an engine cannot.
+"""Choice of the engine that computes a call of `attend`, and the reasons why an engine cannot compute it.
 
-A named engine that cannot serve a call raises ValueError; only the default may be replaced, by "portable".
+ValueError is raised if an engine that the caller names cannot serve a call; the default is then replaced by "portable".
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "aten" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
-        and for calls that these cannot serve. For meta tensors the result is always "aten", in an export to ONNX
+        and for calls that these cannot serve. For meta tensors the result is always "aten"; in an export to ONNX it is
         "reference".
-    sides: requested block sizes in tokens, () for none.
+    sides: requested block size in tokens, (queries, keys); () for none.
 
     Raises ValueError for an unknown engine, and for one that cannot serve calls with these arguments; the text says
     why. The pattern is not checked for "aten" on CUDA, which computes only branches that are dense or causal.
@@ -95,11 +95,11 @@ def planned_engine(
 ) -> str:
     """Return the name of the engine for which `fd.plan` plans a call of `attend`, by the rules of `choose_engine`.
 
-    engine: "portable", the device's default, or None: the default or, if that cannot serve the call, "portable".
+    engine: "portable" or the device's default; None: the default, or "portable" if the default cannot serve the call.
     device: kind of device, such as "cpu"; "cuda" is assumed to have Triton.
     head_dim: the smaller of the head dims of queries and values.
 
-    Raises ValueError for another engine, and if the engine cannot serve the call.
+    Raises ValueError for another engine, and if a named one cannot serve the call.
     """
     chosen = device_kind(device).engine if engine is None else engine
     choices = (device_kind(device).engine, "portable")
@@ -136,7 +136,7 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def feature_tensors(features: Features, q: Tensor) -> list[Tensor]:
-    """Return the tensors other than q, k and v that may carry a derivative: sinks, then the tensors score_mod reads."""
+    """Return the sinks, if any, and the tensors that score_mod reads: they may carry derivatives, as q, k and v may."""
     found = [] if features.sinks is None else [features.sinks]
     return found if features.score_mod is None else [*found, *tensors_read(features.score_mod, q)]
 
@@ -220,7 +220,6 @@ def _flash_cannot(q: Tensor, k: Tensor, v: Tensor, features: Features, sides: tu
 
 
 def _score_mod_needs_gradient(features: Features, q: Tensor) -> bool:
-    """True if score_mod reads a tensor that requires a gradient."""
     return features.score_mod is not None and any(x.requires_grad for x in tensors_read(features.score_mod, q))
 
 

@@ -167,7 +167,7 @@ def pattern_text(pattern: Pattern | Mixture) -> str:
 
 
 def engine_text(engine: str | None) -> str:
-    """Return "engine=..." for a repr; for None with the default engines of CPU and CUDA."""
+    """Return text for a repr, such as "engine='flex'"; for None it is "engine=None (aten on CPU, flex on CUDA)"."""
     return f"engine={engine!r}{' (aten on CPU, flex on CUDA)' if engine is None else ''}"
 
 

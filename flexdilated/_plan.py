@@ -292,8 +292,8 @@ def plan(
     dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory; inference is planned without
         dropout, and gradients of tensors that score_mod captures are not counted.
     engine: the device's default ("aten" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted
-        seconds are those of the device's default. A table of single keys is counted as read directly, a table of
-        selected blocks only for "aten", and otherwise as block lists.
+        seconds are those of the device's default. A table of single keys is planned as read directly. A table of
+        selected blocks is so only for "aten"; for other engines its pairs are planned as block lists.
     measure: True to time the alternatives on this machine's CPU. A way for a branch is not timed if it is predicted to
         take over 4 times as long as the cheapest way for that branch. False: no attention is computed.
 

@@ -30,7 +30,7 @@ class PlanSize:
     layers: depth of the LongNet, whose width is num_heads * head_dim; None for no LongNet.
     dropout_p: of training, as in `attend`.
     score_mod: as in `attend`.
-    named_engine: the engine as the caller names it in `attend`: the device's default, "portable", or None.
+    named_engine: argument `engine` of `plan`: the device's default, "portable", or None.
 
     Raises ValueError or TypeError for sizes that do not fit together, and for an engine that cannot serve them.
     """

@@ -363,14 +363,14 @@ def run_time_tensors(
 ) -> list[Tensor]:
     """Return the run-time tensors that a pattern needs, sorted by name; sparse ones are packed into dense ones.
 
-    Tensors are copied to the CPU here, once per call, except tables of selected blocks, which stay on their device.
+    Tensors are copied to the CPU here, once per call. Tables of selected keys or blocks stay on their device.
 
     bindings: {name: tensor} for the tensors that the pattern does not hold.
     batch: number of batch entries of the call.
     has_values: False for a call with meta tensors; the result is then empty.
 
     Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table of
-    selected blocks with 3 dims if dim 0, of groups of heads, equals a batch above 1 and so may be meant for entries.
+    selected keys or blocks with 3 dims if dim 0, of groups of heads, has size `batch` > 1: it may be meant for entries.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
@@ -412,7 +412,7 @@ def _needed_names(pattern: str) -> tuple[str, ...]:
 
 @graph_constant
 def _names_left_on_device(pattern: str) -> tuple[str, ...]:
-    """Return the names of run-time tensors that stay on their device: tables of selected blocks. pattern: JSON."""
+    """Return the names of a pattern's tables of selected keys or blocks, which stay on their device. pattern: JSON."""
     return _names_of_block_tables(pattern) if '"kind":"selected_blocks"' in pattern else ()
 
 

@@ -20,10 +20,10 @@ __all__ = ["alibi", "compose", "entries", "relative", "slopes", "softcap", "t5"]
 
 
 def slopes(num_heads: int) -> Float[Tensor, " H"]:
-    """ALiBi's slope of each head: 2^(-8 / H), 2^(-16 / H), ..., 2^-8 for a power of two H.
+    """Return ALiBi's slopes, one for each head: 2^(-8 / H), 2^(-16 / H), ..., 2^-8 if H is a power of two.
 
-    For another H: the slopes for P heads, where P is the largest power of two below H; then every second of the slopes
-    for 2 P heads, beginning with the first, until there are H.
+    For another H, they are the slopes for P heads, where P is the largest power of two below H, and then the first,
+    third, fifth, ... of the slopes for 2 P heads, until there are H.
     Source: arXiv 2108.12409, section 3, and its code for other numbers of heads.
 
     >>> fd.biases.slopes(4)
@@ -62,9 +62,9 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
     """Return a score_mod that adds a value to the score of each pair that a pattern lists, such as one for each edge.
 
     values: on the device of q; they get a gradient. For `masks.sparse(matrix)`: (E,) or (H, E), in the order of the E
-        values of the matrix, entries of value 0 included. For `masks.selected_keys(table)` with one table of L keys for
-        each query, (N, L) or (H, N, L); with one for each query of each batch entry, (B, N, L) or (B, H, N, L). H is
-        the number of heads of all devices; without the dim H, or with H = 1, all heads share the values.
+        values of the matrix, entries of value 0 included. For `masks.selected_keys(table)` with a table (1, N, L):
+        (N, L) or (H, N, L); with a table (B, 1, N, L): (B, N, L) or (B, H, N, L). H is the number of heads of all
+        devices; without the dim H, or with H = 1, all heads share the values.
     pattern: the pattern that lists the pairs; `attend` may combine it with others, whose pairs get no value.
 
     `entries` reads the pairs: in a function that torch.compile compiles, the graph breaks here. The score_mod reads
@@ -112,7 +112,7 @@ def _entries(values: Tensor, pattern: Pattern) -> ScoreMod:
 
 @advises(how="write fd.biases.relative(table), a bias for each head and distance")
 def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
-    """Return a score_mod that adds a bias to each score, one for each head and distance k - q of key and query.
+    """Return a score_mod that adds to each score the bias of its head and its distance, k - q in positions.
 
     table: the biases, on the device of q; it gets a gradient. Column R + d is for distance d; distances below -R or
         above R have the bias of -R or R. Row h is for head h of all devices; a single row is for all heads.
@@ -140,12 +140,13 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
 
 @advises(how="write fd.biases.t5(relative_attention_bias.weight, bidirectional=True)")
 def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
-    """Return a score_mod that adds T5's relative position bias to each score: one for each head and distance bucket.
+    """Return a score_mod that adds to each score T5's relative position bias of its head and its distance's bucket.
 
-    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. K buckets: one for each
-        small distance, then ranges that grow with the distance; the last includes all from max_distance on.
-    bidirectional: True, as in encoders: half of the buckets are for keys after the query; False: all these keys have
-        the bucket of distance 0.
+    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. Each row is for a bucket:
+        one small distance, or a range of larger ones. Ranges widen with the distance; the last has all from
+        max_distance on.
+    bidirectional: True, as in encoders: half of the buckets are for keys after the query. False: keys after the query
+        have the bucket of distance 0.
 
     T5's scores are not scaled: pass scale=1.0 to `attend`. Raises TypeError or ValueError for invalid arguments.
 

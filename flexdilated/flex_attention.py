@@ -1,4 +1,4 @@
-"""FlexAttention's own call, by its names and signatures: one changed import trains on any device, in any dtype.
+"""FlexAttention's call, with its names and signatures: code that imports it from here trains on any device.
 
     from flexdilated.flex_attention import create_block_mask, flex_attention
 
@@ -83,7 +83,7 @@ def flex_attention(
         follow from its mask_mod: see `masks.custom`.
     scale: factor on the scores; None for 1 / sqrt(D).
     enable_gqa: True allows G to be a divisor of H.
-    kernel_options: as in torch, where Triton serves the device; without effect elsewhere.
+    kernel_options: as in torch, on CUDA and XPU; without effect on other devices.
     return_aux: names the fields of `AuxOutput` to compute: lse, and max_scores (B, H, N), the largest score of each row
         after score_mod, without a gradient. Fields that it does not name are None.
 
@@ -180,7 +180,7 @@ class _KnownPattern(NamedTuple):
     """The pattern of a BlockMask, with the values from which it was made, to see later if they have changed.
 
     lists: copies of the block lists.
-    rule_and_sizes: text of the mask_mod's operations for a number of batch entries, with lengths and block size.
+    rule_and_sizes: text with a digest of the mask_mod, from `digest_of_mask_mod`, the lengths and the block size.
     """
 
     lists: list[Tensor]

@@ -63,7 +63,7 @@ class Schedule:
 
     @property
     def _last_level(self) -> int:
-        """Number of the level whose value is `end`; level 0 is `start`. At most `widths` - 1; 0 if they are equal."""
+        """Number of the level whose value is `end`, at most `widths` - 1; level 0 has the value `start`."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:

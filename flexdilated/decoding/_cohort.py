@@ -64,7 +64,7 @@ class Cohort:
         return x[self.batch_index, :, :tokens]
 
     def local_score_mod(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
-        """Return score_mod as a function of the entry's index in the cohort, not in the cache's batch; None for None.
+        """Return a score_mod that takes b as an index in the cohort, not in the cache's batch; None for None.
 
         batch: number of entries of the cache.
         """
@@ -74,9 +74,9 @@ class Cohort:
         return through(score_mod, _with_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
-        """Return [(cohort, number)]: new cohorts, each of the entries with one number, such as of new tokens.
+        """Return [(cohort, number)]: for each distinct number, a new cohort of this cohort's entries that have it.
 
-        numbers: one number for all entries, or one for each entry of the cache's batch.
+        numbers: one number for all entries, or one for each entry of the cache's batch, such as of new tokens.
 
         A returned cohort with all entries shares this cohort's buffer.
         """

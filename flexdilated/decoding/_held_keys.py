@@ -133,8 +133,8 @@ class HeldKeys:
     def snapshot(self) -> HeldKeys:
         """Return a copy of the current state that shares the buffers with this object.
 
-        Append to only one of the two, because both write to the same slots. The other one keeps its tokens, unless the
-        first one dropped tokens before it appended.
+        Append to only one of the two, because both write to the same slots. If tokens are dropped from that one before,
+        appending overwrites them in the other, too.
         """
         other = copy(self)
         other.runs = list(self.runs)
@@ -172,7 +172,7 @@ class HeldKeys:
                 self.runs.append(StoredRun(last.first, last.slot, position - last.first))
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Select batch entries by index, in this order, into new buffers; indices may repeat."""
+        """Keep only these batch entries (indices), in this order, in new buffers; indices may repeat."""
         with torch.inference_mode(False):  # as in `_buffer`
             self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
@@ -263,7 +263,7 @@ def _num_slots_for(live: int) -> int:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError if one of these tensors needs a gradient, has a tangent, or is vmapped."""
+    """Raise ValueError if a tensor has a tangent or is vmapped, or requires a gradient while gradients are enabled."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache computes no gradients, and an input requires one: call it under torch.no_grad()")

@@ -116,7 +116,6 @@ class KVCache:
         raise AttributeError(f"a KVCache has no {name}" + (f": {_ADVICE[name]}" if name in _ADVICE else ""))
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError: a cache is not callable."""
         raise TypeError(f"a KVCache cannot be called: {_HOW_TO_ADD}")
 
     def reset(self) -> None:

@@ -83,14 +83,14 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError if the pattern rejects queries at these positions for every number of keys."""
+        """Raise ValueError if the pattern rejects queries at these positions, both with and without later keys."""
         for leaf in self._leaves_with_limits:
             # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):
                 leaf.check_tokens(queries, range(queries.stop))
 
     def _pair_across(self, first: int, end: int) -> tuple[int, int] | None:
-        """Return an allowed pair (query, key) with first <= query < end <= key, or None."""
+        """Return an allowed pair (query, key) with first <= query < end <= key; None if there is none."""
         limit = self.ends.next(end)
         return None if limit == end else seen_ahead(self.sources, range(first, end), range(end, limit))
 

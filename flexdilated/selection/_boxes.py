@@ -33,7 +33,7 @@ class QueryBlocks(NamedTuple):
     """Query blocks and key blocks of a call; the first and last query block may be partial.
 
     q_offset: position of the first query; keys begin at position 0, and query blocks at multiples of query_block.
-    block: tokens of a key block.
+    block, query_block: tokens of a key block and of a query block.
     all_queries: True if a query block is scored by all its queries, False if by its first query.
     """
 
@@ -126,7 +126,7 @@ class SelectionCall(NamedTuple):
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def patterns_with_values(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Return the mixture `within` + `always` with the values of their run-time tensors; `within` without `always`.
+        """Return the mixture `within` + `always`, or `within` if there is no `always`, with values of run-time tensors.
 
         No attention is computed with the mixture: its branches are read separately.
 
@@ -206,8 +206,7 @@ class Boxes(NamedTuple):
     place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
     partial: the boxes with state PARTIAL_VIEW; None if there are none.
-    sees: mask of the queries that see a key; None if all queries by which query blocks are scored do.
-    seen: mask of the keys that some query block sees; None if all are seen.
+    sees, seen: masks of queries that see a key, and of keys that some query block sees, or None: as from `_visibility`.
     pairs: number of pairs that `within` allows in one head.
     pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
     """
@@ -278,7 +277,7 @@ class _EvaluatedBoxes(NamedTuple):
     """Boxes (query block, key block) whose state does not follow from bounds, evaluated pair by pair.
 
     row, block: query block and key block of each box.
-    pairs: number of its pairs that `within` allows; gain: number of these that `always` does not allow.
+    pairs: number of pairs in the box that `within` allows; gain: number of these that `always` does not allow.
     candidate: True if the box may be chosen.
     view: mask of the keys of the block that the query block sees.
     queries: mask of the queries of the query block that see a key of the key block.

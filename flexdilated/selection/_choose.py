@@ -200,9 +200,9 @@ def comparable(scores: Float[Tensor, "*rows L"]) -> Float[Tensor, "*rows L"]:
 
 
 def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"], Float[Tensor, "*rows 1"]]:
-    """Return (highest score h where `where` is True, without gradient, 0 if none is above -inf; sum of exp(score - h)).
+    """Return (h, sum of exp(score - h)) over the scores at which `where` is True; h is the highest of these scores.
 
-    The sum is over the scores where `where` is True.
+    h has no gradient, and is 0 if none of these scores is above -inf.
     """
     shown = scores.masked_fill(~where, -torch.inf)
     top = shown.detach().amax(-1, keepdim=True)
@@ -211,7 +211,7 @@ def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"
 
 
 def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """Return distinct float64 sort keys in the order of the float32 scores; of equal scores a lower id sorts higher."""
+    """Return distinct float64 keys that sort as the scores in float32; of equal scores, the lower id has the larger."""
     # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0

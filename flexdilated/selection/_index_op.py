@@ -66,7 +66,7 @@ class _Comparison(NamedTuple):
 def index_scores(
     q: Float[Tensor, "B h n d"], k: Float[Tensor, "B _ L d"], w: Float[Tensor, "B n h"]
 ) -> Float[Tensor, "B n L"]:
-    """Return index scores of queries and keys, in float32 or wider; all queries share the keys if dim 1 of k is 1."""
+    """Return sum_h w_h * ReLU(q_h · k) in float32 or wider; all queries share the keys if dim 1 of k is 1."""
     wide = sum_dtype(q)
     q, k, w = q.transpose(1, 2).to(wide), k.to(wide), w.to(wide)
     products = (q.flatten(1, 2) @ k[:, 0].mT).unflatten(1, q.shape[1:3]) if k.shape[1] == 1 else q @ k.mT
@@ -218,7 +218,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 def _with_key_heads_first(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]
 ) -> tuple[Tensor, Float[Tensor, "G B M D"]]:
-    """Return (q, k (G, B, M, D)), k contiguous, so that no chunk copies all keys."""
+    """Return (q, k as a contiguous tensor (G, B, M, D)), so that no chunk copies all keys."""
     return q, k.transpose(0, 1).contiguous()
 
 
@@ -269,7 +269,7 @@ def _comparisons(
 def _visible_keys(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, width: int
 ) -> Iterator[_Comparison]:
-    """Yield chunks of queries with the range from the first to the last key that one of them sees.
+    """Yield chunks of queries with the range from the first to the last key that any query of the chunk sees.
 
     A chunk whose queries see no key is left out.
 

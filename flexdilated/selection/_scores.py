@@ -204,7 +204,7 @@ def scores_at_lists(
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Return x with dim 1, one index per group of consecutive heads, expanded to an index for each of `heads` heads."""
+    """Return x with `heads` indices in dim 1: each index of x is repeated for equally many consecutive heads."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -217,7 +217,7 @@ def _replace_scores(
     rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Return all scores, with `own` for the pairs (query block, key block) in `boxes.place`.
+    """Return `scores` with those of the pairs (query block, key block) in `boxes.place` replaced by `own`.
 
     lists: the L blocks of each query block; None if `scores` has all blocks.
     """

@@ -202,7 +202,7 @@ def choose_blocks(
     bindings: run-time tensors of the patterns, sorted by name.
     pools: result of `pools_for`; None computes it.
 
-    Works in chunks of query blocks to bound memory.
+    It is computed in chunks of query blocks, to bound memory.
     """
     rows, tables = call.query_blocks(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.num_query_blocks, call.most)

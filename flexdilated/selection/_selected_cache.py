@@ -179,7 +179,7 @@ class SelectorState(NamedTuple):
 def can_continue_at(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
     """True if decoding can continue at the position: it begins a query block, or is within one whose choice is known.
 
-    Tests the query blocks of all coarse selectors, too. known: state of the selector; None before the first token.
+    The same must hold for the coarse selectors. known: state of the selector; None before the first token.
     """
     begun = position % selector.query_block
     if begun and (known is None or known.query_block != position // selector.query_block):
@@ -198,7 +198,7 @@ def advance(
     """Return (chosen blocks, their scores, new state) for the next queries in decoding.
 
     known: state before these queries; None before the first token.
-    k: keys of all tokens so far, of the tokens of q, too.
+    k: keys of all tokens so far, including the tokens of q.
     """
     first = k.shape[2] - q.shape[2]
     coarse = inner = None
@@ -256,8 +256,8 @@ _POSITIONS_TESTED = 2048  # positions that `_always_covers_own_blocks` checks
 class SelectedCache(KVCache):
     """KVCache that chooses blocks of its keys and attends to them; made and described by `SelectedAttention.cache`.
 
-    Its `pattern` is the selector's always & within (`within` without `always`). Attention to chosen blocks is computed
-    separately and merged by lse.
+    Its `pattern` is the selector's always & within, or `within` if there is no `always`. Attention to chosen blocks is
+    computed separately and merged by lse.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class SelectedCache(KVCache):
 
 
 def _selector_state(cohort: Cohort) -> SelectorState | None:
-    """Return the state of the selector after the cohort's tokens; None before the first call of `attend`."""
+    """Return the selector's state that the cohort keeps; None before the first call of `attend`."""
     assert cohort.state is None or isinstance(cohort.state, SelectorState)
     return cohort.state
 

@@ -369,8 +369,7 @@ def is_causal(pattern: Pattern) -> bool:
     """True if no query is found that sees a later key.
 
     Only the first 2,048 positions are searched, for the least number of heads, up to 256, that the pattern fits. Also
-    True if the pattern fits none of these numbers. Run-time tensors are taken to allow as many pairs as they can. With
-    a causal pattern a choice must not depend on later tokens.
+    True if the pattern fits none of these numbers. Run-time tensors are taken to allow as many pairs as they can.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)

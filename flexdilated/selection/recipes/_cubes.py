@@ -1,4 +1,4 @@
-"""Video sparse attention: cubes of a grid, by their means and token by token; border cubes may be smaller."""
+"""Video sparse attention: tokens attend to the means of all cubes of a grid, and to the tokens of the best cubes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class VideoSparseAttention(nn.Module):
     The paper adds both under gates that are linear in the layer's input: gate_coarse * coarse + gate_fine * fine.
 
     grid: frames, rows and columns of tokens, in row-major order, or another number of axes.
-    cube: tokens of a cube along each axis. Cubes begin at token 0 of each axis; where it is no multiple of the cube's
-        length, the last cubes have fewer tokens, but cost as much as whole ones.
+    cube: tokens of a cube along each axis. Cubes begin at token 0 of each axis. On an axis whose length is no multiple
+        of the cube's, the last cubes have fewer tokens, but cost as much as whole ones.
     top: cubes that a token reads token by token; all, if there are fewer.
 
     Gradients pass through the means, and are exact for the chosen cubes; the choice has none.
@@ -82,7 +82,7 @@ class VideoSparseAttention(nn.Module):
         scale: factor on the scores, a number; None: 1 / sqrt(D).
         enable_gqa: as in `attend`.
 
-        Raises ValueError or TypeError for inputs that do not fit together, or have not the grid's number of tokens.
+        Raises ValueError or TypeError for inputs that do not fit together or do not have the grid's number of tokens.
         """
         q, k, v = autocast(q, k, v)
         check_tensors(q, k, v, enable_gqa=enable_gqa)

@@ -17,8 +17,8 @@ from .._index_op import index_keys, index_loss
 from .._selector import BlockSelector
 from ._rotary import angles_at, rotate
 
-# B batch, N queries, M keys, E embedding dim, F dim of the queries' input, R rotated channels, H query heads,
-# G key/value heads, D head dim
+# B batch, h index heads, H query heads, G key/value heads, N tokens, E embedding dim, F dim of the queries' input,
+# R rotated channels, d index head dim, D head dim
 
 Rotary = tuple[Float[Tensor, "#B N R"], Float[Tensor, "#B N R"]]  # cosines and sines, each half of R equal
 

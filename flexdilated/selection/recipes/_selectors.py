@@ -21,8 +21,9 @@ from ._rotary import angles_at, rotate
 def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
     """Return MoBA's `BlockSelector`: each query of each head reads its own block and the best earlier blocks.
 
-    The score of a block is q · mean of its keys, in float32. Of the blocks before the query's own, the `top` - 1 with
-    the highest scores are chosen, or all if there are fewer. The query's own block is read up to the query.
+    The score of a block is q · mean of its keys, in float32 or wider. Of the blocks before the query's own, the
+    `top` - 1 with the highest scores are chosen, or all if there are fewer. The query's own block is read up to the
+    query.
 
     block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12.
     top: blocks that are read, the own block included; at least 2.
