@@ -1,7 +1,7 @@
 """Models of other libraries with this library's attention.
 
-`transformers` and `torchscale` are imported on first access. `convert`, for modules of torch, timm, x-transformers and
-diffusers, is `flexdilated.convert`.
+`transformers` and `torchscale` are imported on first access. `flexdilated.convert` converts modules of torch, timm,
+x-transformers and diffusers.
 """
 
 from importlib import import_module

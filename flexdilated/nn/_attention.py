@@ -55,9 +55,8 @@ _DILATED_HOW = (
 class BlockSparseAttention(nn.Module):
     """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
 
-    The module stores its pattern and nothing computed from it for given sizes, so inputs of any length can be passed,
-    and it can be pickled, copied and moved like any module. The attribute `pattern` may be read, and used with
-    `attend`.
+    The module stores nothing that depends on the sizes of inputs, so they can have any length, and it can be pickled,
+    copied and moved like any module. The attribute `pattern` may be read, and used with `attend`.
 
     pattern: a pattern or mixture; run-time tensors that it only names are passed to the call as `bindings`.
     dropout: probability of dropping an attention weight, in training.

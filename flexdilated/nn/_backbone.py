@@ -51,9 +51,8 @@ class LongNetBackbone(Pretrained):
 
     Each block attends by the configuration's branches or pattern, or, in layers of `config.selection`, chooses its
     keys. With branches, cost grows linearly with the number of tokens. With segment lengths and rates that grow
-    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment length. Takes
-    any number of tokens for which it has positions. `config.layout` may permute the tokens once at the input of the
-    model, and back once at its output.
+    geometrically, the path between any two tokens of a segment is logarithmic in its length. Only learned positions,
+    xPos and the pattern limit the number of tokens. `config.layout` may permute the tokens inside the model.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
@@ -62,8 +61,8 @@ class LongNetBackbone(Pretrained):
     schedule, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; but layers that choose their keys
         (config.selection) gather all keys for any schedule, and take no codec.
     memory_dim: width of the memory, a second sequence to which every block also attends; None for a model without one.
-    scales: (factor of x in the residual sums, gain of the initial weights of the projections that are added to x); None
-        for the values of a model that is not part of an encoder-decoder.
+    scales: (factor of x in the residual sums, gain of the initial weights of the projections whose results are added to
+        x); None for the values of a model that is not part of an encoder-decoder.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)

@@ -226,7 +226,9 @@ def norm(
 def residual_scales(
     config: LongNetConfig, *, decoder_depth: int | None = None, encoder_depth: int | None = None
 ) -> tuple[float, float]:
-    """Return (factor of x in the residual sums, gain of the initial weights of the projections added to x).
+    """Return (factor of x in the residual sums, gain of initial weights).
+
+    The gain is for the projections whose results are added to x.
 
     config: configuration of one stack of blocks.
     decoder_depth: for the stack of an encoder, depth of the decoder that reads it; else None.
@@ -304,8 +306,8 @@ def rotary_table(
 
     The angle of pair i, from 0 to D/2 - 1, is position * base^(-2i/D) radians.
 
-    The table is float32, or float64 for features of that `dtype`. Angles are computed in float64, because in float32
-    the error near position 1,000,000 is 0.03 radians.
+    The table is float64 if `dtype`, that of the features, is float64, else float32. Angles are computed in float64,
+    because in float32 the error near position 1,000,000 is 0.03 radians.
     Source: RoFormer, arXiv 2104.09864, eq. 34, with the two channels of a pair half a head apart.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim

@@ -163,7 +163,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
-    compute the same function, apart from dropout.
+    compute the same function, apart from dropout and queries without visible keys.
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in `nn.MultiheadAttention`.
     segment_lengths, dilation_rates: the branches, as in `masks.longnet`.

@@ -21,7 +21,7 @@ class ScaledDotProduct(Converted):
     other_backends: ClassVar[str] = ""  # remedy in the error, where the module calls another function
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the original forward, with attention by the pattern.
+        """Return the result of the original forward, with attention by the pattern.
 
         Raises ValueError if that forward does not call `scaled_dot_product_attention`.
         """

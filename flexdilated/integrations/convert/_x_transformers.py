@@ -1,4 +1,4 @@
-"""x-transformers' `Attention`: replaces its submodule `attend`, the attention between its projections.
+"""x-transformers' `Attention`: its submodule `attend`, the attention between its projections, is converted.
 
 Rotary embeddings, norms of queries and keys, value gates, caches and memories belong to the outer module and stay.
 """
@@ -75,7 +75,8 @@ class Attend(Converted):
         Arguments as in x-transformers. row_mask and flash_pack_seq_kwargs are ignored: `candidate_of` refuses the
         options that use them. causal: None for the module's attribute; if True, the N queries have the last N of the M
         key positions, as with a cache. In training, dropout is applied to the attention weights. Raises ValueError for
-        attn_bias, prev_attn and attn_delta other than None, and for a mask that is neither padding nor causal.
+        attn_bias, prev_attn and attn_delta other than None, for a mask that is neither padding nor causal, and, without
+        causal order, for N != M unless a function chose the pattern.
         """
         given = self._flexdilated
         assert given is not None

@@ -30,7 +30,7 @@ _COMPOSE = ("and", "replace")
 
 @advises()
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Modules of a model that use transformers' registry of attention functions, in the order of `model.modules()`."""
+    """Return the modules that use transformers' registry of attention functions, in the order of `model.modules()`."""
     return [module for module in model.modules() if _REGISTRY in unwrap(type(module).forward).__code__.co_names]
 
 
@@ -125,7 +125,7 @@ def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list
         raises for a name that is not registered, so a process without this library cannot load the model with dense
         attention by mistake.
 
-    If all patterns are None, the entries are removed instead.
+    If all patterns are None, the configs' entries are removed instead. The hook `_warn_of_adapters` is added once.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _LAYER_PATTERN, (own, compose == "replace"))
@@ -213,7 +213,7 @@ def _json_or_repr(pattern: LayerPattern) -> str:
 
 
 def _stored_patterns(model: Any, num_layers: int) -> tuple[list[Any], str]:
-    """Read the patterns that `store_patterns` wrote into a model's config: (a pattern or None for each layer, compose).
+    """Return ([pattern or None for each layer], compose) from a model's config, where `store_patterns` wrote them.
 
     Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.
     """
