@@ -51,8 +51,9 @@ class LongNetBackbone(Pretrained):
 
     Each block attends by the configuration's branches or pattern, or, in layers of `config.selection`, chooses its
     keys. With branches, cost grows linearly with the number of tokens. With segment lengths and rates that grow
-    geometrically, the path between any two tokens of a segment is logarithmic in its length. Only learned positions,
-    xPos and the pattern limit the number of tokens. `config.layout` may permute the tokens inside the model.
+    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment length. Only
+    learned positions, xPos and the pattern limit the number of tokens. `config.layout` may permute the tokens inside
+    the model.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
@@ -294,8 +295,7 @@ class LongNetBackbone(Pretrained):
 
         positions: (N,), or (B, N) if they differ between sequences.
 
-        Raises ValueError for a token outside the vocabulary; on an accelerator, and in a compiled graph, such a token
-        causes the device's own error.
+        Raises as `forward` for a token outside the vocabulary.
         """
         if self.embedding is not None:
             try:

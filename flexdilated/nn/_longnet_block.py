@@ -83,8 +83,7 @@ class Block(nn.Module):
 
         The weights of the projections whose results are added to x are multiplied by the gain of `scales`. With
         config.deepnorm or config.subln the weights of the value projection and of the first feed-forward projection are
-        multiplied by it, too. With the default scales, and neither option, the variance of the residual stream grows
-        over the whole model by an amount that does not depend on its depth.
+        multiplied by it, too.
         """
         kv_dim = self.kv_heads * self.head_dim
         for linear, gain in (
@@ -168,10 +167,8 @@ class Block(nn.Module):
         return self.attention_out(_join_heads(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """Raise ValueError unless `selected` has the mesh and the sharding of the block's model.
-
-        Mesh and sharding define the positions of this rank's tokens.
-        """
+        """Raise ValueError unless `selected` has the mesh and the sharding of the block's model."""
+        # Mesh and sharding define the positions of this rank's tokens.
         ours, theirs = (
             None if over is None else (over.ranks, over.sharding) for over in (self.over_ranks, selected.over_ranks)
         )
@@ -238,6 +235,7 @@ def residual_scales(
     """
     depth = config.depth
     if not config.deepnorm and not config.subln:
+        # The residual stream's variance grows over the whole model by an amount that does not depend on its depth.
         return 1.0, (2 * depth) ** -0.5
     if decoder_depth is not None:
         size = (depth**4 * decoder_depth) ** (1 / 16)

@@ -103,7 +103,7 @@ def _safetensors() -> Any:
 def _read_arguments(cls: type[nn.Module], path: Path) -> dict[str, Any]:
     """Return {name: value} of the constructor arguments of `cls` in the config.json at `path`.
 
-    Raises ValueError if the file is invalid or of another class.
+    Raises ValueError if the file is invalid, of another class, or has unknown arguments or fields.
     """
     try:
         written = json.loads(path.read_text(encoding="utf-8"))

@@ -51,8 +51,8 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
     Each call replaces earlier ones: modules not converted again get their original attention. Modules known to be
     cross-attention, as in decoder layers, are converted only if a function returns a pattern for them.
 
-    Returns a `Report`, which prints as tables: `replaced` lists the converted modules with name, kind, number of heads
-    and pattern; `left` lists the attention modules that keep their original attention, with name, kind and the reason.
+    Returns a `Report`, which prints as tables: `replaced` lists the converted modules with their patterns, `left` the
+    attention modules that keep their original attention, with the reasons.
 
     Raises TypeError for arguments, and results of the function, of other types. Raises ValueError, before any change,
     for a model without a module that the pattern may replace, a pattern that does not fit a module's heads or has

@@ -67,7 +67,7 @@ class Sequences(NamedTuple):
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
     def longest_length(self, q: Float[Tensor, "B H N D"]) -> int:
-        """Return the number of real tokens of the longest sequence; without `lengths`, of all tokens of a sequence.
+        """Return the number of real tokens of the longest sequence; without `lengths`, the number of all tokens.
 
         q: the queries of this device.
         """
@@ -105,7 +105,10 @@ def real_tokens(key_padding_mask: Tensor) -> Tensor:
 
 
 def _lengths(key_padding_mask: Tensor) -> tuple[int, ...]:
-    """Return the number of real tokens of each sequence; raise ValueError if one has none, or padding before others."""
+    """Return the number of real tokens of each sequence.
+
+    Raises ValueError if a sequence has no real token, or has padding before one.
+    """
     real = real_tokens(key_padding_mask)
     lengths = real.sum(1)
     ended = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
@@ -290,7 +293,7 @@ class EncoderLayer(nn.Module):
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Pattern of the attention: the branches of the configuration, with their padding."""
+        """Pattern of the attention: the configuration's `pattern`."""
         return self.self_attn.pattern
 
     def project(self, x: Float[Tensor, "B N E"]) -> QueriesKeysValues:
@@ -371,7 +374,7 @@ class DilatedSelfAttention(nn.Module):
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Pattern of the attention: the branches of the configuration, with their padding."""
+        """Pattern of the attention: the configuration's `pattern`."""
         return self.config.pattern
 
     def project(self, x: Float[Tensor, "B N E"]) -> QueriesKeysValues:

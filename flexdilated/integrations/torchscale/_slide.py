@@ -208,8 +208,8 @@ class SlideEncoder(nn.Module):
             configuration, padding must be at the end.
 
         Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
-        published model wraps some of them to the next row). A compiled graph does not check the tiles: an index outside
-        the grid causes the device's own index error. Masks raise as in `LongNetEncoder`.
+        published model wraps some of them to the next row). In a compiled graph such tiles cause the device's own
+        index error. Masks raise as in `LongNetEncoder`.
         """
         self._check(tiles, coordinates)
         sharding, length = self._sharding(tiles), tiles.shape[1]

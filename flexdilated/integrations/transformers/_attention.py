@@ -187,7 +187,7 @@ class Visibility:
         return shown if visible is None else shown & visible.to(self.device)[b, k]
 
     def visible(self) -> Bool[Tensor, "B L"] | None:
-        """Return True for keys that are not padding, at positions from 0 on; None if there is no padding.
+        """Return booleans, True for keys that are not padding, at positions from 0 on; None if there is no padding.
 
         In a compiled graph it is None only without a padding mask.
         """
@@ -303,7 +303,7 @@ def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"]) -> Visibility
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Return x on the CPU, so that layers need not copy it again; in a compiled graph return x itself."""
+    """Return x on the CPU; in a compiled graph return x itself."""
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
@@ -495,7 +495,7 @@ def _visibility_without_mask(
 
 
 def _unmasked_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
-    """Return True for the keys that a mask tensor (B or 1, 1, 1, M), boolean or additive, does not hide.
+    """Return booleans, True for the keys that a mask tensor (B or 1, 1, 1, M), boolean or additive, does not hide.
 
     Raises ValueError for masks of another shape, and for additive masks that change the scores of visible keys.
     """

@@ -39,10 +39,7 @@ _ALL_KEYS = [RowSource(causal(), 0, 1)]  # a rule by which no key is evicted
 
 
 def _require_config(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config.
-
-    The method needs the kind of each layer, which the config determines.
-    """
+    """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config."""
 
     @wraps(method)
     def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -68,10 +65,9 @@ class FlexdilatedCache(Cache):
         as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    It is for inference with batches without padding, whose sequences have equal positions. Raises ValueError if a
-    layer's rule lets a query see keys that are not appended yet, for padding and packed sequences, for attention of
-    another library, and for models that compute keys from the cache's output, such as from latents; use a
-    `DynamicCache` for these.
+    It is for inference. Calls of the model raise ValueError if a layer's rule lets a query see keys that are not
+    appended yet, for padding and packed sequences, for attention of another library, and if the model computes keys
+    from the cache's output, such as from latents; use a `DynamicCache` for these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -275,10 +271,8 @@ class _Layer(CacheLayerMixin):
         return self.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of new tokens, position of the first): the mask covers the new tokens only.
-
-        `attend` applies the rule to the earlier tokens, whose positions the cache knows.
-        """
+        """Return (number of new tokens, position of the first): the mask covers the new tokens only."""
+        # `attend` applies the rule to the earlier tokens, whose positions the cache knows.
         return query_length, self.num_tokens
 
     def get_max_length(self) -> int:

@@ -52,8 +52,8 @@ class ModelCall:
     given: arguments of the pass, by name.
     outer: the running pass of the model that contains this model; None if there is none.
 
-    Attribute `positions`: the position_ids among the arguments, as (B, N); None if there are none for a text. Within an
-    outer pass, they are replaced by the outer pass's `positions` if these are None or have the same N.
+    Attribute `positions`: the position_ids among the arguments, from `_text_positions`; None if there are none. Within
+    an outer pass, they are replaced by the outer pass's `positions` if these are None or have the same N.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
@@ -140,7 +140,7 @@ class ModelCall:
         self.last_position = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Return the largest number, as (1, 1), in the 2-D masks of numbers among the outermost pass's arguments.
+        """Return the largest number, as (1, 1), in the outermost pass's 2-D masks that are not boolean.
 
         None if it has no such masks, and in all calls of this method after the first within the outermost pass.
         """
@@ -162,7 +162,7 @@ class ModelCall:
         """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
 
         If any sequence has several documents, _SEVERAL is stored in place of all positions. Nothing is stored in a pass
-        without position_ids or cache.
+        without position_ids, cache, or attention layers.
 
         output: result of the forward, which has the cache if the arguments have none.
 
@@ -255,7 +255,7 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules within a model, but no inner PreTrainedModel, such as an audio tower, and no module in one."""
+    """Yield the modules within a model, except inner PreTrainedModels, such as an audio tower, and their modules."""
     for each in module.children():
         if not isinstance(each, PreTrainedModel):
             yield each
