@@ -21,7 +21,7 @@ _MINIMUM_MAJOR_VERSION = {"transformers": 5}  # other libraries need not be inst
 def __getattr__(name: str) -> Any:
     """Import and return the submodule `torchscale` or `transformers`; AttributeError for any other name.
 
-    Raises ImportError if transformers is not installed or older than version 5. torchscale need not be installed.
+    Raises ImportError for `transformers` if that library is not installed or older than version 5.
     """
     if name not in __all__:
         elsewhere: dict[str, str] = dict.fromkeys(

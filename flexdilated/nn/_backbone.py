@@ -57,8 +57,8 @@ class LongNetBackbone(Pretrained):
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
-        attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters
-        are for this rank's tokens; sum them over the ranks. The state_dict is that of a model without a mesh.
+        attention communicates. Gradients of parameters are for this rank's tokens; sum them over the ranks. The
+        state_dict is that of a model without a mesh.
     schedule, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; but layers that choose their keys
         (config.selection) gather all keys for any schedule, and take no codec.
     memory_dim: width of the memory, a second sequence to which every block also attends; None for a model without one.

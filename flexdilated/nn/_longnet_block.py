@@ -306,7 +306,7 @@ def rotary_table(
 
     The table is float64 if `dtype`, that of the features, is float64, else float32. Angles are computed in float64,
     because in float32 the error near position 1,000,000 is 0.03 radians.
-    Source: RoFormer, arXiv 2104.09864, eq. 34, with the two channels of a pair half a head apart.
+    Source: RoFormer, arXiv 2104.09864, eq. 34.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles = positions.double()[..., None] * base**-exponents

@@ -47,7 +47,7 @@ class ScaledDotProduct(Converted):
 
 
 class _AttendMode(TorchFunctionMode):
-    """Mode that replaces `scaled_dot_product_attention` by `attend` with a pattern; counts the calls."""
+    """Mode that replaces `scaled_dot_product_attention` by `attend` with a pattern; `calls` is the number of calls."""
 
     def __init__(self, given: GivenPattern, pattern: Pattern | Mixture) -> None:
         super().__init__()

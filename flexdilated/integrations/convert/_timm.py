@@ -41,7 +41,7 @@ class Attention(ScaledDotProduct):
 
     @property
     def fused_attn(self) -> bool:
-        """True, so that timm's modules call `scaled_dot_product_attention`; hides the attribute that timm sets."""
+        """True, so that timm's modules call `scaled_dot_product_attention`."""
         return True
 
 

@@ -244,7 +244,7 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _mixes_tokens(model: PreTrainedModel) -> bool:
-    """Return True if tokens reach each other outside of attention: by states, convolutions or embeddings."""
+    """Return True if a model's tokens reach each other outside of attention: by states, convolutions or embeddings."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
     return (

@@ -288,8 +288,6 @@ class _PairRule:
         """Return this rule as patterns, after adding their run-time tensors to `tensors`.
 
         begin: as in `pattern_from_mask_function`.
-
-        Raises ValueError for a rule that allows no pair, and for tables that do not fit together.
         """
         if self.nothing:
             _refuse("it allows no pair")
