@@ -1,7 +1,7 @@
 """Models of other libraries with this library's attention.
 
-`transformers` and `torchscale` are imported on first access. `convert`, for modules of torch, timm, x-transformers and
-diffusers, is `flexdilated.convert`.
+`transformers` and `torchscale` are imported on first access. `flexdilated.convert` converts modules of torch, timm,
+x-transformers and diffusers.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ _MINIMUM_MAJOR_VERSION = {"transformers": 5}  # other libraries need not be inst
 def __getattr__(name: str) -> Any:
     """Import and return the submodule `torchscale` or `transformers`; AttributeError for any other name.
 
-    Raises ImportError if transformers is not installed or older than version 5. torchscale need not be installed.
+    Raises ImportError for `transformers` if that library is not installed or older than version 5.
     """
     if name not in __all__:
         elsewhere: dict[str, str] = dict.fromkeys(

@@ -55,9 +55,8 @@ _DILATED_HOW = (
 class BlockSparseAttention(nn.Module):
     """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
 
-    The module stores its pattern and nothing computed from it for given sizes, so inputs of any length can be passed,
-    and it can be pickled, copied and moved like any module. The attribute `pattern` may be read, and used with
-    `attend`.
+    The module stores its pattern and nothing computed from it for given sizes, so it takes inputs of any length, except
+    with a `sharding`, and can be pickled, copied and moved like any module. The attribute `pattern` may be read.
 
     pattern: a pattern or mixture; run-time tensors that it only names are passed to the call as `bindings`.
     dropout: probability of dropping an attention weight, in training.
@@ -197,8 +196,7 @@ def dilated_pattern(
 ) -> Pattern | Mixture:
     """Return `masks.longnet` with these branches, intersected with causal order if `causal`.
 
-    Raises ValueError if every rate exceeds its segment length, as no token would attend to another; the two arguments
-    are then probably swapped.
+    Raises ValueError if every rate exceeds its segment length, as no token would attend to another.
     """
     require_bool("causal", causal)
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
@@ -325,10 +323,10 @@ class RingDilatedAttention(BlockSparseAttention):
 class HeadParallelDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` over a sequence that is distributed over the ranks of a mesh; heads are divided over ranks.
 
-    An all-to-all before attention gives each rank all tokens of some heads; an all-to-all after it sends the outputs
-    back, so that each rank has all heads of its own tokens. The number of query heads must be a multiple of the number
-    of ranks; there may be fewer key/value heads, which are sent to every rank that reads them. Dilation offsets depend
-    on the global head, so the result does not depend on the number of ranks.
+    An all-to-all before attention gives each rank all tokens of some heads; one after it returns the outputs, so that
+    each rank has all heads of its own tokens. The number of query heads must be a multiple of the number of ranks;
+    there may be fewer key/value heads, which are sent to every rank that reads them. Dilation offsets depend on the
+    global head, so the result does not depend on the number of ranks.
 
     mesh, sharding: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
 

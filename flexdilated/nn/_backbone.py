@@ -51,19 +51,19 @@ class LongNetBackbone(Pretrained):
 
     Each block attends by the configuration's branches or pattern, or, in layers of `config.selection`, chooses its
     keys. With branches, cost grows linearly with the number of tokens. With segment lengths and rates that grow
-    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment length. Takes
-    any number of tokens for which it has positions. `config.layout` may permute the tokens once at the input of the
-    model, and back once at its output.
+    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment length. Only
+    learned positions, xPos and the pattern limit the number of tokens. `config.layout` may permute the tokens inside
+    the model.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
-        attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters
-        are for this rank's tokens; sum them over the ranks. The state_dict is that of a model without a mesh.
+        attention communicates. Gradients of parameters are for this rank's tokens; sum them over the ranks. The
+        state_dict is that of a model without a mesh.
     schedule, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; but layers that choose their keys
         (config.selection) gather all keys for any schedule, and take no codec.
     memory_dim: width of the memory, a second sequence to which every block also attends; None for a model without one.
-    scales: (factor of x in the residual sums, gain of the initial weights of the projections that are added to x); None
-        for the values of a model that is not part of an encoder-decoder.
+    scales: (factor of x in the residual sums, gain of the initial weights of the projections whose results are added to
+        x); None for the values of a model that is not part of an encoder-decoder.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -295,8 +295,7 @@ class LongNetBackbone(Pretrained):
 
         positions: (N,), or (B, N) if they differ between sequences.
 
-        Raises ValueError for a token outside the vocabulary; on an accelerator, and in a compiled graph, such a token
-        causes the device's own error.
+        Raises as `forward` for a token outside the vocabulary.
         """
         if self.embedding is not None:
             try:

@@ -29,8 +29,8 @@ POOLINGS = ("mean", "first", "last")
 class LongNet(LongNetBackbone):
     """Language model: a `LongNetBackbone` and, unless config.vocab_size is None, a projection of features to logits.
 
-    `forward` takes the arguments of `LongNetBackbone.forward`. It returns logits (B, N, V) for tokens in
-    [0, vocab_size); with vocab_size=None it returns features (B, N, E) of embedded inputs.
+    `forward` takes the arguments of `LongNetBackbone.forward`, and returns logits (B, N, V) of the next tokens, or
+    features (B, N, E) if vocab_size is None.
 
     options: keyword arguments of `LongNetBackbone`.
 

@@ -83,8 +83,7 @@ class Block(nn.Module):
 
         The weights of the projections whose results are added to x are multiplied by the gain of `scales`. With
         config.deepnorm or config.subln the weights of the value projection and of the first feed-forward projection are
-        multiplied by it, too. With the default scales, and neither option, the variance of the residual stream grows
-        over the whole model by an amount that does not depend on its depth.
+        multiplied by it, too.
         """
         kv_dim = self.kv_heads * self.head_dim
         for linear, gain in (
@@ -168,10 +167,8 @@ class Block(nn.Module):
         return self.attention_out(_join_heads(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """Raise ValueError unless `selected` has the mesh and the sharding of the block's model.
-
-        Mesh and sharding define the positions of this rank's tokens.
-        """
+        """Raise ValueError unless `selected` has the mesh and the sharding of the block's model."""
+        # Mesh and sharding define the positions of this rank's tokens.
         ours, theirs = (
             None if over is None else (over.ranks, over.sharding) for over in (self.over_ranks, selected.over_ranks)
         )
@@ -226,7 +223,9 @@ def norm(
 def residual_scales(
     config: LongNetConfig, *, decoder_depth: int | None = None, encoder_depth: int | None = None
 ) -> tuple[float, float]:
-    """Return (factor of x in the residual sums, gain of the initial weights of the projections added to x).
+    """Return (factor of x in the residual sums, gain of initial weights).
+
+    The gain is for the projections whose results are added to x.
 
     config: configuration of one stack of blocks.
     decoder_depth: for the stack of an encoder, depth of the decoder that reads it; else None.
@@ -236,6 +235,7 @@ def residual_scales(
     """
     depth = config.depth
     if not config.deepnorm and not config.subln:
+        # The residual stream's variance grows over the whole model by an amount that does not depend on its depth.
         return 1.0, (2 * depth) ** -0.5
     if decoder_depth is not None:
         size = (depth**4 * decoder_depth) ** (1 / 16)
@@ -304,9 +304,9 @@ def rotary_table(
 
     The angle of pair i, from 0 to D/2 - 1, is position * base^(-2i/D) radians.
 
-    The table is float32, or float64 for features of that `dtype`. Angles are computed in float64, because in float32
-    the error near position 1,000,000 is 0.03 radians.
-    Source: RoFormer, arXiv 2104.09864, eq. 34, with the two channels of a pair half a head apart.
+    The table is float64 if `dtype`, that of the features, is float64, else float32. Angles are computed in float64,
+    because in float32 the error near position 1,000,000 is 0.03 radians.
+    Source: RoFormer, arXiv 2104.09864, eq. 34.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles = positions.double()[..., None] * base**-exponents

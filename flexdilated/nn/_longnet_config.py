@@ -133,7 +133,7 @@ class LongNetConfig:
     """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
     vocab_size: number of token ids, for token ids in and logits out; None for embedded inputs in and features out.
-    embed_dim, num_heads: width of the model, and query heads of each block; num_heads divides embed_dim.
+    embed_dim, num_heads: width of the model, number of query heads of each block; num_heads divides embed_dim.
     depth: number of blocks.
     causal: True intersects the branches or the pattern with `masks.causal()`, so that no token attends to later ones;
         False for an encoder.
@@ -155,18 +155,18 @@ class LongNetConfig:
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
     dropout: probability of zeroing an element of the embeddings and of each half's output, in training.
     attention_dropout: probability of zeroing an attention weight, in training; it must be 0 with a selection.
-    drop_path: probability of skipping the last block's halves for a sequence, in training; it rises linearly from 0 in
-        the first block (arXiv 1603.09382), so it has no effect with depth 1.
-    tie_embeddings: the output projection is the transposed token embedding.
+    drop_path: probability that a sequence skips a half of the last block, in training; it rises linearly from 0 in the
+        first block (arXiv 1603.09382), so it has no effect with depth 1.
+    tie_embeddings: True makes the output projection the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
         order with the lower predicted cost on the device, for a sequence of the longest segment length, or of 8,192
         tokens with `pattern`; but the natural order for a pattern with run-time tensors or a limited number of tokens.
         With caches, a mesh or a selection the order is natural; "residue" with a mesh or a selection is an error.
-    checkpoint: True keeps only the blocks' inputs for the backward, which runs each block again.
+    checkpoint: True keeps only the blocks' inputs for the backward, which runs each block again; without caches only.
     engine: as in `attend`.
-    selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
-        use the branches. The tokens then keep their natural order; over ranks these layers gather all keys.
+    selection: layers that choose their keys from the data, not by the branches, as `SelectedLayers` or a mapping of its
+        fields; over ranks these layers gather all keys.
 
     Raises ValueError or TypeError for sizes and options that do not fit together.
 

@@ -163,11 +163,10 @@ class MultiheadDilatedAttention(MultiheadProjections):
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
-    compute the same function, apart from dropout.
+    compute the same function, apart from dropout and queries without visible keys.
 
     embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as in `nn.MultiheadAttention`.
-    segment_lengths, dilation_rates: the branches, as in `masks.longnet`.
-    offsets, heads: as in `masks.longnet`.
+    segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
     engine: as in `attend`.
     pattern: a pattern or mixture that replaces segment_lengths, dilation_rates, offsets and heads; values of run-time
         tensors that it names are passed to the call as `bindings`.

@@ -55,8 +55,8 @@ class Pretrained(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict as `nn.Module.load_state_dict` does, and return its result.
 
-        With strict=True, raises ValueError if every key begins with one prefix that the model's names do not have, as
-        modules around the model add it; the message shows how to remove it.
+        With strict=True, raises ValueError if every key begins with one prefix that the model's names do not have, such
+        as "module.", which a module around the model adds.
         """
         if strict:
             _check_prefix(self, state_dict)
@@ -103,7 +103,7 @@ def _safetensors() -> Any:
 def _read_arguments(cls: type[nn.Module], path: Path) -> dict[str, Any]:
     """Return {name: value} of the constructor arguments of `cls` in the config.json at `path`.
 
-    Raises ValueError if the file is invalid or of another class.
+    Raises ValueError if the file is invalid, of another class, or has unknown arguments or fields.
     """
     try:
         written = json.loads(path.read_text(encoding="utf-8"))

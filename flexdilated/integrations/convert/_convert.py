@@ -42,22 +42,23 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
     model: any module that contains or is `nn.MultiheadAttention`, or attention of timm, x-transformers or diffusers.
         Parameters, buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and
         torch.compile work. A call's causal mask or flag and key padding restrict the pattern further; caches and
-        memories are supported. In joint attention of diffusers the pattern counts the tokens of the image or video;
-        text tokens see all tokens and are seen by all.
+        memories are supported. In joint attention of diffusers the pattern's positions are those of the image's or
+        video's tokens; text tokens see all tokens and are seen by all.
     pattern: a pattern for all self-attention modules; or a function that gets (name, module) from
         `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
         restores the original attention of all modules.
 
-    Each call replaces earlier ones: modules not converted again get their original attention. Cross-attention is
-    converted only if a function returns a pattern for it.
+    Each call replaces earlier ones: modules not converted again get their original attention. Modules known to be
+    cross-attention, as in decoder layers, are converted only if a function returns a pattern for them.
 
-    Returns a `Report`, which prints as tables: `replaced` lists the converted modules with name, kind, number of heads
-    and pattern; `left` lists the attention modules that keep their original attention, with name, kind and the reason.
+    Returns a `Report`, which prints as tables: `replaced` lists the converted modules with their patterns, `left` the
+    attention modules that keep their original attention, with the reasons.
 
     Raises TypeError for arguments, and results of the function, of other types. Raises ValueError, before any change,
     for a model without a module that the pattern may replace, a pattern that does not fit a module's heads or has
     run-time tensors, and a converted module whose class was replaced later, as by `fully_shard`. Calls of the model
-    raise ValueError for need_weights=True, and for masks that are neither causal nor padding.
+    raise ValueError for need_weights=True, for masks that are neither causal nor padding, and for numbers of queries
+    and keys that do not fit the pattern.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))
@@ -102,11 +103,11 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
 
 
 def candidates_in(model: nn.Module) -> list[Candidate]:
-    """Return the attention modules of a model, in the order of `model.named_modules()`.
+    """Return a `Candidate` for each attention module of a model, in the order of `model.named_modules()`.
 
-    They are the modules that a library's `candidate_of` describes, and unknown ones: modules of other classes with
-    Attention or Attn in the class name, which cannot be converted. Unknown modules are left out if they contain an
-    attention module, or if a module that `candidate_of` describes contains them.
+    An attention module is one that a library's `candidate_of` describes, or an unknown one, which cannot be converted:
+    a module of another class with Attention or Attn in the class name. An unknown module is left out if it contains an
+    attention module, or if a module that `candidate_of` describes contains it.
     """
     found: dict[str, Candidate] = {}
     named: dict[str, nn.Module] = {}

@@ -1,7 +1,7 @@
 """diffusers' attention: its modules' forward, with `scaled_dot_product_attention` replaced by `attend`.
 
 A module of diffusers leaves attention to its processor, which may join the tokens of a text with those of an image or
-video. A pattern counts the tokens of the image or video; text tokens see all tokens and are seen by all.
+video. A pattern's positions are those of the image's or video's tokens; text tokens see all and are seen by all.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class DiffusersAttention(ScaledDotProduct):
     ) -> Pattern | Mixture:
         """Return the pattern over all tokens of a call.
 
-        It is the module's pattern, joined with the text's tokens if the processor puts them in one sequence.
+        It is the module's pattern, extended to the text's tokens if the processor joins them with the image's or
+        video's in one sequence.
 
         hidden_states: features of the image or video.
         encoder_hidden_states: features of the text; None for self-attention.
@@ -135,7 +136,10 @@ class DiffusersAttention(ScaledDotProduct):
 
 
 def _with_text(pattern: Pattern | Mixture, num_tokens: int, num_text: int, order: Order) -> Pattern | Mixture:
-    """Return `pattern`, of an image or video, joined with a text whose tokens see all tokens and are seen by all."""
+    """Return `pattern`, of an image or video, extended to a text whose tokens see all tokens and are seen by all.
+
+    num_tokens, num_text: numbers of tokens of the image or video, and of the text.
+    """
     first = order == "text first"
     tokens = pattern.after(num_text) if first else pattern.before(num_tokens)
     # torch.compile cannot trace the operator ~ of a class.
@@ -152,7 +156,7 @@ def _processor_name(module: Any) -> str:
 
 
 def _unsupported(module: Any) -> str:
-    """Return the name of a module's processor, why it cannot be converted, and what to do."""
+    """Return a text for errors: the name of a module's processor, why it cannot be converted, and what to do."""
     name = _processor_name(module)
     return f"{name}, {_UNSUPPORTED.get(name, _UNKNOWN)}; {_REMEDY}"
 
@@ -182,9 +186,9 @@ def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
 
 def _refusal(module: Any, enclosing: list[str], joined: bool) -> str:
-    """Return why a module cannot be converted, or "".
+    """Return the reason why a module cannot be converted; "" if it can.
 
-    enclosing: classes of the modules that contain it, outermost first.
+    enclosing: class names of the modules that contain it, outermost first.
     joined: True if it gets text and image in one sequence.
     """
     processor = _processor_name(module)

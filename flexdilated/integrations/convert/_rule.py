@@ -73,7 +73,7 @@ class Converted(nn.Module):
         return ", ".join(each for each in (own, shortened(repr(self._flexdilated.pattern))) if each)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by (kind, original), as pickle cannot find dynamic classes by name."""
+        """Return instructions to pickle by (kind, original): pickle cannot find a class made at run time by name."""
         return _new_instance, (self.kind, self.original), self.__getstate__()
 
 
@@ -89,7 +89,7 @@ def _subclass(kind: type[Converted], original: type[nn.Module]) -> type[Converte
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Class of the module before conversion; its present class if it is not converted."""
+    """Return the class of the module before conversion; its present class if it is not converted."""
     return module.original if isinstance(module, Converted) else type(module)
 
 
@@ -137,10 +137,10 @@ def pattern_of_call(
 
     A mask must be of one of three kinds. Padding has shape (B or 1, 1, 1, M), or is expanded from it, and its floats
     may also hide keys by the least number of their dtype. A mask that hides padding both as keys and as queries is
-    boolean and has shape (B, 1, N, N); in a graph, it needs B > 1 and real tokens side by side. torch's causal mask has
-    shape (N, M), with optional leading dims of 1.
+    boolean and has shape (B, 1, N, N); in a compiled graph it needs B > 1, and real tokens side by side. torch's causal
+    mask has shape (N, M), with optional leading dims of 1.
 
-    Raises ValueError or TypeError for any other mask.
+    Raises ValueError or TypeError for any other mask; in a compiled graph, RuntimeError at run time for other values.
     """
     batch, num_queries, num_keys = shape
     pattern = pattern & causal() if is_causal else pattern
@@ -180,7 +180,7 @@ def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int,
     mask: boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others.
     shape: (N, M).
 
-    Raises ValueError for any other mask.
+    Raises as `require_causal_mask` for any other mask.
     """
     require_causal_mask(mask, shape, instead=_INSTEAD)
     return pattern & causal()
@@ -204,11 +204,11 @@ class Candidate:
     """An attention module of a model, and how it can be converted.
 
     name: name in the model.
-    inner: the module whose class is replaced by a subclass of `converted_class`: `module` or a submodule of it; None
-        for an unsupported class.
+    inner: the module whose class is replaced by a subclass of `converted_class`: `module`, a submodule of it, or the
+        block around it; None for an unsupported class.
     refusal: the reason why `module` cannot be converted; "" if it can.
-    cross_reason: the reason why it is cross-attention, for which only a function may choose a pattern; "" for
-        self-attention.
+    cross_reason: the reason why only a function may choose a pattern for `module`, such as cross-attention; "" if a
+        pattern for the whole model applies to it.
     enclosing: enclosing modules whose classes must be replaced too, each with its subclass of `Converted`.
     num_heads: 0 if unknown.
     """
@@ -229,7 +229,7 @@ class Candidate:
 
 
 def class_name(of: type) -> str:
-    """Class name with its top-level package but without submodules, such as torch.MultiheadAttention."""
+    """Return a class's name after its top-level package, without submodules, such as torch.MultiheadAttention."""
     return f"{of.__module__.partition('.')[0]}.{of.__qualname__}"
 
 
@@ -271,7 +271,7 @@ _IN_PLACE = "convert(model, pattern) changes the model in place, so use the mode
 class Report:
     """Result of `convert`: the attention modules that it converted, and those that keep their original attention.
 
-    Both are in the order of `model.named_modules()`. str() has a table of each, without tables that would be empty.
+    Both are in the order of `model.named_modules()`. str() gives a table of each that is not empty.
     """
 
     replaced: tuple[Replaced, ...]

@@ -21,7 +21,7 @@ class ScaledDotProduct(Converted):
     other_backends: ClassVar[str] = ""  # remedy in the error, where the module calls another function
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the original forward, with attention by the pattern.
+        """Return the result of the original forward, with attention by the pattern.
 
         Raises ValueError if that forward does not call `scaled_dot_product_attention`.
         """
@@ -47,7 +47,7 @@ class ScaledDotProduct(Converted):
 
 
 class _AttendMode(TorchFunctionMode):
-    """Mode that replaces `scaled_dot_product_attention` by `attend` with a pattern; counts the calls."""
+    """Mode that replaces `scaled_dot_product_attention` by `attend` with a pattern; `calls` is the number of calls."""
 
     def __init__(self, given: GivenPattern, pattern: Pattern | Mixture) -> None:
         super().__init__()

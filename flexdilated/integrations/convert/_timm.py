@@ -41,7 +41,7 @@ class Attention(ScaledDotProduct):
 
     @property
     def fused_attn(self) -> bool:
-        """True: timm's modules then call `scaled_dot_product_attention`."""
+        """True, so that timm's modules call `scaled_dot_product_attention`."""
         return True
 
 

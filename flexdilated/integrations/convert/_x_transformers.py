@@ -1,4 +1,4 @@
-"""x-transformers' `Attention`: replaces its submodule `attend`, the attention between its projections.
+"""x-transformers' `Attention`: its submodule `attend`, the attention between its projections, is converted.
 
 Rotary embeddings, norms of queries and keys, value gates, caches and memories belong to the outer module and stay.
 """
@@ -75,7 +75,8 @@ class Attend(Converted):
         Arguments as in x-transformers. row_mask and flash_pack_seq_kwargs are ignored: `candidate_of` refuses the
         options that use them. causal: None for the module's attribute; if True, the N queries have the last N of the M
         key positions, as with a cache. In training, dropout is applied to the attention weights. Raises ValueError for
-        attn_bias, prev_attn and attn_delta other than None, and for a mask that is neither padding nor causal.
+        attn_bias, prev_attn and attn_delta other than None, for a mask that is neither padding nor causal, and, without
+        causal order, for N != M unless a function chose the pattern.
         """
         given = self._flexdilated
         assert given is not None
@@ -123,9 +124,7 @@ def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
 
 def _layer_type(module: nn.Module, layers: Any) -> str | None:
-    """Return the type of the layer that contains `module`: "a" for self-attention, "c" for cross-attention.
-
-    None if no layer contains it.
+    """Return the type of the layer that contains `module`, such as "a" or "c" for self- or cross-attention, or None.
 
     layers: an AttentionLayers of x-transformers.
     """

@@ -20,7 +20,7 @@ MERGE_GRADS = ("exact", "detached")
 class LongNetEncoderConfig:
     """Configuration of a `LongNetEncoder`: plain data, validated on construction.
 
-    embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim.
+    embed_dim, depth, num_heads, ffn_dim: sizes; num_heads divides embed_dim; ffn_dim None is 4 * embed_dim.
     segment_lengths, dilation_rates: the branches; lengths are in tokens. Every head has all branches, with the offsets
         that `masks.longnet` calls "contiguous".
     padding: None for LongNet's attention as defined. "zeros" reproduces torchscale, for its checkpoints: zero keys take
@@ -36,8 +36,6 @@ class LongNetEncoderConfig:
     drop_path: probability, in training, that a batch entry skips the attention, or the feed-forward, of the last layer;
         it grows linearly from 0 at the first layer, so it has no effect with depth 1.
     engine: as in `attend`.
-
-    num_heads divides embed_dim.
 
     Raises ValueError or TypeError for values that do not fit together.
 

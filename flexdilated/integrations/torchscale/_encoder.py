@@ -67,7 +67,7 @@ class Sequences(NamedTuple):
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
     def longest_length(self, q: Float[Tensor, "B H N D"]) -> int:
-        """Return the number of real tokens of the longest sequence; without `lengths`, the number of all its tokens.
+        """Return the number of real tokens of the longest sequence; without `lengths`, the number of all tokens.
 
         q: the queries of this device.
         """
@@ -76,7 +76,7 @@ class Sequences(NamedTuple):
         return q.shape[2] if self.sharding is None else self.sharding.num_tokens
 
     def positions(self, q: Float[Tensor, "B H N D"]) -> Int64[Tensor, " N"]:
-        """Positions of the queries q in the whole sequence."""
+        """Return the positions of the queries q in the whole sequence."""
         if self.over_ranks is None or self.sharding is None:
             return torch.arange(q.shape[2], device=q.device)
         return self.sharding.positions(self.over_ranks.ranks.rank, q.device)
@@ -105,7 +105,10 @@ def real_tokens(key_padding_mask: Tensor) -> Tensor:
 
 
 def _lengths(key_padding_mask: Tensor) -> tuple[int, ...]:
-    """Number of real tokens of each sequence; ValueError if it is 0, or if padding is not at the end."""
+    """Return the number of real tokens of each sequence.
+
+    Raises ValueError if a sequence has no real token, or has padding before one.
+    """
     real = real_tokens(key_padding_mask)
     lengths = real.sum(1)
     ended = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
@@ -121,9 +124,9 @@ class LongNetEncoder(nn.Module):
     """Encoder layers over embedded tokens: (B, N, E) -> (B, N, E); parameter names are torchscale's.
 
     With padding=None in the configuration it is LongNet as defined, for new weights: one exact softmax over all
-    branches. With padding="zeros", which `from_torchscale` sets, it reproduces torchscale's encoder. Weights are
-    initialized as in torchscale: nn.Linear's initialization, with value, output and feed-forward projections multiplied
-    by sqrt(log(2 * depth)).
+    branches. With padding="zeros", which `from_torchscale` sets, it reproduces torchscale's encoder. Parameters are
+    initialized as in torchscale: by nn.Linear, then those of the value, output and feed-forward projections are
+    multiplied by sqrt(log(2 * depth)).
 
     mesh: the ranks that share every sequence; None for one device. Each rank then passes its tokens and gets their
         features.
@@ -177,7 +180,8 @@ class LongNetEncoder(nn.Module):
         changes: fields of `LongNetEncoderConfig` that override the translation, such as padding=None for exact
             attention, or merge_grad="detached" for torchscale's gradients.
 
-        Raises ValueError that names all options that do not fit, or the keys, up to 12 of each kind of fault.
+        Raises ValueError that names all options that do not fit, or the keys of state_dict that are missing, unknown or
+        of another shape, up to 12 of each kind.
         """
         encoder = cls(LongNetEncoderConfig.from_torchscale(config, **changes))
         if state_dict is not None:
@@ -212,7 +216,7 @@ class LongNetEncoder(nn.Module):
         key_padding_mask: Tensor | None = None,
         sharding: Sharding | None = None,
     ) -> Float[Tensor, "B N E"] | tuple[Float[Tensor, "B N E"], ...]:
-        """Features of embedded tokens, after the final layer norm if the configuration has one.
+        """Return features (B, N, E) of embedded tokens, after the final layer norm if the configuration has one.
 
         all_layers: True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
             all without the final norm.
@@ -251,8 +255,8 @@ class LongNetEncoder(nn.Module):
 class EncoderLayer(nn.Module):
     """Layer of the encoder, (B, N, E) -> (B, N, E): x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    In training, a batch entry skips the attention, and also the feed-forward, with a probability that grows linearly
-    from 0 in the first layer to config.drop_path in the last.
+    In training, a batch entry skips the attention and, drawn separately, the feed-forward, each with a probability that
+    grows linearly from 0 in the first layer to config.drop_path in the last.
 
     index: number of the layer in the encoder, from 0.
 
@@ -289,7 +293,7 @@ class EncoderLayer(nn.Module):
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Pattern of the attention: the branches of the configuration, with their padding."""
+        """Pattern of the attention: the configuration's `pattern`."""
         return self.self_attn.pattern
 
     def project(self, x: Float[Tensor, "B N E"]) -> QueriesKeysValues:
@@ -370,7 +374,7 @@ class DilatedSelfAttention(nn.Module):
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Pattern of the attention: the branches of the configuration, with their padding."""
+        """Pattern of the attention: the configuration's `pattern`."""
         return self.config.pattern
 
     def project(self, x: Float[Tensor, "B N E"]) -> QueriesKeysValues:
@@ -382,7 +386,7 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to later tokens.
+        """Return True if torchscale shifts the outputs of the branch (segment length, dilation rate) to later tokens.
 
         It does with padding="zeros", if the rate does not divide the segment length and there are several segments.
         """
@@ -441,10 +445,13 @@ class DilatedSelfAttention(nn.Module):
 def join(
     parts: list[tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]], *, detached: bool
 ) -> Float[Tensor, "B H N D"]:
-    """Merge (output, log-sum-exp) of several branches: the mean of the outputs with weights proportional to exp(lse).
+    """Return the mean of the outputs of several branches, weighted in proportion to exp(lse).
 
-    exp(lse) is a branch's softmax denominator, so this is one softmax over the keys of all branches. Rows with lse -inf
-    in every branch are 0. detached: True for no gradient through the weights.
+    exp(lse) is a branch's softmax denominator, so the result is one softmax over the keys of all branches. Rows with
+    lse -inf in every branch are 0.
+
+    parts: (output, natural lse) of each branch.
+    detached: True for no gradient through the weights.
     """
     outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
     lses = lses.detach() if detached else lses
@@ -454,6 +461,6 @@ def join(
 
 
 def _pad_segments(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
-    """Pad each segment of `segment` tokens, and a shorter last one, with zeros to `longer` tokens."""
+    """Return x with each segment of `segment` tokens, and a shorter last one, padded with zeros to `longer` tokens."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % segment)).unflatten(2, (-1, segment))
     return F.pad(x, (0, 0, 0, longer - segment)).flatten(2, 3)

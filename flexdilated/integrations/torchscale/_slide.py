@@ -28,11 +28,11 @@ POOLINGS = ("cls", "mean")
 
 
 def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches: int = 5) -> tuple[int, ...]:
-    """Prov-GigaPath's segment lengths, in tiles: `branches` numbers in equal steps of log2, each rounded down.
+    """Return Prov-GigaPath's segment lengths, in tiles: `branches` numbers in equal steps of log2, each rounded down.
 
     They go from 1024 to the number of tiles of the largest slide, rounded down to a power of 2.
 
-    max_slide_size, tile_size: widths of that square slide and of a tile, in pixels.
+    max_slide_size, tile_size: widths of the largest slide, a square, and of a tile, in pixels.
 
     Raises ValueError for slides of fewer than 1024 tiles, and for fewer than 2 branches.
 
@@ -56,7 +56,7 @@ def _published_config() -> LongNetEncoderConfig:
 class SlideEncoderConfig:
     """Configuration of a `SlideEncoder`; by default the published sizes, with exact attention (encoder.padding None).
 
-    encoder: configuration of its layers.
+    encoder: configuration of its layers; its embed_dim is a multiple of 4.
     tile_dim: features per tile.
     grid_size: number of tiles along each axis of the grid of positions.
     tile_size: width of a tile in pixels.
@@ -88,16 +88,16 @@ class SlideEncoderConfig:
 class SlideEncoder(nn.Module):
     """One embedding (E,) per slide, from features and coordinates of its tiles; parameters are named as published.
 
-    The input sequence is a class token, then the projected tile features plus 2-D sin-cos positions. Positions are
-    computed from the coordinates, without a stored table of grid_size² rows. config None: the published sizes.
+    The input sequence is a class token, then the projected tile features plus 2-D sin-cos position embeddings,
+    which are computed in each call, without a stored table of grid_size² rows. config None: the published sizes.
 
     mesh: the ranks that share every slide; None for one device. Every rank then passes a contiguous shard of the tiles,
         of equal length on all ranks, and gets the embedding of the whole slide; pad slides whose number of tiles is not
         a multiple of the number of ranks.
     schedule: as in `BlockSparseAttention`.
 
-    Gradients are of the sum of all ranks' losses: if all ranks compute one loss from the embedding, divide it by the
-    number of ranks, and sum the gradients of parameters over the ranks.
+    Gradients are of the sum of all ranks' losses: if all ranks compute the same loss, divide it by the number of
+    ranks, and sum the gradients of parameters over the ranks.
 
     Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
 
@@ -166,7 +166,7 @@ class SlideEncoder(nn.Module):
         return model
 
     def reset_parameters(self) -> None:
-        """Initialize as published: Xavier-uniform weights, zero biases, class token with standard deviation 0.02."""
+        """Initialize as published: linear weights Xavier-uniform, biases 0, class token of standard deviation 0.02."""
         nn.init.normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -196,7 +196,7 @@ class SlideEncoder(nn.Module):
         all_layers: bool = False,
         key_padding_mask: Shaped[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
-        """Embeddings (B, E) of the slides.
+        """Return embeddings (B, E) of the slides.
 
         tiles: features of each tile.
         coordinates: coordinates in the slide of one corner of each tile, in pixels; the same corner for all tiles.
@@ -208,8 +208,8 @@ class SlideEncoder(nn.Module):
             configuration, padding must be at the end.
 
         Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
-        published model wraps some of them to the next row). A compiled graph does not check the tiles: an index outside
-        the grid causes the device's own index error. Masks raise as in `LongNetEncoder`.
+        published model wraps some of them to the next row). In a compiled graph such tiles cause the device's own
+        index error. Masks raise as in `LongNetEncoder`.
         """
         self._check(tiles, coordinates)
         sharding, length = self._sharding(tiles), tiles.shape[1]
@@ -229,9 +229,9 @@ class SlideEncoder(nn.Module):
         return self._pool(self.encoder(x, **options), mine, counts)
 
     def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B N E"]:
-        """Input of the encoder: the class token, then the projected tile features plus position embeddings.
+        """Return the input of the encoder: the class token, then the projected tile features plus position embeddings.
 
-        With a mesh, only the tokens of this rank; the class token is on rank 0.
+        With a mesh, the result has only this rank's tokens; the class token is on rank 0.
         """
         self._check(tiles, coordinates)
         x = self.patch_embed["proj"](tiles)
@@ -252,7 +252,7 @@ class SlideEncoder(nn.Module):
         return 0 if over is None else over.ranks.rank
 
     def _sharding(self, tiles: Tensor) -> Sharding | None:
-        """Assignment of the class token and the tiles to the ranks of the mesh; None without a mesh."""
+        """Return the assignment of class token and tiles to the ranks, the token on rank 0; None without a mesh."""
         if self.encoder.over_ranks is None:
             return None
         each = self.encoder.over_ranks.sharding_of(tiles.shape[1])
@@ -260,7 +260,10 @@ class SlideEncoder(nn.Module):
         return replace(each, num_tokens=each.num_tokens + 1, shard_lengths=(first + 1, *rest))
 
     def _position_embeddings(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
-        """Position embeddings: the second coordinate in the first half of the channels, the first in the other half."""
+        """Return position embeddings: the second coordinate's in the first half of the channels, then the first's.
+
+        Raises ValueError for tiles outside the grid.
+        """
         grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
         tiles = torch.floor(coordinates / self.config.tile_size).long()
         if not torch.compiler.is_compiling() and tiles.numel() and not tiles.is_meta:
@@ -282,9 +285,9 @@ class SlideEncoder(nn.Module):
     def _pool(
         self, x: Float[Tensor, "B N E"], mine: Bool[Tensor, "B L"] | None, counts: Int64[Tensor, "B 1"]
     ) -> Float[Tensor, "B E"]:
-        """Return the embeddings of the whole slides, on every rank; x has the features of this rank's tokens.
+        """Return the embeddings of the whole slides, on every rank.
 
-        x: on rank 0 it begins with the class token.
+        x: features of this rank's tokens, which on rank 0 begin with the class token.
         mine: True for this rank's tiles that are not padding; None if there is no padding.
         counts: number of tiles of each whole slide, without padding.
         """

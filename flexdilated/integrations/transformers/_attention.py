@@ -76,15 +76,17 @@ def set_pattern(
         stores only its repr, from which it cannot be loaded.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
         "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
-        positions count from a sequence's first token that is not padding, so padding does not change its outputs.
+        positions count from a sequence's first token that is not padding, so padding around its tokens does not change
+        its outputs.
     name: the `attn_implementation` to register and to set.
 
     A part with a config of its own that cannot be served, such as a vision tower that makes its masks itself, keeps the
     attention of transformers; a warning names it.
 
     Raises TypeError for a model or a pattern of another type. Raises ValueError, before any change, for a pattern that
-    does not fit the heads of a layer or has run-time tensors, for unknown layer numbers, and for models that do not use
-    transformers' registry of attention functions, change their masks themselves or give each query a sink.
+    does not fit the heads of a layer or has run-time tensors, for unknown layer numbers, for a config without patterns
+    if `pattern` is None, and for models that do not use transformers' registry of attention functions, change their
+    masks themselves or give each query a sink.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -185,7 +187,7 @@ class Visibility:
         return shown if visible is None else shown & visible.to(self.device)[b, k]
 
     def visible(self) -> Bool[Tensor, "B L"] | None:
-        """True for keys that are not padding, for positions from 0 on; None if there is no padding.
+        """Return booleans, True for keys that are not padding, at positions from 0 on; None if there is no padding.
 
         In a compiled graph it is None only without a padding mask.
         """
@@ -211,7 +213,7 @@ class Visibility:
         return self._rule_patterns
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
-        """Pattern of the pairs that a layer allows: its pattern, intersected with the model's rule and padding.
+        """Return the pattern of the pairs that a layer allows: its own, intersected with the model's rule and padding.
 
         pattern: the layer's; None if it has none.
         replaces: True to omit the model's rule, but not padding or documents, if the layer has a pattern.
@@ -301,7 +303,7 @@ def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"]) -> Visibility
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Return x on the CPU, so that layers need not copy it again; in a compiled graph return x itself."""
+    """Return x on the CPU; in a compiled graph return x itself."""
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
@@ -311,9 +313,9 @@ def _padding_patterns(
     """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
     Positions from L on are padding. Returns (pattern of documents, pattern of unpadded keys, run-time tensors of both):
-    (None, None, {}) if nothing is padded. If padding lies only before or after the tokens of a sequence, the documents
-    hide all of it, and the second pattern is None. Else the documents begin each sequence at its first unpadded token,
-    and the second pattern hides later padding. In a compiled graph the values are unknown, so both are returned.
+    (None, None, {}) if nothing is padded. If all padding lies before or after the tokens of its sequence, the documents
+    hide it, and the second pattern is None. Else the documents begin each sequence at its first unpadded token, and the
+    second pattern hides later padding. In a compiled graph the values are unknown, so both are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
     begun = visible.cumsum(1) > 0
@@ -443,7 +445,7 @@ def _attend_selected(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
-    """Attention output of a layer that selects key blocks; every call needs all keys, from position 0.
+    """Return the attention output of a layer that selects key blocks; every call needs all keys, from position 0.
 
     replaces: True to omit the model's rule.
 
@@ -478,9 +480,12 @@ def _attend_selected(
 def _visibility_without_mask(
     module: nn.Module, query: Tensor, key: Tensor, given: KeyOrigin | None, is_causal: bool | None
 ) -> Visibility:
-    """`Visibility` for a model that makes no mask: causal order if is_causal, and N > 1 or `given`; else all pairs.
+    """Return the `Visibility` for a model that makes no mask, without padding.
 
-    given: origin of the keys if a `FlexdilatedCache` returned them, else None. is_causal None: the module's attribute.
+    Its rule is causal order if is_causal, and N > 1 or `given` is not None; else all pairs.
+
+    given: origin of the keys if a `FlexdilatedCache` returned them, else None.
+    is_causal: None for the module's attribute.
     """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -490,7 +495,7 @@ def _visibility_without_mask(
 
 
 def _unmasked_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
-    """True for the keys that a mask tensor (B or 1, 1, 1, M), boolean or additive, does not hide.
+    """Return booleans, True for the keys that a mask tensor (B or 1, 1, 1, M), boolean or additive, does not hide.
 
     Raises ValueError for masks of another shape, and for additive masks that change the scores of visible keys.
     """

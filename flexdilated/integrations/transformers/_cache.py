@@ -39,10 +39,7 @@ _ALL_KEYS = [RowSource(causal(), 0, 1)]  # a rule by which no key is evicted
 
 
 def _require_config(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config.
-
-    The method needs the kind of each layer, which the config determines.
-    """
+    """Return a method of a cache, wrapped so that it raises ValueError if the cache was made without a config."""
 
     @wraps(method)
     def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -68,10 +65,9 @@ class FlexdilatedCache(Cache):
         as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    It is for inference with batches without padding, whose sequences have equal positions. Raises ValueError if a
-    layer's rule lets a query see keys that are not appended yet, for padding and packed sequences, for attention of
-    another library, and for models that compute keys from the cache's output, such as from latents; use a
-    `DynamicCache` for these.
+    It is for inference. Calls of the model raise ValueError if a layer's rule lets a query see keys that are not
+    appended yet, for padding and packed sequences, for attention of another library, and if the model computes keys
+    from the cache's output, such as from latents; use a `DynamicCache` for these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -114,7 +110,7 @@ def origin_of(keys: Tensor) -> KeyOrigin | None:
 
 
 def set_origin(keys: Tensor, given: KeyOrigin) -> None:
-    """Mark a tensor of keys, such as a padded copy of a cache's keys, with the origin `given`."""
+    """Store `given` on a tensor of keys, for `origin_of`."""
     setattr(keys, _ORIGIN, given)
 
 
@@ -197,7 +193,7 @@ class _Layer(CacheLayerMixin):
         module: nn.Module,
         q_offset: int,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output of the new tokens over the cached keys that `rule` allows.
+        """Return the attention output of the new tokens over the cached keys that `rule` allows.
 
         given: origin of k, as `origin_of(k)` returns it; the new tokens are those in `given.tokens`.
         k, v: as `update` returned them.
@@ -226,7 +222,7 @@ class _Layer(CacheLayerMixin):
 
         A reader of this or the previous update is reused if its rule, number of heads and scale are equal.
 
-        Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
+        Raises ValueError for a rule that has run-time tensors, sees evicted keys, or rejects these positions.
         """
         key = rule, num_heads, scale
         reader = self.readers.get(key) or self.previous_readers.get(key)
@@ -275,10 +271,8 @@ class _Layer(CacheLayerMixin):
         return self.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of new tokens, position of the first): the mask covers the new tokens only.
-
-        `attend` applies the rule to the earlier tokens, whose positions the cache knows.
-        """
+        """Return (number of new tokens, position of the first): the mask covers the new tokens only."""
+        # `attend` applies the rule to the earlier tokens, whose positions the cache knows.
         return query_length, self.num_tokens
 
     def get_max_length(self) -> int:
@@ -310,12 +304,12 @@ class _Layer(CacheLayerMixin):
         self._forget()
 
     def reorder_cache(self, beam_idx: Int64[Tensor, " B"]) -> None:
-        """Select batch entries by index, in this order; indices may repeat."""
+        """Replace the batch by its entries with these indices, in this order; indices may repeat."""
         if self.held is not None:
             self.held.select(beam_idx.long())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select batch entries by index, in this order; indices may repeat."""
+        """Do the same as `reorder_cache`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -350,12 +344,15 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Select batch entries of the states, keys and values by index, in this order; indices may repeat."""
+        """Do as `_Layer.reorder_cache` with the states, keys and values."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens, also from the states; the number is 0 or negative."""
+        """Remove the last -tokens_to_remove tokens, also from the states; the number is 0 or negative.
+
+        Raises RuntimeError before `activate_past_recording` was called, and ValueError as `_Layer.crop`.
+        """
         LinearAttentionLayer.crop(self, tokens_to_remove)
         _Layer.crop(self, tokens_to_remove)
 

@@ -52,9 +52,8 @@ class ModelCall:
     given: arguments of the pass, by name.
     outer: the running pass of the model that contains this model; None if there is none.
 
-    Attribute `positions`: the position_ids among the arguments, as (B, N); None if the arguments have none and the
-    model makes its own. Within an outer pass, position_ids are replaced by the outer pass's `positions`, if these are
-    None or are for equally many tokens.
+    Attribute `positions`: the position_ids among the arguments, from `_text_positions`; None if there are none. Within
+    an outer pass, they are replaced by the outer pass's `positions` if these are None or have the same N.
     """
 
     def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
@@ -69,6 +68,7 @@ class ModelCall:
         self.masks = [x for x in map(given.get, _MASKS) if isinstance(x, Tensor) and x.dim() == 2]
         self.cache = _cache_in(given.values())
         self.has_encoder = any(given.get(each) is not None for each in _ENCODER_STATES)
+        # True once an attention layer was called; once one was given the documents; once they were searched for.
         self.has_layers = self.is_read = self.is_searched = False
         self.document_ids: Tensor | None = None
         self.last_position: Tensor | None = None
@@ -89,7 +89,8 @@ class ModelCall:
         graph cannot tell how many documents there are: it may return indices that are all 0.
 
         module: an attention layer.
-        num_tokens, q_offset: number of its queries, and the position of the first.
+        num_tokens: number of its queries; -1 for queries that position_ids do not describe.
+        q_offset: position of the first query.
         visible: False for padding; None for no padding.
         is_known: False if q_offset is a number that a graph reads from a tensor.
         evicts: True for keys of a `FlexdilatedCache`.
@@ -139,7 +140,7 @@ class ModelCall:
         self.last_position = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Return the largest number, as (1, 1), in the 2-D masks of numbers among the outermost pass's arguments.
+        """Return the largest number, as (1, 1), in the outermost pass's 2-D masks that are not boolean.
 
         None if it has no such masks, and in all calls of this method after the first within the outermost pass.
         """
@@ -161,11 +162,11 @@ class ModelCall:
         """Finish the pass: store the position of each sequence's last token on the cache, for the next pass.
 
         If any sequence has several documents, _SEVERAL is stored in place of all positions. Nothing is stored in a pass
-        without position_ids or cache.
+        without position_ids, cache, or attention layers.
 
         output: result of the forward, which has the cache if the arguments have none.
 
-        Raises ValueError if position_ids begin several documents and no layer read them.
+        Raises ValueError if position_ids begin several documents, and attention layers ran but none could read them.
         """
         if self.outer is not None:
             self.outer.has_layers |= self.has_layers
@@ -205,7 +206,7 @@ _RUNNING, _RUNNING_IN_THREAD = _Running(), _RunningInThread()  # graphs cannot r
 
 
 def running_call(module: nn.Module) -> ModelCall | None:
-    """Return the innermost forward pass in which an attention layer is called; None outside of watched models."""
+    """Return the innermost running pass of a watched model that calls the layer `module`; None if there is none."""
     if torch.compiler.is_compiling():
         return _RUNNING.call
     if _RUNNING_IN_THREAD.call is not None:
@@ -243,7 +244,7 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _mixes_tokens(model: PreTrainedModel) -> bool:
-    """True for models in which tokens reach each other outside of attention: by states, convolutions or embeddings."""
+    """Return True if a model's tokens reach each other outside of attention: by states, convolutions or embeddings."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
     return (
@@ -254,7 +255,7 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules within a model, but no inner PreTrainedModel, such as an audio tower, and no module in one."""
+    """Yield the modules within a model, except inner PreTrainedModels, such as an audio tower, and their modules."""
     for each in module.children():
         if not isinstance(each, PreTrainedModel):
             yield each
@@ -316,7 +317,7 @@ def _copy_all_to_host(
 
 
 def _count_before(q_offset: int, visible: Tensor | None) -> Int64[Tensor, "B 1"]:
-    """Number of tokens before q_offset that are no padding."""
+    """Return the number of tokens before position q_offset that are not padding, (1, 1) if visible is None."""
     if visible is None:
         return torch.full((1, 1), q_offset, dtype=torch.int64)
     before = torch.arange(visible.shape[1], device=visible.device) < q_offset

@@ -30,7 +30,7 @@ _COMPOSE = ("and", "replace")
 
 @advises()
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Modules of a model that use transformers' registry of attention functions, in the order of `model.modules()`."""
+    """Return the modules that use transformers' registry of attention functions, in the order of `model.modules()`."""
     return [module for module in model.modules() if _REGISTRY in unwrap(type(module).forward).__code__.co_names]
 
 
@@ -121,15 +121,15 @@ def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list
     The configs are the model's and those of the layers that use the implementation.
 
     chosen: a pattern or None for each layer.
-    compose, name: as in `set_pattern`. The name is written as `attn_implementation`: transformers reads this entry and
-        raises for a name that is not registered, so a process without this library cannot load the model with dense
-        attention by mistake.
+    compose, name: as in `set_pattern`; the name is written as `attn_implementation`.
 
-    If all patterns are None, the entries are removed instead.
+    If all patterns are None, the configs' entries are removed instead. The hook `_warn_of_adapters` is added once.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _LAYER_PATTERN, (own, compose == "replace"))
     patterns = [None if own is None else _json_or_repr(own) for own in chosen]
+    # transformers raises for an implementation's name that is not registered, so a process without this library cannot
+    # load the model with dense attention by mistake.
     written = {_PATTERNS_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
     configs: list[Any] = [layer.config for layer in layers]
     served = [config for config in configs if getattr(config, _USED_IMPLEMENTATION) == name]
@@ -145,11 +145,9 @@ def store_patterns(model: PreTrainedModel, layers: list[nn.Module], chosen: list
 
 
 def patch_config_to_dict() -> None:
-    """Patch `PreTrainedConfig.to_dict` to write the implementation's name with every config that has patterns.
-
-    transformers removes the name from a config on reading. Without the patch, a model that is loaded and saved before
-    `set_pattern` would be loaded with dense attention next time.
-    """
+    """Patch `PreTrainedConfig.to_dict` to write the implementation's name with every config that has patterns."""
+    # transformers removes the name from a config on reading. Without the patch, a model that is loaded and saved before
+    # `set_pattern` would be loaded with dense attention next time.
     plain = PreTrainedConfig.to_dict
     if hasattr(plain, _PATTERNS_KEY):
         return
@@ -200,10 +198,7 @@ def _check_pattern(number: int, layer: nn.Module, pattern: Any) -> None:
 
 
 def _json_or_repr(pattern: LayerPattern) -> str:
-    """Return a pattern as JSON; for custom functions and selections, which have no JSON, the repr.
-
-    `_stored_patterns` raises ValueError for a repr.
-    """
+    """Return a pattern as JSON; for custom functions and selections, which have no JSON, the repr."""
     if isinstance(pattern, SelectedAttention):
         return repr(pattern)
     try:
@@ -213,7 +208,7 @@ def _json_or_repr(pattern: LayerPattern) -> str:
 
 
 def _stored_patterns(model: Any, num_layers: int) -> tuple[list[Any], str]:
-    """Read the patterns that `store_patterns` wrote into a model's config: (a pattern or None for each layer, compose).
+    """Return ([pattern or None for each layer], compose) from a model's config, where `store_patterns` wrote them.
 
     Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.
     """

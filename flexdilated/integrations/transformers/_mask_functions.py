@@ -41,7 +41,7 @@ class RulePatterns:
     tensors: dict[str, Tensor]
 
     def whole(self) -> Pattern:
-        """Intersection of all constraints as one pattern; it allows every pair if there are none."""
+        """Return the intersection of all constraints as one pattern, which allows every pair if there are none."""
         positions = self.positions
         if self.begin is not None:
             positions = (every() if positions is None else positions).per_document(self.begin)
@@ -285,7 +285,10 @@ class _PairRule:
         return _PairRule(unions=((self, other),))
 
     def to_patterns(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> RulePatterns:
-        """Convert to patterns, and add their run-time tensors to `tensors`; begin: see `pattern_from_mask_function`."""
+        """Return this rule as patterns, after adding their run-time tensors to `tensors`.
+
+        begin: as in `pattern_from_mask_function`.
+        """
         if self.nothing:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
@@ -303,7 +306,7 @@ class _PairRule:
 
 
 def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
-    """Intersection of the patterns that are not None; None if there are none."""
+    """Return the intersection of the patterns that are not None; None if there are none."""
     found = None
     for each in patterns:
         found = each if found is None else found if each is None else found & each
@@ -311,21 +314,21 @@ def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
 
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
-    """Pattern of the pairs with least <= key - query <= most; None is no limit; returns None if both are None."""
+    """Return the pattern of the pairs with least <= key - query <= most (None: no limit); None if both are None."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
     return all_of([None if most is None else _at_most(most), None if least is None else _at_least(least)])
 
 
 def _at_most(most: int) -> Pattern:
-    """Pattern of the pairs with key - query <= most."""
+    """Return the pattern of the pairs with key - query <= most."""
     if most < 0:
         return causal() & ~local_window(left=-most - 1, right=0)
     return causal() | local_window(left=0, right=most) if most else causal()
 
 
 def _at_least(least: int) -> Pattern:
-    """Pattern of the pairs with key - query >= least."""
+    """Return the pattern of the pairs with key - query >= least."""
     return ~_at_most(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
 
 

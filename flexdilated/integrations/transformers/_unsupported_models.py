@@ -122,7 +122,7 @@ def _is_indexer_call(node: ast.AST) -> bool:
 
 @cache
 def _why_unserved(kind: type[nn.Module]) -> str | None:
-    """Reason why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
+    """Return why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
     nodes, of_indexer = [*_forward_nodes(kind)], set[ast.AST]()
     if _hands_over_indices(kind):  # it takes a dense mask of all pairs
