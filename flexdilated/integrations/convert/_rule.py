@@ -157,7 +157,7 @@ def pattern_of_call(
     if mask.dtype == torch.bool and mask.shape == (batch, 1, num_queries, num_queries):
         real = mask[:, 0].diagonal(dim1=1, dim2=2)
         is_of_tokens = (mask[:, 0] == real[:, :, None] & real[:, None, :]).all()
-        is_in_one_piece = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] <= 1).all()
+        is_in_one_piece = ((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, :1].sum(1) <= 1).all()
         in_one_piece = pattern & documents(real.long() - 1, name="key_padding")
         if batch > 1 and torch.compiler.is_compiling():
             what = "attn_mask must keep the pairs of real tokens, which lie side by side"

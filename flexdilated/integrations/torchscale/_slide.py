@@ -294,7 +294,9 @@ class SlideEncoder(nn.Module):
         if self.config.pooling == "mean":
             x = x if self._rank else x[:, 1:]
             x = x if mine is None else torch.where(mine[..., None], x, 0)
-            pooled = x.mean(1) * (x.shape[1] / counts.clamp(min=1)).to(x.dtype)
+            # The mean over all tokens of this rank is within the dtype's range; without tokens it would be NaN.
+            mean = x.mean(1) if x.shape[1] else x.sum(1)
+            pooled = mean * (x.shape[1] / counts.clamp(min=1)).to(x.dtype)
         else:
             pooled = x[:, 0]
         if self.encoder.over_ranks is not None:

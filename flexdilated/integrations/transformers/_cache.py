@@ -315,7 +315,7 @@ class _Layer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch entry `repeats` times; the copies of an entry are consecutive."""
         if self.held is not None:
-            self.held.select(torch.arange(len(self.held.keys)).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(len(self.held.keys)).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Raise ValueError, as offloading is not supported."""
@@ -353,8 +353,9 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
 
         Raises RuntimeError before `activate_past_recording` was called, and ValueError as `_Layer.crop`.
         """
+        if self.record_past:  # else the states' crop raises; the keys are cropped first, as only theirs can be refused
+            _Layer.crop(self, tokens_to_remove)
         LinearAttentionLayer.crop(self, tokens_to_remove)
-        _Layer.crop(self, tokens_to_remove)
 
     def offload(self) -> None:
         _Layer.offload(self)

@@ -220,6 +220,11 @@ def test_a_mask_of_keys_is_padding_for_one_query_too() -> None:
     torch.testing.assert_close(fd.attend(q, k, v, rule), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_masks_of_no_tokens_hide_none() -> None:
+    rule = pattern_of_call(masks.every(), torch.ones(2, 1, 0, 0, dtype=torch.bool), (2, 0, 0), is_causal=False)
+    assert fd.attend(*torch.randn(3, 2, 2, 0, 8), rule).shape == (2, 2, 0, 8)
+
+
 DROPPING = {
     "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.1), 1),
     "timm": lambda: vit(attn_drop_rate=0.1),

@@ -53,6 +53,13 @@ def test_small_slides_are_published(L, pooling) -> None:
     assert_close(model(tiles, corners, all_layers=True), tuple(states), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_slide_without_tiles_is_one_of_padding(pooling) -> None:
+    model, (tiles, corners) = SlideEncoder(replace(SMALL, pooling=pooling)).double(), slide(SMALL, 5, batch=2)
+    padding = model(tiles, corners, key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
+    assert_close(model(tiles[:, :0], corners[:, :0]), padding)
+
+
 @pytest.mark.slow
 def test_full_width_is_published() -> None:
     """768 channels and 16 heads in one of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""

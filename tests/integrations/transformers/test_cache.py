@@ -89,6 +89,22 @@ def test_entries_and_tokens_of_a_cache() -> None:
 
 
 @torch.no_grad()
+def test_states_follow_their_keys() -> None:
+    """Entries are repeated with both; a crop that is refused removes neither."""
+    model, rows = family_of("falcon_h1"), tokens()
+    set_pattern(model, {})
+    cache = FlexdilatedCache(model.config)
+    cache.activate_past_recording()
+    model(rows[:, :30], past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove must be 0 or negative, and at least -30; got -31"):
+        cache.crop(-31)
+    cache.batch_repeat_interleave(2)
+    rows = rows.repeat_interleave(2, dim=0)
+    got, want = model(rows[:, 30:], past_key_values=cache).logits, model(rows, use_cache=False).logits[:, 30:]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_new_rule_reads_what_is_held() -> None:
     """A pattern that is changed between steps sees all keys while they are held, and is refused once they are not."""
     model, own, ours = model_with("longnet"), DynamicCache(), FlexdilatedCache(undo=0)
