@@ -17,7 +17,6 @@ pytest_plugins = ["pytest_flexdilated", "pytester", "tests.support.record_versio
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
 # own values reach (the check would answer before our errors do).
 CHECKED = [
-    "flexdilated.masks.core._box",
     *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_block_search", "_rule", "_tables")),
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._layouts")),
     "flexdilated.masks.attended._row",
@@ -68,6 +67,13 @@ def pytest_collection_finish() -> None:
     # What is frozen is not counted as old, so that full collections would be frequent: a twentieth of the suite's time.
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What earlier modules have imported and compiled stays: each full collection would look through it again."""
+    gc.collect(1)
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,5 @@
 """max_batch: steps that take known sizes, on CPU for real and on a device that is made up."""
 
-import gc
 import re
 from pathlib import Path
 
@@ -13,16 +12,6 @@ from flexdilated.memory import _max_batch, max_batch
 needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks on CPU are read from /proc")
 MIB = 1 << 20
 UNIT = 48 * MIB  # of one in a batch; so large that glibc takes and returns each by itself
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage():
-    """Each step collects garbage, which takes a third of a second with all that other tests have made.
-
-    It stays frozen: so does what was imported and collected, which an end would thaw for all tests that follow.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def touching(number: int) -> torch.Tensor:
