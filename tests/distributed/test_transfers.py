@@ -247,7 +247,7 @@ def failing(case: ShardedCase, schedule: str, how: str, where: str) -> Any:
         return work(*args, **options)
 
     shares_of(case, schedule=schedule)  # plans, so that none is made while others wait
-    set_group_timeout(2)
+    set_group_timeout(1)
     with patch.object(holder, name, fails if dist.get_rank() == 1 else work), logged() as events:
         try:
             shares_of(case, schedule=schedule, pool=pool)
@@ -263,7 +263,7 @@ def failing(case: ShardedCase, schedule: str, how: str, where: str) -> Any:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(schedule: str, how: str, where: str):
     """The lease ends after the transfer; where an exchange fails in the forward, others miss it in the backward."""
-    outcomes = outcomes_on_ranks(3, failing, a_case(3), schedule, how, where, group_timeout=6)
+    outcomes = outcomes_on_ranks(3, failing, a_case(3), schedule, how, where, group_timeout=4)
     if how == "dies":
         assert "died with exit code 7" in (outcomes[1].error or "")
     else:
@@ -279,5 +279,5 @@ def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(schedule
         name, text, statistics, _ = outcome.result
         assert name == "DistError"
         assert "the exchange of " in text or "sending and receiving " in text
-        assert "timeout of the process group is 2 s" in text
+        assert "timeout of the process group is 1 s" in text
         assert statistics.num_leases > statistics.leased_bytes == 0

@@ -87,7 +87,8 @@ def say(texts):
     print(json.dumps(said), flush=True)
 
 
-masks.parse("causal() & longnet((8, 16), (1, 2))"), masks.from_json('{"kind":"causal"}')
+fd.attend(*torch.randn(3, 1, 1, 9, 8), masks.parse("causal() & longnet((8, 16), (1, 2))"))  # imports the compiler
+masks.from_json('{"kind":"causal"}')
 texts = ["comb(3) & causal()", "masks.comb(step=3) & causal()", sys.argv[1]]
 if not os.fork():  # in a process of its own, as the first unknown name imports the packages
     say(texts[::-1])
