@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,11 @@ def defined(file: Path) -> Iterator[str]:
 
 
 _FILES = [file for module, file in SOURCES.items() if module != PRIVATE]
-_OURS = {name for file in _FILES for name in defined(file) if is_private(name)} - _OF_TORCH
+
+
+@cache
+def ours() -> frozenset[str]:
+    return frozenset(name for file in _FILES for name in defined(file) if is_private(name)) - _OF_TORCH
 
 
 def uses(name: str, text: str) -> list[str]:
@@ -62,8 +67,8 @@ def uses(name: str, text: str) -> list[str]:
                 dotted = [origin + each.name for each in names]
                 found |= {(node.lineno, each) for each in dotted if each.startswith("torch.") and has_private(each)}
             case ast.Attribute(value=value, attr=attribute) if is_private(attribute):
-                ours = attribute in _OURS | _ELSEWHERE or ast.unparse(value) in ("self", "cls")
-                if not ours or re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+                is_ours = attribute in ours() | _ELSEWHERE or ast.unparse(value) in ("self", "cls")
+                if not is_ours or re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
                     found.add((node.lineno, ast.unparse(node)))
             case ast.Constant(value=str(value)):
                 path = re.fullmatch(r"torch(\.\w+)*\.?", value) and has_private(value.rstrip("."))
