@@ -157,9 +157,10 @@ def test_dropout_is_of_training(kind, checkpoint):
 
 
 def test_a_mean_over_dropped_paths_is_the_path():
-    model = model_of(replace(EMBEDDED, depth=1, drop_path=0.5)).train()
-    block = model.blocks[0]
-    block.drop_path = 0.5
+    """In the last block the given rate, from 0 in the first."""
+    model = model_of(replace(EMBEDDED, depth=3, drop_path=0.5)).train()
+    assert [block.drop_path for block in model.blocks] == [0.0, 0.25, 0.5]
+    block = model.blocks[2]
     x = torch.randn(1, 2, 24, dtype=torch.float64).expand(4000, 2, 24)
     torch.manual_seed(0)
     added = block._add_half(x, block.ffn_norm, lambda y: y) - x

@@ -22,7 +22,7 @@ from flexdilated.masks.core._ranges import Ranges
 from flexdilated.testing.strategies import shardings
 from tests.support import oracle, strategies
 from tests.support.run_time_strategies import Packed, packed_cases
-from tests.support.strategies import Case, cases, whole_cases
+from tests.support.strategies import Case, cases, whole_cases, whole_grids
 
 # W ranks, N tokens
 
@@ -63,8 +63,8 @@ def all_pairs(case: Case) -> Tensor:
     return oracle.counts(case.twin.rule, range(case.num_heads_global), case.num_heads_global, queries, keys)
 
 
-@settings(max_examples=40)
-@given(cases(), st.booleans(), st.data())
+@settings(max_examples=50)
+@given(cases() | whole_grids(), st.booleans(), st.data())
 def test_needs_are_those_of_the_dense_rule(case: Case, in_small_steps, data):
     """As they are, and where every search goes to its end and all limits on what is done at a time are met."""
     queries = data.draw(shares(case.q_offset + case.num_queries))
