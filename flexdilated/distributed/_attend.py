@@ -259,9 +259,13 @@ def _facts(
     pattern: str,
     call: PlainCall,
 ) -> tuple[tuple[str, object], ...]:
-    """Return (name, value) pairs of the call's arguments that must be equal on all ranks; the values are hashable.
+    """Return the (name, value) pairs that the ranks compare besides the sharding; the values are hashable.
 
-    Under torch.compile the sizes become constants of the graph, because messages have fixed sizes. pattern: in JSON.
+    They are arguments of the call, its sizes and dtype, and whether gradients are wanted; engine, block_size and
+    return_lse are not compared. Under torch.compile the sizes become constants of the graph, because messages have
+    fixed sizes.
+
+    pattern: in JSON.
     """
     inputs = (q, k, v, features.sinks)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

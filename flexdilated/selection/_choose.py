@@ -195,7 +195,7 @@ def log_shares(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def comparable(scores: Float[Tensor, "*rows L"]) -> Float[Tensor, "*rows L"]:
-    """Return the scores with NaN as -inf, and inf as the largest finite number, so that their softmax is no NaN."""
+    """Return the scores with NaN as -inf, and inf as the largest finite number: `log_shares` of these is never NaN."""
     return scores.nan_to_num(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max, neginf=-torch.inf)
 
 

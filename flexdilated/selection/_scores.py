@@ -261,11 +261,14 @@ def _chunks_of_query_blocks(q: Tensor, rows: QueryBlocks, part: range, stride: i
 def _log_shares_of_blocks(
     call: SelectionCall, q: Tensor, k: Tensor, rule: SelectionRule, rows: QueryBlocks, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """Return the log of the share of attention that each query block gives to each key block.
+    """Return the log of the share of attention that each query block in `part` gives to each key block.
 
-    It is estimated from tiles of stride x stride pairs. For each run of `stride` queries, a softmax over its tiles is
-    summed per block; the sums are averaged over the query block. A tile's score is the mean score of the visible pairs
-    on its antidiagonal; stride 1 gives the exact share.
+    With rows.all_queries, a query block's share is the mean of the shares of those of its queries that see a key; else
+    it is the share of its first query. The log is -inf for key blocks of which these queries see no key.
+
+    With stride 1 shares are exact. A larger stride, for rows.all_queries only, estimates them from tiles of stride x
+    stride pairs: for each run of `stride` queries, a softmax over its tiles is summed over each key block, and the
+    sums are averaged over the runs. A tile's score is the mean score of the visible pairs on its antidiagonal.
     """
     stride, group, columns = call.stride, 1, rows.num_key_blocks * rows.block // call.stride
     if rows.all_queries:
@@ -275,7 +278,7 @@ def _log_shares_of_blocks(
         queries, positions = summaries(q, rows, part, None), rows.queries_of(part)[0].to(q.device)
     total, number = 0, 0
     for step in range(stride):
-        of_line = slice(stride - 1 - step, None, stride)
+        of_line = slice(stride - 1 - step, None, stride)  # with the keys from `step` on: the antidiagonal of each tile
         at = torch.arange(min(step, k.shape[2]), k.shape[2], stride, device=k.device)
         shown = _sees(rule, rows, positions[of_line], at)
         products = _products(queries[:, :, of_line], k[:, :, step::stride])

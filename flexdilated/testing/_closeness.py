@@ -418,12 +418,14 @@ def _rounding_limits(inputs: _LimitInputs, dtype: torch.finfo, values: Mapping[s
     Rounding errors are taken to be independent, so the error of a sum is the root of the sum of squared errors.
     """
     unit, sent = dtype.eps / 2, None
-    sizes = torch.maximum(_root_sum_square(inputs.q, inputs.k.mT) * inputs.scale, inputs.scores.abs())
+    sizes = torch.maximum(_root_sum_square_matmul(inputs.q, inputs.k.mT) * inputs.scale, inputs.scores.abs())
     sizes = sizes.masked_fill(inputs.times == 0, 0.0)
     errors = unit * (1.0 + sizes) * inputs.weights + dtype.eps * dtype.smallest_normal * (inputs.times > 0)
     if "dq" in values:
-        sent = (inputs.grad_out * (inputs.out + _root_sum_square(inputs.weights, inputs.v))).norm(dim=-1, keepdim=True)
-    limits = _propagated_errors(inputs, errors, sent, _root_sum_square)
+        sent = (inputs.grad_out * (inputs.out + _root_sum_square_matmul(inputs.weights, inputs.v))).norm(
+            dim=-1, keepdim=True
+        )
+    limits = _propagated_errors(inputs, errors, sent, _root_sum_square_matmul)
     limits = {name: unit * values[name].abs() + limit for name, limit in limits.items()}
     if sent is not None:
         limits["dq"] = limits["dq"] + unit * sent * inputs.scale * (inputs.weights @ inputs.k)
@@ -437,8 +439,8 @@ def _propagated_errors(
     """Return the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
     sent: (B, H, N, 1), magnitude of grad_out · out, which the softmax's backward subtracts; None without gradients.
-    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square` for independent errors;
-        `sent` is summed in the same way.
+    product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square_matmul` for independent
+        errors; `sent` is summed in the same way.
     """
     limits = {"out": product(errors, inputs.v)}
     if sent is not None:
@@ -450,7 +452,7 @@ def _propagated_errors(
     return limits
 
 
-def _root_sum_square(a: Tensor, b: Tensor) -> Tensor:
+def _root_sum_square_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product of a and b, with each sum of products replaced by the root of the sum of squares."""
     return (a.square() @ b.square()).sqrt()
 

@@ -152,7 +152,9 @@ def _tables_of_heads(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[
 def _wide_view(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
     """Return a view of the table with rows of `columns` >= W entries.
 
-    In a row, entries from index W on are those of later rows, and zeros after the last row.
+    In a row, entries from index W on are those of later rows, of this head or the next; after the last row they are
+    what follows in the storage, which must have `columns` - W more entries: `_minor_indices` and `_tables_of_heads` put
+    zeros there.
     """
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))

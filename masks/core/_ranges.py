@@ -87,12 +87,12 @@ def union_of(ranges: Iterable[range]) -> Ranges:
     Ranges that continue each other or fill each other's gaps are merged. The result is short, but not always the
     shortest, and arguments with equal positions may give different ranges.
     """
-    runs, steps = _runs_and_steps(ranges)
+    runs, strided = _split_by_step(ranges)
     runs = _joined_runs(runs)
-    comparisons = len(steps) * (len(runs) + len(steps))
-    if comparisons > min(_MOST_COMPARISONS, max(_FEW_POSITIONS, sum(map(len, [*runs, *steps])))):
-        return ranges_of(_sorted_positions([*runs, *steps]))
-    parts = _disjoint_ranges(runs, steps)
+    comparisons = len(strided) * (len(runs) + len(strided))
+    if comparisons > min(_MOST_COMPARISONS, max(_FEW_POSITIONS, sum(map(len, [*runs, *strided])))):
+        return ranges_of(_sorted_positions([*runs, *strided]))
+    parts = _disjoint_ranges(runs, strided)
     while (joined := _join_ranges(parts)) != parts:
         parts = joined
     if len(parts) > 1 and sum(map(len, parts)) <= _FEW_POSITIONS:
@@ -135,14 +135,15 @@ def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tu
     return begin[first], reach[last]
 
 
-def _runs_and_steps(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
-    runs, steps = [], []
+def _split_by_step(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
+    """Return (ranges of step 1, ranges of larger steps), each once; a single position is a range of step 1."""
+    runs, strided = [], []
     for each in dict.fromkeys(ranges):
         if len(each) == 1:
             runs.append(range(each.start, each.start + 1))
         elif each:
-            (runs if each.step == 1 else steps).append(each)
-    return runs, steps
+            (runs if each.step == 1 else strided).append(each)
+    return runs, strided
 
 
 def _joined_runs(runs: list[range]) -> list[range]:
@@ -155,13 +156,13 @@ def _joined_runs(runs: list[range]) -> list[range]:
     return joined
 
 
-def _disjoint_ranges(runs: list[range], steps: list[range]) -> list[range]:
-    """Return disjoint ranges with the positions of `runs` (step 1, disjoint) and `steps` (steps above 1).
+def _disjoint_ranges(runs: list[range], strided: list[range]) -> list[range]:
+    """Return disjoint ranges with the positions of `runs` (step 1, disjoint) and `strided` (steps above 1).
 
     Runs are kept; other ranges, by ascending step, lose the positions of runs and of earlier ranges.
     """
     parts = list(runs)
-    for each in sorted(steps, key=lambda each: (each.step, each.start)):
+    for each in sorted(strided, key=lambda each: (each.step, each.start)):
         rest = [each]
         for earlier in tuple(parts):
             if earlier.start < each.stop and each.start < earlier.stop:
@@ -184,12 +185,12 @@ def _difference(piece: range, other: range) -> Iterator[range]:
 
 def _join_ranges(parts: Sequence[range]) -> list[range]:
     """Return the ranges, ascending by first positions, after merging ranges that continue each other or interleave."""
-    runs, steps = _runs_and_steps(parts)
+    runs, strided = _split_by_step(parts)
     joined = list(runs)
-    for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
+    for step, group in groupby(sorted(strided, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
         joined += _join_interleaved(_join_continuing(list(group)), step)
-    runs, steps = _runs_and_steps(joined)
-    return sorted((*_joined_runs(runs), *steps), key=lambda each: each.start)
+    runs, strided = _split_by_step(joined)
+    return sorted((*_joined_runs(runs), *strided), key=lambda each: each.start)
 
 
 def _join_continuing(ranges: list[range]) -> list[range]:

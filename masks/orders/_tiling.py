@@ -39,9 +39,10 @@ class Tiling(Permutation):
     def is_natural(self) -> bool:
         """True if slot s holds token s, as each tile is a run of consecutive tokens in row-major order."""
         pairs = list(zip(self.tile, self.grid, strict=True))
+        # Along some axis tiles may have any length: along earlier ones they have one place, along later ones all.
         before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
         after = [all(side >= length for side, length in pairs[axis + 1 :]) for axis in range(len(pairs))]
-        return any(map(min, before, after))
+        return any(is_cut and is_whole for is_cut, is_whole in zip(before, after, strict=True))
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         slot = torch.arange(self.num_slots, device=device)
@@ -151,7 +152,8 @@ def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles,
 def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
     """Return the part of each slot run i in child number child[i] of the run's rectangle; its `box` is the child.
 
-    Children have `unit` places along `axis` and are numbered from 0.
+    A run without a slot there gets an empty part, whose `box` has no meaning; the caller drops it. So child[i] may be
+    -1. Children have `unit` places along `axis` and are numbered from 0.
 
     size: number of slots of a child.
     """

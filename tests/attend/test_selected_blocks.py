@@ -27,10 +27,20 @@ from tests.support.run_time_strategies import Packed, run_time_words
 from tests.support.strategies import tensors
 
 CAUSAL = masks.causal()
+NUMBERS = torch.arange(128)  # of all positions that are drawn
+
+
+def causal_class(h: Tensor, q_first: Tensor, q_last: Tensor, k_first: Tensor, k_last: Tensor) -> Tensor:
+    q_first, q_last, k_first, k_last = (NUMBERS[x] for x in (q_first, q_last, k_first, k_last))
+    return torch.where(k_last <= q_first, 2, torch.where(k_first > q_last, 0, 1))
+
+
+READ = masks.custom(lambda b, h, q, k: NUMBERS[q] >= NUMBERS[k], classify=causal_class)
 # What stands beside a table named "chosen", and the same for the oracle.
 BESIDE = {
     "alone": (lambda chosen: chosen, lambda chosen: chosen),
     "causal": (lambda chosen: chosen & CAUSAL, lambda chosen: oracle.both(chosen, oracle.causal())),
+    "a rule that reads": (lambda chosen: chosen & READ, lambda chosen: oracle.both(chosen, oracle.causal())),
     "own block": (
         lambda chosen: (chosen | masks.chunked(4)) & CAUSAL,
         lambda chosen: oracle.both(oracle.either(chosen, oracle.dilated(4, 1, 0)), oracle.causal()),

@@ -106,7 +106,7 @@ def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
             if own_masks:
                 mask = calls.mask_of(part, x.q.dtype)
             together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
-            for at_q, at_k in _tensor_indices(x, calls.heads[call.table], together):
+            for at_q, at_k in _head_and_fold_indices(x, calls.heads[call.table], together):
                 many = None if mask is None else _repeat_masks(mask, times=x.q[at_q].shape[0])
                 if hidden is None:
                     yield _Portion(part, at_q, at_k, many, None)
@@ -117,7 +117,7 @@ def _portions(x: KernelTensors, calls: KernelCalls) -> Iterator[_Portion]:
                 yield _Portion(part, at_q, at_k, many, blind if bool(blind.any()) else None)
 
 
-def _tensor_indices(x: KernelTensors, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
+def _head_and_fold_indices(x: KernelTensors, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
     """Yield (index of q, index of k and v), each (batch entry, heads, folds), that together cover these query heads.
 
     An index has up to `together` folds of one head or, if there is one fold and no grouped-query attention, up to

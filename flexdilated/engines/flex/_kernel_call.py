@@ -50,7 +50,7 @@ def call_kernel(
     elif device_kind(q.device).flex_trains:
         own = {
             "IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides),
-            **_register_options(q, is_complex, own),
+            **_options_for_registers(q, is_complex, own),
             **own,
         }
     numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
@@ -73,7 +73,7 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 
 
-def _register_options(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
+def _options_for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
     """Return options that give a kernel more warps or smaller tiles; {} if torch's defaults leave it enough registers.
 
     given: the caller's options. An option without the prefix "fwd_" or "bwd_" applies to both kernels, so the result

@@ -154,7 +154,7 @@ def attend_selected(
         row = (where.row + torch.arange(tokens, device=q.device)) // sizes.q_block
         rows, named = rows[:, :, row], named[:, :, row]
     at = _tile_places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
-    own_row = torch.where(at.pair >= 0, at.pair // sizes.most, -1)
+    own_row = torch.where(at.entry >= 0, at.entry // sizes.most, -1)
     short = rows.shape[2] * unit - tokens
     own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
     own = gather_vectors(own, own_row, at.place.unflatten(2, (-1, sizes.most))).unflatten(3, (unit, -1)).flatten(2, 3)
@@ -169,8 +169,8 @@ def attend_selected(
     tables = _tables_of_tiles(sizes, at)
     out, lse = _run_kernel(sizes, tables, rest, where, own, k, v, features, kernel, position, inside)
     parts = out.unflatten(2, (-1, unit)).flatten(3)
-    parts = gather_vectors(parts, at.place, at.pair[..., None]).unflatten(2, (-1, sizes.most)).unflatten(4, (unit, -1))
-    lses = gather_vectors(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, sizes.most))
+    parts = gather_vectors(parts, at.place, at.entry[..., None]).unflatten(2, (-1, sizes.most)).unflatten(4, (unit, -1))
+    lses = gather_vectors(lse.unflatten(2, (-1, unit)), at.place, at.entry[..., None]).unflatten(2, (-1, sizes.most))
     shares, whole = shares_of(torch.where(named[..., None], lses, -torch.inf), 3)
     joined = (parts.to(sum_dtype(q)) * shares[..., None]).sum(3)
     return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
@@ -207,44 +207,45 @@ def _block_mask_tables(
 
 
 class TilePlaces(NamedTuple):
-    """Places of gathered queries in the kernel's tiles. A tile has TILE // unit places, each for one pair's queries.
+    """Places of gathered queries in the kernel's tiles; a tile has TILE // unit places.
 
-    A pair here is an entry of the table: a unit of queries and a key block that the unit selects. Pairs are sorted by
-    key block; the pairs of each key block begin at a tile.
+    A place holds a copy of one unit of queries, made for one entry of the table: one key block that the unit selects.
+    Copies are sorted by key block; those of each key block begin at a tile. Entry w of row r of the table has index
+    r * W + w, also if it names no block.
 
-    place: index of the place of each pair, -1 for an entry without a block.
-    pair: index of the pair in each place, -1 for none.
+    place: index of the place of each entry's copy, -1 for an entry without a block.
+    entry: index of the entry whose copy is in each place, -1 for none.
     block: key block of each tile, C (the number of key blocks) for unused tiles.
     begin, number: first tile and number of tiles of each key block.
     """
 
     place: Int32[Tensor, "B H RW"]
-    pair: Int32[Tensor, "B H P"]
+    entry: Int32[Tensor, "B H P"]
     block: Int64[Tensor, "B H S"]
     begin: Int64[Tensor, "B H C"]
     number: Int64[Tensor, "B H C"]
 
 
 def _tile_places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> TilePlaces:
-    lead, pairs, device = block.shape[:2], block.shape[2], block.device
+    lead, entries, device = block.shape[:2], block.shape[2], block.device
     block = torch.where(named, block, blocks)
     ordered, order = block.sort(dim=-1, stable=True)
     numbers = torch.arange(blocks + 1, device=device).expand(*lead, -1).contiguous()
-    before = torch.searchsorted(ordered, numbers)  # pairs of smaller blocks
+    before = torch.searchsorted(ordered, numbers)  # entries of smaller blocks
     number = (before.diff(dim=-1) + height - 1) // height
     end = number.cumsum(-1)
-    begin, tiles = end - number, -(-pairs // height) + blocks
-    rank = torch.arange(pairs, device=device) - before.gather(2, ordered)
+    begin, tiles = end - number, -(-entries // height) + blocks
+    rank = torch.arange(entries, device=device) - before.gather(2, ordered)
     # Empty entries share one extra place after the last tile.
     first = pad(begin * height, (0, 1), value=0).gather(2, ordered)
     there = torch.where(ordered < blocks, first + rank, tiles * height)
     # int32, as inductor passes int64 scatters to a fallback kernel.
     place = torch.full(there.shape, -1, dtype=torch.int32, device=device)
     place = place.scatter(2, order, torch.where(ordered < blocks, there, -1).int())
-    pair = torch.full((*lead, tiles * height + 1), -1, dtype=torch.int32, device=device)
-    pair = pair.scatter(2, there, order.int())[..., : tiles * height]
+    entry = torch.full((*lead, tiles * height + 1), -1, dtype=torch.int32, device=device)
+    entry = entry.scatter(2, there, order.int())[..., : tiles * height]
     wanted = torch.arange(tiles, device=device).expand(*lead, tiles).contiguous()
-    return TilePlaces(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
+    return TilePlaces(place, entry, torch.searchsorted(end, wanted, right=True), begin, number)
 
 
 def _tables_of_tiles(sizes: SelectedBlockSizes, at: TilePlaces) -> dict[str, Tensor]:

@@ -30,9 +30,9 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    The name has the kind of object, the device, the call with the sizes of `Call.operands`, and the shapes of the
-    run-time tensors. It is a string, because a trace does not support tuples here. Sizes are converted to numbers, as a
-    fake implementation would format a dynamic size as a symbol.
+    The name has all that the object depends on: its kind, the device, every field of the call, the numbers of
+    `Call.operands`, and the shapes of the run-time tensors. It is a string, because a trace does not support tuples
+    here. Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
 
     what: the kind of object, a key of `MAKERS`.
     """

@@ -112,9 +112,8 @@ def backward(
     grad_out, q, k, v, out = (_make_loadable(x) for x in (grad_out, q, k, v, out))
 
     def gradients(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
-        by_row, by_key = (x[:, :, rows] for x in (grad_out, q, out, lse)), (x[:, :, keys] for x in (k, v))
-        (grad, queries, result, sums), (key, value) = by_row, by_key
-        sides = (grad, queries, key, value, result, sums)
+        grad, queries, result, sums = (x[:, :, rows] for x in (grad_out, q, out, lse))
+        sides = (grad, queries, k[:, :, keys], v[:, :, keys], result, sums)
         return _call_in_batches(lambda *x: kernel.backward(*x, scale, causal), *sides)
 
     parts = list(_problem_parts(q.shape[2], k.shape[2], is_causal))

@@ -43,12 +43,14 @@ class ListChunk:
 
     problem: (batch entry, query head, query) of each row, as indices of q; they broadcast to (x, t, g).
     block: indices of keys in the flattened (batch, key/value heads, keys).
-    hidden: True for places after the end of a list; None if all lists of the call are equally long.
+    hidden: True for places after the end of a list, whose scores become -inf; None only if all lists of the call are
+        equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    absent: True for hidden places at which `block` names no key of the list; None if it names one everywhere.
-    query: index of each list's query for score_mod; None if it is that of `problem`. An empty list has, here and in
-        `key`, a pair of another list, as score_mod may fail for pairs in no list.
+    absent: True for hidden places whose gathered key is set to 0, as `block` may name a key there that the query does
+        not see, which may hold NaN. None if hidden places repeat a key of their own list.
+    query: index of each list's query for score_mod; None: that of `problem`. For an empty list, `query` and `key` have
+        a pair of another list, as score_mod may fail for pairs in no list.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]

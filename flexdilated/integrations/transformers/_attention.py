@@ -213,7 +213,10 @@ class Visibility:
         return self._rule_patterns
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
-        """Return the pattern of the pairs that a layer allows: its own, intersected with the model's rule and padding.
+        """Return the pattern of the pairs that a layer allows: its own and the model's rule, without padding.
+
+        The layer's pattern, and the part of the model's rule that is about positions, count positions from the first
+        token of each document; from the first token that is not padding, if sequences are padded in front.
 
         pattern: the layer's; None if it has none.
         replaces: True to omit the model's rule, but not padding or documents, if the layer has a pattern.

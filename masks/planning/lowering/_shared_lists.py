@@ -36,7 +36,7 @@ class SharedListTerm(Term):
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
         """Number of computed blocks over all heads: full ones as `plain`, partial ones as `masked`; `runs` is 0."""
-        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._block_masks(
+        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._full_and_partial(
             self.block_side, self.block_side
         )
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
@@ -62,7 +62,7 @@ class SharedListTerm(Term):
 
         settle: not used, as full and partial blocks are known exactly.
         """
-        full, partial = self._block_masks(q_block, k_block)
+        full, partial = self._full_and_partial(q_block, k_block)
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
         table = torch.zeros(len(row), dtype=torch.int32)
@@ -70,7 +70,7 @@ class SharedListTerm(Term):
         unknown, shape = torch.full_like(table, UNKNOWN), (self.q.num_slots, self.k.num_slots, q_block, k_block)
         return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
 
-    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
+    def _full_and_partial(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         """Return masks (full, partial) of the blocks of each segment; an order without segments is one segment."""
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class PaddedTerm(SharedListTerm):
         q, k = self.q.moved(q_tokens), self.k.moved(k_tokens)
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
-    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
+    def _full_and_partial(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         (q_first, q_past), (k_first, k_past) = self.q.filled_slots(), self.k.filled_slots()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
@@ -278,7 +278,7 @@ class IntervalTerm(SharedListTerm):
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
 
-    def _block_masks(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
+    def _full_and_partial(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
         """Return masks (full, partial) of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)

@@ -46,8 +46,8 @@ class Batch(NamedTuple):
     query: index of each query in the call.
     block: index of each key block.
     place: index of each query's result among the unmerged results of its head set; -1 for padding. If keys are
-        gathered, each query has one result; else entry w of query i has result i * W + w, where i counts from the first
-        query of the portion.
+        gathered, each query has one result. Otherwise it has one for each of the W entries of its row: entry w of query
+        i has index i * W + w, where i counts from the first query of the range that `TableProblems.portions` yields.
     seen: for each query and block, 2 if all pairs are visible, 1 if the rule decides, 0 if the query does not select
         the block; None if all pairs of every block are visible.
     """
@@ -128,9 +128,12 @@ class TableProblems:
         else:
             head = torch.arange(shape[0])[:, None, None] * (bound.num_heads // shape[0]) + bound.head_offset
             head, *sides = (x.expand(shape).reshape(-1).contiguous() for x in (head, *q, *k))
-            box = Box(head, Progression(sides[0], 1, sides[1]), Progression(sides[2], 1, sides[3]))
+            held = (area > 0).reshape(-1).nonzero().squeeze(1)
+            box = Box(head, Progression(sides[0], 1, sides[1]), Progression(sides[2], 1, sides[3])).select(held)
             counted = bound.pattern.count(box, num_heads=bound.num_heads_global)
-            low, high = counted.low.reshape(shape), counted.high.reshape(shape)
+            low, high = (
+                x.new_zeros(area.numel()).index_copy(0, held, x).view(shape) for x in (counted.low, counted.high)
+            )
         there = (high > 0) & (area > 0)
         column = torch.where(there, rows - bound.k_offset // k_block, -1)
         return cls(bound, num_kv_heads, block, column, (low == area) & there, low, high)
