@@ -8,6 +8,8 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import Call
+from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.planning import ANYTHING, Candidates, OperandSizes, Option
 from flexdilated.masks.planning._machine import ACCELERATOR, CPU
 from flexdilated.masks.planning._planner import plan, recommended_layout
@@ -50,6 +52,13 @@ def test_a_plan_follows_its_operands() -> None:
 
     assert [chosen(2), chosen(4, 64, 2), chosen(2, 128)] == ["residue 8"] * 3
     assert [chosen(8), chosen(8, 64, 2), chosen(8, 128)] == ["natural"] * 3
+
+    def of_flex(dtype: torch.dtype) -> object:
+        q = torch.empty(1, H, N, 64, dtype=dtype)
+        call = Call.at(q, q, pattern.text, num_heads_global=H)
+        return static_program(call, q.device, operands=call.operands(q)).structure
+
+    assert of_flex(torch.float64) == of_flex(torch.float32) != of_flex(torch.float16)
 
 
 def test_dtypes_of_one_size_share_what_is_built() -> None:
