@@ -30,13 +30,14 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
+    """Block list: the non-empty blocks of some tables, as coordinates (table, row, column) in sorted order.
 
     Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. A list that is built
     with settle=False may also have empty blocks, and full ones with `full` False.
 
     heads: index of the table of each head; heads can share one.
-    full: True if all q_block * k_block pairs exist and are allowed.
+    full: True if all q_block * k_block pairs of slots exist and are allowed: False for each block that ends after the
+        last slot.
     pairs: number of allowed pairs of each block, or UNKNOWN (-1).
     """
 
@@ -73,9 +74,9 @@ class Blocks:
         return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Return consecutive parts of the list as [(range of tables, slice of the list), ...], to limit memory.
+        """Return consecutive parts of the list, which limit memory: [(range of tables, slice of the list), ...].
 
-        Parts begin and end at table boundaries. A part has at most 2**19 blocks, unless it is a single table.
+        Each part has whole tables. It has at most 2**19 blocks, unless it is a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
@@ -143,8 +144,8 @@ def _halves(some: range) -> tuple[range, range]:
 def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
     """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    With `settle`, the result is None if bounds leave more than 2**17 leaves (parts of blocks) undecided, unless there
-    is only one table and one query block.
+    The result has one leaf for each block, sorted by coordinates. With `settle` it is None if bounds leave more than
+    2**17 leaves (parts of blocks) undecided, unless there is only one table and one query block.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -162,7 +163,9 @@ def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle
 def _block_fields(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
     """Return the tensors (table, row, column, full, pairs) of `Blocks`, from bounds on the pairs of each block.
 
-    settle: True evaluates undecided blocks, writes their counts to `found`, and drops empty blocks.
+    found: one leaf for each block, sorted by coordinates.
+    settle: True evaluates the blocks whose bounds do not decide between empty, partial and full, writes their counts to
+        `found` in place, and leaves out empty blocks. False takes `full` as False where the bounds do not decide.
     """
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
@@ -176,7 +179,7 @@ def _block_fields(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tupl
 
 
 def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Return the number of allowed pairs of each block; blocks that are known to have equal masks are evaluated once.
+    """Return the number of allowed pairs of each block; of blocks known to have equal masks, only one is evaluated.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -192,7 +195,9 @@ def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int
 def dense_masks(
     rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Yield the dense masks of these blocks, several blocks at a time: True if allowed, False beyond the last slot.
+    """Yield the dense masks of these blocks, several blocks at a time, in the order of `places`.
+
+    An entry is True if its pair is allowed, False for slots after the last one.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -219,13 +224,14 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Number of listed blocks in three kinds of rows of blocks, on which the speed of kernels depends.
+    """Numbers of listed blocks by kind of row of blocks; the speed of kernels depends on the kind.
 
     runs: blocks in rows whose listed columns are consecutive.
     plain: blocks in other rows, if all listed blocks of the row are full.
     masked: blocks in other rows, if a listed block of the row is partial.
 
-    The numbers are sums over heads and folds in `Term.listed_blocks`, and means over tables in `estimate_blocks`.
+    The numbers are means over tables in `estimate_blocks`, and sums over heads and folds in `Term.listed_blocks`. A
+    term without block lists, or one that overrides `listed_blocks`, counts in its own way, which is said there.
     """
 
     runs: float
@@ -238,11 +244,13 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Return estimates of the mean number of listed blocks of a table, by kind of row, from an even sample of rows.
+    """Return estimates of the mean number of listed blocks of a table, by kind of row.
 
     q_block, k_block: sides of a block, in slots.
 
-    Blocks that bounds leave undecided are counted, so estimates tend to be too high. They are exact for small masks.
+    Up to four tables are sampled, and of each the first four rows of blocks and an even sample of the others. Blocks
+    that bounds leave undecided count as listed, so estimates tend to be too high. They are exact for small masks. A
+    block that ends after the last slot counts as full if all its existing pairs are allowed.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
@@ -272,9 +280,9 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _even_sample(size: int, number: int) -> Tensor:
-    """Return all indices below `size` if they are at most `number`, else a sample of at most `number`, ascending.
+    """Return ascending indices below `size`: all if these are at most `number`, else a sample of at most `number`.
 
-    The sample has one index of each of `number` equal intervals, at aperiodic offsets. Neighbouring intervals may give
+    The sample has an index of each of `number` equal intervals, at aperiodic offsets. Neighbouring intervals may give
     the same index, which is returned once.
     """
     if size <= number:
@@ -286,10 +294,11 @@ def _even_sample(size: int, number: int) -> Tensor:
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     """Return the block list of a sequence that is `times` times as long: copies of `blocks` along the diagonal.
 
-    The rule must repeat along the sequence, and allow no pair between repetitions.
+    The rule must repeat along the sequence, and allow no pair between repetitions. Each residue class of the order must
+    fill whole blocks.
 
     classes: number of residue classes of a residue-major order, 1 for the order of positions. The longer order has the
-        classes one after the other, too, so copies are placed within each class.
+        same classes one after the other, so copies are placed within each class.
     """
 
     def spread(index: Tensor, total: int) -> Tensor:
@@ -318,8 +327,8 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
     """Return block lists of equal shape as one list; a single part is returned unchanged.
 
-    Its heads are those of the first part, then of the second, and so on. But if each part has a single table, for any
-    number of heads, the result has one head for each part.
+    The heads of the result are those of the first part, then those of the second, and so on. But if every part has a
+    single table, the result has one head for each part, whatever the parts' numbers of heads.
     """
     if len(parts) == 1:
         return parts[0]

@@ -18,7 +18,8 @@ from ..orders import Pieces
 class SlotRun:
     """n slot runs; run i has count[i] slots from slot start[i] on. Fields are tensors of shape (n,).
 
-    piece: index of the slot run of a `Pieces` that contains run i, whose positions are thus a progression.
+    piece: index of the slot run of a `Pieces` that contains run i: the positions of run i are a progression. It is -1
+        only in results of `_runs_of_blocks`, for slots that no single slot run contains.
     stride: distance of consecutive slots of each run; None if all are 1.
     """
 
@@ -64,7 +65,7 @@ class SlotRun:
 
 @dataclass(frozen=True)
 class Nodes:
-    """n pairs of a query run and a key run, such as the nodes of a search; `table`: index of the table of each pair."""
+    """n pairs of a query run and a key run, such as the nodes of a search; table[i]: index of the table of pair i."""
 
     table: Tensor
     q: SlotRun
@@ -84,8 +85,8 @@ class Rule:
     num_heads: number of heads over all devices.
     heads: one global head for each table.
     q, k: slots of queries and of keys; the `firsts` of both have a row for each table.
-    rows: this rule with other `Pieces`, runs of neighbouring tokens instead of residue classes; None unless there are
-        many classes.
+    rows: the same rule, with the slots as runs of neighbouring tokens instead of residue classes; None unless both
+        orders are `Layout`s, and that of the queries has many classes.
     """
 
     pattern: Pattern
@@ -114,7 +115,7 @@ class Rule:
         )
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """Return a bool tensor, True where the pair is allowed.
+        """Return a bool tensor, True where the pair is allowed in batch entry 0.
 
         table, q_slot, k_slot: indices of tables, query slots and key slots; they broadcast to the shape of the result.
 
@@ -126,7 +127,7 @@ class Rule:
 
 
 def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a bool tensor, True where the pair is allowed.
+    """Return a bool tensor, True where the pair is allowed in batch entry 0.
 
     num_heads: number of heads over all devices.
     heads, q, k: global heads, query positions and key positions; they broadcast to the shape of the result.
@@ -160,8 +161,8 @@ class BlockPlaces(NamedTuple):
 def mask_classes(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block is alone in its class if its queries or its keys are in several slot runs of the rule, or if these have
-    strides.
+    Classes are numbered from 0. A block is alone in its class if its queries or its keys are in several slot runs of
+    the rule; with strides in `rule.q` or `rule.k`, each block is alone.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """

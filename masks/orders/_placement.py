@@ -41,8 +41,8 @@ class Placement:
 
     queries: runs of step 1, in ascending order.
     keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
-    complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
-        a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
+    complete: True if these are all keys that the rule allows the queries to see, so that gaps between the keys need no
+        mask. If False, a plan must exclude pairs with other keys, and `keys` must have one entry, of runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
         last position of all queries and keys.
     """
@@ -86,19 +86,22 @@ class Placement:
 
     @property
     def end(self) -> int:
-        """One past the last position for which run-time tensors have values."""
+        """Return one more than the last position for which run-time tensors have values."""
         sides = (self.queries, *self.keys)
         return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
-        """Yield parts, each a run of queries and an interval of positions; each (query, key) pair is in exactly one."""
+        """Yield parts, each of a run of queries with the keys in an interval; each query-key pair is in exactly one."""
         tokens = accumulate(map(len, self.queries), initial=0)
         for queries, token in zip(self.queries, tokens, strict=False):
             for span, gapless in self._spans():
                 yield Part(queries, token, span, gapless)
 
     def _spans(self) -> list[tuple[range, bool]]:
-        """Return [(interval of key positions, gapless), ...], as in `Part`: together they contain all keys."""
+        """Return [(span, gapless), ...] as in `Part`; the spans are disjoint, and together contain all keys.
+
+        If `complete`, a span extends from the first key to the last key between two runs of queries without a key.
+        """
         if not self.complete:
             return [(run, True) for run in self.keys[0]]
         left_out = [run for run in self.queries if not any(among(side, run) for side in self.keys)]
@@ -131,7 +134,7 @@ class Placement:
         return joined
 
     def key_slots(self, head: int) -> TokenIndices:
-        """Return the index of each key position in the key tensor of one key-value head."""
+        """Return where the key of each position is in the key tensor of one key-value head of this device."""
         return _token_indices(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> TokenIndices:
@@ -169,9 +172,9 @@ class Padded:
     """Order of every `step`-th token of each segment, from each head's offset on, padded to `width` slots per segment.
 
     Slot s of head i holds token t = start + f * segment + offsets[i] + p * step, where f, p = divmod(s, width), if t is
-    in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0. `width` and the number of
-    slots are multiples of `side`, and there are at least two blocks: a graph compiled for a dynamic number of blocks
-    would specialize on one.
+    in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0, whose first token,
+    `start`, may be negative. `width` and the number of slots are multiples of `side`, the slots of a block. There are
+    at least two blocks: a graph compiled for a dynamic number of blocks would specialize on one.
     """
 
     offsets: tuple[int, ...]
@@ -196,13 +199,16 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of each head: enough for the tokens of any head, and whole blocks, at least two of them."""
+        """Return the number of slots, equal for all heads: whole blocks, at least two, with room for any head's tokens."""
         last = self.num_segments - 1
         held = last * self.width + int(self.filled_slots()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
 
     def filled_slots(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
-        """Return (first, past) for each head and segment: slots first to past - 1 of the segment hold tokens."""
+        """Return (first, past) for each head and segment: the segment's slots first to past - 1 hold tokens.
+
+        Slots are counted from the segment's first slot. first == past if none of them holds a token.
+        """
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]
         last = (start + self.segment).clamp(max=self.end)
@@ -226,8 +232,10 @@ class ActivePositions:
 
     List r holds the positions p in the ranges runs[r] with p % segment % step == offsets[r].
 
+    offsets: offset of each list, below `step`.
     runs: ranges of positions of each list, whose steps may exceed 1.
     rows: index of each head's list.
+    step, segment: dilation rate and segment length, equal for all lists.
     side: slots of a block.
 
     Slots after a list's last position are empty. The slots are whole blocks of `side`, at least two, as in `Padded`.

@@ -37,7 +37,7 @@ class Tiling(Permutation):
 
     @property
     def is_natural(self) -> bool:
-        """True if slot s holds token s, as each tile is a run of consecutive tokens in row-major order."""
+        """True if each tile is a run of consecutive tokens in row-major order: slot s then holds token s."""
         pairs = list(zip(self.tile, self.grid, strict=True))
         # Along some axis tiles may have any length: along earlier ones they have one place, along later ones all.
         before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
@@ -71,7 +71,8 @@ class Tiling(Permutation):
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
         """Return (an equivalent rule over slot numbers, all slots as one slot run).
 
-        Over positions, slot runs would be only as long as a tile is wide. `rule` must be a neighbourhood, `origin` 0.
+        Over positions, slot runs would be only as long as a tile is wide. `rule` must be a neighbourhood on this grid,
+        and `origin` 0.
         """
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
@@ -80,7 +81,7 @@ class Tiling(Permutation):
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
         """Return the non-empty rectangles of the grid into which n slot runs are cut.
 
-        Slot run i has slots start[i] to stop[i] - 1; i is the `run` of its rectangles.
+        Slot run i has slots start[i] to stop[i] - 1; i is the `run` of its rectangles. An empty slot run has none.
         """
         rest = _RunParts(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
         found = []
@@ -109,9 +110,9 @@ class Tiling(Permutation):
 
 @dataclass(frozen=True)
 class _RunParts:
-    """Non-empty parts of slot runs, each within one rectangle of the grid.
+    """Parts of slot runs, each within one rectangle of the grid; a part with start >= stop is empty.
 
-    run: index of the original run.
+    run: index of the slot run.
     start, stop: the part has slots start to stop - 1, counted from the rectangle's first slot.
     box: the rectangle of each part.
     """
@@ -126,12 +127,13 @@ class _RunParts:
 
 
 def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles, _RunParts]:
-    """Return (rectangles of whole children, the remaining parts) of slot runs, cut at the boundaries of children.
+    """Return (rectangles, rest): `runs`, with the whole children of each cut off as one rectangle.
 
-    Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
-    `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is
-    inside one child. Each remaining part is inside one child. A last child that is smaller than others counts as
-    a beginning even if it is whole.
+    runs: non-empty parts of slot runs. A child is a part of their rectangle with `unit` places along `axis`; a last
+        child that is smaller than the others is never whole.
+
+    `rest` has what comes before the whole children and after them, each inside one child; or all of a run without whole
+    children, cut where one child ends and another begins.
     """
     size = unit * _tokens_per_place(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -152,10 +154,10 @@ def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles,
 def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
     """Return the part of each slot run i in child number child[i] of the run's rectangle; its `box` is the child.
 
-    A run without a slot there gets an empty part, whose `box` has no meaning; the caller drops it. So child[i] may be
-    -1. Children have `unit` places along `axis` and are numbered from 0.
+    Children have `unit` places along `axis` and are numbered from 0. A run without a slot in the child, such as in
+    number -1, gets an empty part, whose `box` has no meaning.
 
-    size: number of slots of a child.
+    size: number of slots of a child that is not smaller than the others.
     """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _RunParts(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
