@@ -1,6 +1,6 @@
 """Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
 
-The slot matrix has a row for each query slot and a column for each key slot. The search starts from the squares of pairs
+The slot matrix has a row for each query slot and a column for each key slot. The search starts from squares of pairs
 that a pattern lists, or else from pairs of a query run and a key run. In residue-major order there may be as many runs
 as tokens. If there are many, pairs of runs are ruled out first: by the rule's spacing (query and key of an allowed pair
 are congruent modulo it), and by bounds on each run against all keys or all queries.

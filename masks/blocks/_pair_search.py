@@ -314,10 +314,9 @@ def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the patterns of which this one is composed by unions, intersections, complements and choices by
-    head or batch entry.
+    """Yield the patterns that this one combines by unions, intersections, complements and choices by head or entry.
 
-    Patterns of other kinds are not taken apart, not even if they are derived from another pattern.
+    Patterns of other kinds are not taken apart, even if they are derived from another pattern.
     """
     if isinstance(pattern, Composite):
         for part in pattern.parts:

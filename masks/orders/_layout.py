@@ -70,7 +70,10 @@ class _Order:
 
 
 class _SharedOrder(_Order):
-    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]. Only `Folded` has more folds."""
+    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s].
+
+    Only a `Folded` can have more than one fold.
+    """
 
     folds = 1
 
@@ -87,7 +90,7 @@ class _SharedOrder(_Order):
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return a number above every token of fold 0, also after `filled` further slots were appended to the order."""
+        """Return a number above every token of fold 0, also if the order went on for `filled` more slots."""
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
@@ -235,7 +238,7 @@ class ListedOrder(_SharedOrder):
     def end(self, filled: int) -> int:
         """Return the largest `stop` of the runs, which is above every token of the order.
 
-        `filled` is not used: slots appended to this order hold none of the tokens after it.
+        `filled` is not used: no slots follow the listed ones.
         """
         return max(run.stop for run in self.runs)
 

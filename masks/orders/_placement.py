@@ -41,8 +41,9 @@ class Placement:
 
     queries: runs of step 1, in ascending order.
     keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
-    complete: True if these are all keys that the rule allows the queries to see, so that gaps between the keys need no
-        mask. If False, a plan must exclude pairs with other keys, and `keys` must have one entry, of runs of step 1.
+    complete: True if gaps between the keys need no mask. For that, the rule may allow pairs with a key that is not in
+        `keys` only in a run of `queries` in which no head has a key: `parts` leaves such runs out. If False, a plan
+        must exclude pairs with other keys, and `keys` must have one entry, of runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
         last position of all queries and keys.
     """
@@ -199,7 +200,7 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots, equal for all heads: whole blocks, at least two, with room for any head's tokens."""
+        """Return the number of slots, equal for all heads: at least two whole blocks, which hold any head's tokens."""
         last = self.num_segments - 1
         held = last * self.width + int(self.filled_slots()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side

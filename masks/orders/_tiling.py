@@ -127,13 +127,11 @@ class _RunParts:
 
 
 def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles, _RunParts]:
-    """Return (rectangles, rest): `runs`, with the whole children of each cut off as one rectangle.
+    """Return (rectangles, rest): the whole children that each run contains, as one rectangle, and its other parts.
 
-    runs: non-empty parts of slot runs. A child is a part of their rectangle with `unit` places along `axis`; a last
-        child that is smaller than the others is never whole.
-
-    `rest` has what comes before the whole children and after them, each inside one child; or all of a run without whole
-    children, cut where one child ends and another begins.
+    A child is a part of the run's `box` with `unit` places along `axis`; a last child that is smaller than the others
+    never counts as whole. A run without a whole child has no rectangle. Each part in `rest` is inside one child, and
+    not empty.
     """
     size = unit * _tokens_per_place(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
