@@ -1,7 +1,7 @@
 """KeyQuery, the search for the keys that some queries attend to, and its rewrites into simpler searches.
 
-Each rewrite takes one factor of a KeyQuery and the KeyQuery of the other factors, and returns None if it does not apply
-to this factor.
+Each rewrite takes one factor of a KeyQuery and the KeyQuery of the other factors, and returns the simpler searches; or
+None if it does not apply to this factor.
 """
 
 from __future__ import annotations
@@ -259,9 +259,9 @@ def _rewrite_spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _search_in_span(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Return (the search within a span, with positions counted from the span's start; the map of keys found by it).
+    """Return (the search within a span, with positions counted from the span's start; the map of its keys).
 
-    The map turns ranges of such positions into ranges of positions of `wanted`.
+    The map turns ranges of keys that the search finds into ranges of keys of `wanted`.
     """
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))

@@ -186,7 +186,7 @@ def _halve_long_sides(boxes: Box) -> Box:
 
 
 def _halves(side: Progression) -> tuple[Tensor, Progression]:
-    """Return (index of each part's progression, parts): progressions, halved if they have more than 16 positions."""
+    """Return (index of each part's progression, parts); progressions of more than 16 positions are halved."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -195,9 +195,9 @@ def _halves(side: Progression) -> tuple[Tensor, Progression]:
 
 
 def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Return the keys of these boxes, whose sides are at most 16, that some query of a box sees, by evaluating pairs.
+    """Return the keys of small boxes that some query of their box sees, found by evaluating pairs.
 
-    Boxes with equal keys share results: a key comes once for them. Other boxes may give a key again.
+    The sides of the boxes must be at most 16. Boxes with equal keys give a key once; other boxes may give it again.
     """
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
@@ -261,8 +261,8 @@ def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[rang
 def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
     """Return the keys that some query sees, as ranges, if the rule depends on the distance alone; else None.
 
-    The keys are searched by residue class modulo the step of the queries. None also for more than 512 such classes,
-    which are step // gcd(step, keys.step).
+    The keys are searched by residue class modulo the step of the queries. None also if the number of classes, step //
+    gcd(step, keys.step), is above 512.
     """
     keys, number = wanted.keys, len(wanted.queries)
     step = wanted.queries.step if number > 1 else 1

@@ -77,9 +77,9 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     sides: (queries, keys) of a block.
 
     If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
-    subdivides only the squares, instead of these query blocks with all keys. In a union, alternatives that list squares
-    are searched in this way, and the union of the other alternatives with all keys. The bounds of the whole rule are
-    then computed on the blocks found. If these are over 2**20, the whole rule is searched with all keys instead.
+    subdivides only these squares, not all keys. In a union, alternatives that list squares are searched in this way,
+    and the union of the other alternatives over all keys. The bounds of the whole rule are then computed on the blocks
+    found. If these are too many, see `_distinct_blocks_if_few`, the whole rule is searched over all keys instead.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
@@ -276,8 +276,9 @@ def _descend_part(
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves (parts, with bounds) of the blocks with the numbers `key`, as of `_distinct_blocks_if_few`.
+    """Yield the leaves (parts, with bounds) of some blocks.
 
+    key: numbers of the blocks, as in `_distinct_blocks_if_few`.
     shape: (number of query blocks, number of key blocks).
     """
     rows, columns = shape
@@ -341,7 +342,7 @@ def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: boo
 
 
 def _rule_of_fewer_runs(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule, or `rule.rows` with the rule's pattern if blocks are estimated to then have fewer pairs of runs.
+    """Return `rule`, or `rule.rows` with its pattern if there, by an estimate, a block has fewer pairs of slot runs.
 
     The result has no `rows`. A rule without `rows` is returned unchanged.
     """
@@ -360,7 +361,7 @@ def _most_runs_in_block(pieces: Pieces, block: int) -> int:
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
     """Yield leaves, each inside one block, by subdividing `roots`, which are pairs of a query run and a key run.
 
-    Parts without an allowed pair by their bounds are dropped. Parts of which all pairs are allowed by their bounds are
+    Parts that by their bounds have no allowed pair are dropped. Parts that by their bounds have only allowed pairs are
     cut into blocks without further bounds.
     """
     stack = _chunks(roots)

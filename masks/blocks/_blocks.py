@@ -74,9 +74,9 @@ class Blocks:
         return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Return consecutive parts of the list, which limit memory: [(range of tables, slice of the list), ...].
+        """Return consecutive parts of the list as [(range of tables, slice of the list), ...].
 
-        Each part has whole tables. It has at most 2**19 blocks, unless it is a single table.
+        Work part by part limits memory. A part has whole tables, and at most 2**19 blocks unless it is a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
@@ -197,7 +197,7 @@ def dense_masks(
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """Yield the dense masks of these blocks, several blocks at a time, in the order of `places`.
 
-    An entry is True if its pair is allowed, False for slots after the last one.
+    A mask is True where the pair is allowed; it is False beyond the last query slot or key slot.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -230,8 +230,8 @@ class ListedBlocks(NamedTuple):
     plain: blocks in other rows, if all listed blocks of the row are full.
     masked: blocks in other rows, if a listed block of the row is partial.
 
-    The numbers are means over tables in `estimate_blocks`, and sums over heads and folds in `Term.listed_blocks`. A
-    term without block lists, or one that overrides `listed_blocks`, counts in its own way, which is said there.
+    The numbers are means over tables in `estimate_blocks`, and sums over heads and folds in `Term.listed_blocks`. That
+    property and its overrides say what they count for terms without block lists, and for other lists.
     """
 
     runs: float

@@ -292,7 +292,7 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
     """Return True if one of the pattern's `_atoms` has a period that divides `step`.
 
-    Else diagonals decide nothing: each part would have to be decided by its bounds, and the pattern with it.
+    Without one, diagonals decide nothing that bounds leave open.
     """
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)

@@ -41,9 +41,9 @@ class Placement:
 
     queries: runs of step 1, in ascending order.
     keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
-    complete: True if gaps between the keys need no mask. For that, the rule may allow pairs with a key that is not in
-        `keys` only in a run of `queries` in which no head has a key: `parts` leaves such runs out. If False, a plan
-        must exclude pairs with other keys, and `keys` must have one entry, of runs of step 1.
+    complete: True if gaps between the keys need no mask: a position that is not in `keys` is in no allowed pair, unless
+        it is in a run of `queries` in which no head has a key, as `parts` leaves out such runs. If False, a plan must
+        exclude pairs with positions that are not in `keys`, and `keys` must have one entry, of runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
         last position of all queries and keys.
     """
@@ -101,7 +101,8 @@ class Placement:
     def _spans(self) -> list[tuple[range, bool]]:
         """Return [(span, gapless), ...] as in `Part`; the spans are disjoint, and together contain all keys.
 
-        If `complete`, a span extends from the first key to the last key between two runs of queries without a key.
+        If `complete`, runs of queries without a key cut the positions into intervals, and a span extends from the first
+        to the last key of an interval.
         """
         if not self.complete:
             return [(run, True) for run in self.keys[0]]

@@ -155,7 +155,7 @@ def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit
     Children have `unit` places along `axis` and are numbered from 0. A run without a slot in the child, such as in
     number -1, gets an empty part, whose `box` has no meaning.
 
-    size: number of slots of a child that is not smaller than the others.
+    size: number of slots of each child but the last, which may have fewer.
     """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _RunParts(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
