@@ -30,7 +30,7 @@ class Ends:
     """The positions first, first + chunk, first + 2 * chunk, ...: ends of chunks, with 0 <= first < chunk.
 
     A rule has these ends if no query before an end sees a key at or after that end. A causal rule has every position as
-    an end: first = 0 and chunk = 1.
+    an end, with chunk 1.
     """
 
     first: int
@@ -104,13 +104,12 @@ def _first_pair_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
 
 @outside_torch_modes
 def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
-    """Return the common ends of all these rules, with the shortest possible chunk; or else an allowed pair.
+    """Return the common ends of all these rules, with the shortest chunk; or else a pair whose key is after its query.
 
-    If no ends are found, the result is the pair, as positions (query, key) with the key after the query. Rules that are
-    causal by their form are not searched; without other rules, every position is an end. Other rules are searched over
-    the first 2048 positions, or over about twice the longest period of any of them or of their parts if that is more,
-    but at most over 32,768. Chunks of half the searched positions or more are not found, and later positions are
-    assumed to repeat the chunks.
+    If no ends are found, the result is such a pair, (query, key), that a rule allows. Rules that are causal by their
+    form are not searched. Other rules are searched over the first 2048 positions, or over about twice the longest
+    period in any of them if that is more, but at most over 32,768. Chunks of half the searched positions or more are
+    not found, and later positions are assumed to repeat the chunks.
     """
     periods = {source: _longest_period(source.rule) for source in sources if not causal_by_form(source.rule)}
     tried = min(max(_LEAST_TRIED, 2 * max(periods.values(), default=0) + _BLOCK), _MOST_TRIED) // _BLOCK * _BLOCK

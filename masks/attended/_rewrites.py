@@ -124,9 +124,7 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
 def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
-    Trivial factors are `every()`, which is dropped; `~every()`, which leaves no search; `&`, whose parts become
-    factors; `~` of `|`, which becomes a factor `~part` for each part; and `~` of global tokens, which cuts the queries,
-    the keys or both.
+    Trivial factors are `every()`, `&`, and `~` of `every()` (no search is left), of `|` and of global tokens.
     """
     match factor:
         case Every():
@@ -169,8 +167,8 @@ def _visible_ranges(keys: KeySet, found: list[range]) -> Iterator[range]:
 def _searches_of_marked_runs(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and by `factor`, which allows the pairs with a marked token.
 
-    There is one search for each run of marked queries, and one for each run of marked keys; none if no token of `rest`
-    is marked. The result is None for more than 2**12 runs of marked queries or of marked keys.
+    There is one search for each run of marked queries, and one for each run of marked keys. The result is None for more
+    than 2**12 runs of queries or of keys.
     """
     queries, keys = (
         factor.marked(range(side.start, side.stop)) if sees else ()
@@ -200,9 +198,9 @@ def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
 def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window.
 
-    If `rest` has another such factor, both become one window. Else the queries and keys are cut to the reach of the
-    factor, which is dropped if it excludes none of the keys that remain; no search is left if nothing is in reach.
-    None for other factors, for two factors that `_joint_window` cannot join, and if nothing changes.
+    If `rest` has another such factor, both become one window. Else queries and keys are cut to the reach of the factor,
+    which is dropped if it excludes none of the keys that remain. None for other factors, if `_joint_window` cannot join
+    two, and if nothing changes.
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
@@ -259,10 +257,7 @@ def _rewrite_spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _search_in_span(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Return (the search within a span, with positions counted from the span's start; the map of its keys).
-
-    The map turns ranges of keys that the search finds into ranges of keys of `wanted`.
-    """
+    """Return (the search within a span, with positions counted from the span's start; the map to keys of `wanted`)."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
@@ -279,8 +274,8 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
-    The segments are those that overlap the span of the queries and the span of the keys; one of them may have no query
-    or no key, if these have steps above 1. None for more than `most` segments, and for other factors.
+    Each segment that overlaps the span of the queries and the span of the keys has one, even without a query or a key.
+    None for more than `most` segments, and for other factors.
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
@@ -291,9 +286,8 @@ def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, in three segments or in each segment.
 
     If the period of `rest` and the steps of queries and keys divide the segment, all segments but the first and last
-    are alike: only the first, second and last segment are searched, and the keys found in the second are repeated in
-    each segment before the last. Else each segment is searched; None for more than 2**12 of them. None for other
-    factors. There must be more segments than `_rewrite_few_segments` takes.
+    are alike: only the first, second and last are searched, and the keys found in the second are repeated in the
+    others. Else each segment is searched; None for more than 2**12, and for other factors.
     """
     if not isinstance(factor, Dilated):
         return None
@@ -400,8 +394,8 @@ def _ranges_seen_on_grid(pattern: Neighborhood, queries: range) -> Iterator[rang
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
     """Yield the rectangles of a grid, each as one range for each axis, that a run of row-major tokens consists of.
 
-    With two axes they are the end of a grid line, the beginning of another, and the whole lines between, as far as the
-    run has these. With more axes, an incomplete part is split again along the inner axes. An empty run has none.
+    With two axes these are the end of a grid line, the beginning of another, and the whole lines between; with more, an
+    incomplete part is split again along the inner axes.
 
     strides: distance in tokens between neighbours along each axis, the outermost first; the last is 1.
     """

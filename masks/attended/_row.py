@@ -122,10 +122,8 @@ def _hull(indices: Sequence[int]) -> range:
 
 
 def _union(ranges: Iterable[range]) -> Ranges:
-    """Return the union of non-empty ranges, as disjoint ranges.
-
-    For speed, ranges of equal step and residue that overlap or continue each other are joined before `union_of`.
-    """
+    """Return the union of non-empty ranges, as disjoint ranges."""
+    # For speed, ranges of equal step and residue that overlap or continue each other are joined before `union_of`.
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []
     for each in sorted(ranges, key=lambda each: each.start):
@@ -161,7 +159,7 @@ def maybe_visible(
 ) -> Bool[Tensor, " R"]:
     """Return a mask of R runs of keys: True if some query may see a key of the run, by at least one rule.
 
-    False is certain: no query sees a key of the run. True is not certain.
+    False is certain, True is not.
 
     sources: the rules.
     firsts, lengths: first position and length of each run.

@@ -65,7 +65,7 @@ def keys_of_any(searches: Iterable[KeyQuery]) -> Ranges:
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
     """Return the distinct rules of these global heads, as {rule: the first of `heads` that follows it}.
 
-    They are collected over the branches of a mixture and over batch entries, each as the rule of one head.
+    They are collected over the branches of a mixture and over batch entries.
 
     num_heads: number of global heads.
     """
@@ -118,8 +118,8 @@ def keys_by_boxes(wanted: KeyQuery) -> list[range]:
 def _first_boxes(wanted: KeyQuery) -> Box:
     """Return the boxes with which a search begins; together they have all allowed pairs.
 
-    If the rule lists squares, the boxes are these squares, cut to the queries and keys. Else each is a residue class of
-    queries with one of keys, in which a dilated rule is dense.
+    If the rule lists squares, these are the squares, cut to the queries and keys; else pairs of residue classes of
+    queries and keys, in which a dilated rule is dense.
     """
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
@@ -195,10 +195,7 @@ def _halves(side: Progression) -> tuple[Tensor, Progression]:
 
 
 def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Return the keys of small boxes that some query of their box sees, found by evaluating pairs.
-
-    The sides of the boxes must be at most 16. Boxes with equal keys give a key once; other boxes may give it again.
-    """
+    """Return the keys of boxes with sides of at most 16 that some query of the box sees, by evaluating pairs."""
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
     first[number], count[number] = boxes.k.first, boxes.k.count
@@ -234,10 +231,7 @@ def _num_earlier_of_run(number: Tensor, runs: int) -> Tensor:
 
 
 def _allowed_pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Return a bool tensor (n, 16, 16): entry (b, i, j) is True if box b has query i and key j, an allowed pair.
-
-    The sides of the boxes must be at most 16.
-    """
+    """Return a bool tensor (n, 16, 16): entry (b, i, j) is True if box b has query i and key j, an allowed pair."""
     place = torch.arange(_SIDE)
     in_q, in_k = (place < count[:, None] for count in (boxes.q.count, boxes.k.count))
     # Places beyond a box repeat its first position; the result masks them.
@@ -261,8 +255,7 @@ def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[rang
 def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
     """Return the keys that some query sees, as ranges, if the rule depends on the distance alone; else None.
 
-    The keys are searched by residue class modulo the step of the queries. None also if the number of classes, step //
-    gcd(step, keys.step), is above 512.
+    None also if the queries' step cuts the keys into over 512 residue classes: step // gcd(step, keys.step).
     """
     keys, number = wanted.keys, len(wanted.queries)
     step = wanted.queries.step if number > 1 else 1
@@ -283,9 +276,9 @@ def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
 def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
     """Return the lags (key index - query index) that count as allowed, as ascending intervals (begins, exclusive ends).
 
-    A lag counts if it is allowed, or if it is between two allowed lags that are at most n apart, for n queries. This
-    adds no key: each key has n consecutive lags, one for each query, and if a lag between the two is one of these, so
-    is one of the two. Queries and keys must have equal steps, and the rule must depend on the distance alone.
+    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries. This adds no
+    key: a key has n consecutive lags, so with a lag between the two it also has one of them. Queries and keys must have
+    equal steps, and the rule must depend on the distance alone.
     """
     n, found = len(wanted.queries), []
     begin, end = torch.tensor([1 - n]), torch.tensor([len(keys)])
@@ -323,8 +316,8 @@ def _lags_between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
     begin, end: disjoint ascending intervals [begin, end), each with an allowed lag.
 
-    For each interval i, let j be the last one with end[j] <= begin[i] + n + 1: then any lag of j is at most n above any
-    lag of i. If j > i, the result has an interval from the last lag of i to the first lag of j, both included.
+    For each interval i, let j be the last one with end[j] <= begin[i] + n + 1: if j > i, the result has an interval
+    from the last lag of i to the first lag of j, both included.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)

@@ -1,9 +1,9 @@
 """Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
 
 The slot matrix has a row for each query slot and a column for each key slot. The search starts from squares of pairs
-that a pattern lists, or else from pairs of a query run and a key run. In residue-major order there may be as many runs
-as tokens. If there are many, pairs of runs are ruled out first: by the rule's spacing (query and key of an allowed pair
-are congruent modulo it), and by bounds on each run against all keys or all queries.
+that a pattern lists, or else from pairs of a query run and a key run. If there are many, as in residue-major order,
+pairs of runs are ruled out first: by the rule's spacing (query and key of an allowed pair are congruent modulo it), and
+by bounds on each run against all keys or all queries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Leaves(NamedTuple):
     table: index of the table; heads with equal rules share one.
     row, column: indices of the query block and of the key block that contain the part.
 
-    A block can have several parts, which share no pair of slots. Pairs of a block outside its parts are not allowed.
+    A block can have several parts. They share no pair of slots, and no pair of the block outside them is allowed.
     """
 
     table: Tensor
@@ -57,12 +57,10 @@ class SlotIntervals(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: range | Tensor, side: int) -> SlotIntervals:
-        """Return one interval for a range of consecutive blocks, or one interval for each block of a tensor.
+        """Return one interval for a range of consecutive blocks, or one for each block of a tensor.
 
         blocks: indices of blocks.
         side: slots of a block.
-
-        The interval of the last block may end after the last slot.
         """
         if isinstance(blocks, range):
             return cls(torch.tensor([blocks.start * side]), torch.tensor([blocks.stop * side]))
@@ -79,7 +77,7 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
     If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
     subdivides only these squares, not all keys. In a union, alternatives that list squares are searched in this way,
     and the union of the other alternatives over all keys. The bounds of the whole rule are then computed on the blocks
-    found. If these are too many, see `_distinct_blocks_if_few`, the whole rule is searched over all keys instead.
+    found. If these are too many, the whole rule is searched over all keys instead.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
@@ -98,8 +96,8 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
     slots: query slots to search.
     sides: (queries, keys) of a block.
 
-    Unlike `find_leaves`, this searches all keys, even if the pattern lists squares. If there are over 2**16 pairs of
-    residue classes, the alternatives of a union are searched one by one, as each may rule out other classes.
+    Unlike `find_leaves`, this searches all keys. If there are over 2**16 pairs of residue classes, the alternatives of
+    a union are searched one by one, as each may rule out other classes.
     """
     if rule.rows is None or sum(each.number for each in _run_pairs(rule, tables, slots)) <= _MOST_ROOTS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
@@ -115,8 +113,7 @@ def _leaves_of_union(
 
     found: the leaves of each alternative. The bounds of the whole rule are computed on the blocks of these leaves, but
         the leaves of a single alternative are yielded unchanged.
-    whole: the leaves of the whole rule, from another search. They are yielded instead if the alternatives have too many
-        blocks.
+    whole: the leaves of the whole rule, yielded instead if the alternatives have too many blocks.
     """
     if len(found) == 1:
         yield from found[0]
@@ -148,9 +145,8 @@ def _in_position_order(rule: Rule) -> bool:
 def _square_nodes(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
     """Return one node (query run, key run) for each square of pairs that `pattern` lists for each table.
 
-    None if it does not list squares for one of the tables, see `Pattern.squares`. Query runs are cut to `slots`, which
-    must be one interval, and nodes without pairs are dropped. The slots must be in the order of positions, see
-    `_in_position_order`.
+    None if it does not list squares for one of the tables, see `Pattern.squares`. Query runs are cut to `slots`, one
+    interval, and nodes without pairs are dropped. The rule must be `_in_position_order`.
     """
     found = []
     for table in tables:
@@ -176,10 +172,9 @@ def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) 
 
 
 def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Return the leaves' distinct blocks as ascending numbers; None if there are too many.
+    """Return the distinct blocks of the leaves as ascending numbers (table * rows + row) * columns + column.
 
-    The number of a block is (table * rows + row) * columns + column. The blocks are counted only when over 2**20 leaves
-    have come since the last count. The result is None if a count exceeds 2**20, and has at most 2**21 blocks.
+    None if there are over 2**21, and possibly if there are over 2**20.
 
     rows, columns: number of query blocks and number of key blocks.
     """
@@ -197,8 +192,7 @@ def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) ->
 class _RunPairs(NamedTuple):
     """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]].
 
-    q, k: the query runs and the key runs.
-    order: indices of key runs.
+    order: indices into the runs of `k`.
     """
 
     table: int
@@ -212,8 +206,7 @@ class _RunPairs(NamedTuple):
     def of(cls, rule: Rule, table: int, q: SlotRun, k: SlotRun) -> _RunPairs:
         """Return the pairs of a query run and a key run that the rule's spacing does not rule out.
 
-        In such a pair, positions of queries and keys are congruent modulo gcd(rule.q.step, rule.k.step, spacing), with
-        the spacing of the table's rule.
+        In such a pair, queries and keys are congruent modulo the gcd of rule.q.step, rule.k.step and the spacing.
         """
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
@@ -240,8 +233,8 @@ def _run_pairs(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[
 def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
 
-    Up to 2**12 combinations of a query run and a key run are all returned, for each table. Of more, only those are
-    returned that the rule's spacing does not rule out.
+    For each table, all combinations of runs are returned if they are at most 2**12, else only those that the rule's
+    spacing does not rule out.
     """
     _, q = _runs_in(rule.q, slots)
     k = SlotRun.of(rule.k)
@@ -257,8 +250,8 @@ def _descend_part(
 ) -> Iterator[Leaves]:
     """Yield the leaves (parts of blocks, with bounds) of `part`, the rule's pattern or one of its `_alternatives`.
 
-    The slot runs are residue classes, or runs of neighbouring tokens as in `rule.rows`: the search starts from
-    whichever has fewer pairs of runs that spacing and bounds do not rule out. The rule must have `rows`.
+    The search starts from runs of residue classes or, as in `rule.rows`, of neighbouring tokens, whichever gives fewer
+    pairs of runs. The rule must have `rows`.
     """
     assert rule.rows is not None
     ways = []
@@ -342,7 +335,7 @@ def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: boo
 
 
 def _rule_of_fewer_runs(rule: Rule, sides: Sides) -> Rule:
-    """Return `rule`, or `rule.rows` with its pattern if there, by an estimate, a block has fewer pairs of slot runs.
+    """Return `rule`, or `rule.rows` with its pattern if that is estimated to have fewer pairs of runs in a block.
 
     The result has no `rows`. A rule without `rows` is returned unchanged.
     """

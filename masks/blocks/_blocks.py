@@ -36,8 +36,7 @@ class Blocks:
     with settle=False may also have empty blocks, and full ones with `full` False.
 
     heads: index of the table of each head; heads can share one.
-    full: True if all q_block * k_block pairs of slots exist and are allowed: False for each block that ends after the
-        last slot.
+    full: True if all q_block * k_block pairs of slots exist and are allowed.
     pairs: number of allowed pairs of each block, or UNKNOWN (-1).
     """
 
@@ -144,8 +143,8 @@ def _halves(some: range) -> tuple[range, range]:
 def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
     """Return bounds on the allowed pairs of each possibly non-empty block in these tables and query blocks.
 
-    The result has one leaf for each block, sorted by coordinates. With `settle` it is None if bounds leave more than
-    2**17 leaves (parts of blocks) undecided, unless there is only one table and one query block.
+    With `settle`, the result is None if bounds leave more than 2**17 leaves (parts of blocks) undecided, unless there
+    is only one table and one query block.
     """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
@@ -163,9 +162,8 @@ def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle
 def _block_fields(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
     """Return the tensors (table, row, column, full, pairs) of `Blocks`, from bounds on the pairs of each block.
 
-    found: one leaf for each block, sorted by coordinates.
     settle: True evaluates the blocks whose bounds do not decide between empty, partial and full, writes their counts to
-        `found` in place, and leaves out empty blocks. False takes `full` as False where the bounds do not decide.
+        `found` in place, and leaves out empty blocks.
     """
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
@@ -195,9 +193,7 @@ def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int
 def dense_masks(
     rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Yield the dense masks of these blocks, several blocks at a time, in the order of `places`.
-
-    A mask is True where the pair is allowed; it is False beyond the last query slot or key slot.
+    """Yield the dense masks of these blocks, several blocks at a time: True if allowed, False beyond the last slot.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -230,8 +226,7 @@ class ListedBlocks(NamedTuple):
     plain: blocks in other rows, if all listed blocks of the row are full.
     masked: blocks in other rows, if a listed block of the row is partial.
 
-    The numbers are means over tables in `estimate_blocks`, and sums over heads and folds in `Term.listed_blocks`. That
-    property and its overrides say what they count for terms without block lists, and for other lists.
+    In `estimate_blocks` they are means over tables; `Term.listed_blocks` and its overrides say what they sum.
     """
 
     runs: float
@@ -248,9 +243,8 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
     q_block, k_block: sides of a block, in slots.
 
-    Up to four tables are sampled, and of each the first four rows of blocks and an even sample of the others. Blocks
-    that bounds leave undecided count as listed, so estimates tend to be too high. They are exact for small masks. A
-    block that ends after the last slot counts as full if all its existing pairs are allowed.
+    They come from a sample of tables and rows, and are exact for small masks. Blocks that bounds leave undecided count
+    as listed, so estimates tend to be too high.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
@@ -270,6 +264,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         found = join_leaves(list(leaves), (rows, columns))
     height = (num_q - found.row * q_block).clamp(max=q_block)
     width = (num_k - found.column * k_block).clamp(max=k_block)
+    # A block that ends after the last slot counts as full if all its existing pairs are allowed.
     flat_row, is_partial = found.table * rows + found.row, found.low < height * width
     listed_row, index, length = flat_row.unique_consecutive(return_inverse=True, return_counts=True)
     masked = torch.zeros(len(listed_row), dtype=torch.int64).index_add_(0, index, is_partial.long()) > 0
@@ -297,8 +292,8 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     The rule must repeat along the sequence, and allow no pair between repetitions. Each residue class of the order must
     fill whole blocks.
 
-    classes: number of residue classes of a residue-major order, 1 for the order of positions. The longer order has the
-        same classes one after the other, so copies are placed within each class.
+    classes: number of residue classes of a residue-major order, 1 for the order of positions. Copies are placed within
+        each class, as the longer order, too, has its classes one after the other.
     """
 
     def spread(index: Tensor, total: int) -> Tensor:

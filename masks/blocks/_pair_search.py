@@ -68,10 +68,7 @@ class PairCounts(NamedTuple):
 
 @dataclass
 class Budget:
-    """Remaining work of a search, in evaluations of single pairs; other work is converted to these.
-
-    `left` falls below 0 if a step of the search takes more than was left.
-    """
+    """Remaining work of a search, counted in evaluations of single pairs; below 0 if the last step took more."""
 
     left: int
 
@@ -95,7 +92,7 @@ def pairs_of_queries(
     """Return, for each i, the number of allowed pairs of queries start[i] to stop[i] - 1 with keys below num_tokens.
 
     `rule` is the pattern of one head; start[i] <= stop[i] <= num_tokens. If the rule has a period and allows no pair
-    between two periods, the pairs of a whole period are counted once.
+    between two periods, a whole period is counted once.
     """
     period = rule.period() if rule.confined() else None
     rows = num_tokens if period is None else min(period, num_tokens)
@@ -137,9 +134,8 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
     """Return the number of allowed pairs of each box, as `bounded_pairs` does.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
-    halves. Boxes whose longer side is at most twice the shorter are counted by their diagonals if the pattern is known
-    to be constant along each diagonal; small boxes are counted pair by pair. Once the budget is spent, pairs are
-    sampled.
+    halves. Nearly square boxes are counted by diagonals if the pattern is constant along them, small boxes pair by
+    pair. Once the budget is spent, pairs are sampled.
 
     at_once: most boxes cut in one step.
     """
@@ -186,8 +182,8 @@ def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
 def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
     """Return the boxes that could not be counted; add the counts of all other boxes to `found`, in place.
 
-    Boxes are counted by bounds. As far as the budget goes, boxes that bounds leave undecided are counted by diagonals
-    where that is possible, and the small ones of the rest pair by pair. Boxes of similar size are processed together.
+    Boxes are counted by bounds. As far as the budget goes, boxes that bounds leave undecided are counted by diagonals,
+    where these decide, and small ones pair by pair.
     """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
@@ -215,7 +211,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
 
 
 def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
-    """Add to `found`, in place, the bounds of each box, and an estimate of its pairs from a sample of them."""
+    """Add the bounds of each box to `found`, in place, and an estimate of its pairs from a sample."""
     if not len(owned):
         return
     samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
@@ -233,10 +229,7 @@ def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
 
 
 def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor, "n m"], Float64[Tensor, "n m"]]:
-    """Return the coordinates (x, y), each of this shape, of points of a sequence that fills [0, 1)^2 evenly.
-
-    They are the points with numbers begin, begin + 1, and so on, in row-major order.
-    """
+    """Return (x, y), each of this shape: the points begin, begin + 1, ... of a sequence that fills [0, 1)^2 evenly."""
     number = (begin + torch.arange(shape[0] * shape[1]).view(shape)).double()
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
@@ -290,10 +283,7 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
-    """Return True if one of the pattern's `_atoms` has a period that divides `step`.
-
-    Without one, diagonals decide nothing that bounds leave open.
-    """
+    """Return True if one of the pattern's `_atoms` has a period that divides `step`; else diagonals decide nothing."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 

@@ -18,8 +18,7 @@ from ..orders import Pieces
 class SlotRun:
     """n slot runs; run i has count[i] slots from slot start[i] on. Fields are tensors of shape (n,).
 
-    piece: index of the slot run of a `Pieces` that contains run i: the positions of run i are a progression. It is -1
-        only in results of `_runs_of_blocks`, for slots that no single slot run contains.
+    piece: index of the slot run of a `Pieces` that contains run i; -1, only from `_runs_of_blocks`, if there is none.
     stride: distance of consecutive slots of each run; None if all are 1.
     """
 
@@ -85,8 +84,8 @@ class Rule:
     num_heads: number of heads over all devices.
     heads: one global head for each table.
     q, k: slots of queries and of keys; the `firsts` of both have a row for each table.
-    rows: the same rule, with the slots as runs of neighbouring tokens instead of residue classes; None unless both
-        orders are `Layout`s, and that of the queries has many classes.
+    rows: the same rule with runs of neighbouring tokens instead of residue classes; None unless both orders are a
+        `Layout`, and the queries have many classes.
     """
 
     pattern: Pattern
@@ -161,8 +160,7 @@ class BlockPlaces(NamedTuple):
 def mask_classes(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    Classes are numbered from 0. A block is alone in its class if its queries or its keys are in several slot runs of
-    the rule; with strides in `rule.q` or `rule.k`, each block is alone.
+    A block is alone in its class if its queries or its keys are in several slot runs, or in a slot run with a stride.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """

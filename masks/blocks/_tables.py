@@ -24,12 +24,11 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     """Return a block list as a torch BlockMask, with index tables by query block and by key block.
 
     No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
-    entry 1, and so on. The index tables have shape (batch, heads, rows, width); `heads` is 1 for a block list of one
-    table.
+    entry 1, and so on; the index tables have shape (batch, heads, rows, width).
 
     On CPU each row of a table has an entry for every block along the other axis, as the compiled kernel requires. The
-    rows overlap in memory: past a row's count come entries of later rows or zeros, all of them valid block indices. On
-    other devices a table is as wide as the longest row, of partial or of full blocks.
+    rows overlap in memory: past a row's count come zeros or entries of later rows, all of them valid block indices. On
+    other devices tables are as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _index_tables(blocks, blocks.row, blocks.column, (rows, columns), device)
@@ -65,10 +64,9 @@ def _index_tables(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (partial counts, partial indices, full counts, full indices) of a BlockMask.
 
-    Counts have shape (L, R), with R `major` indices, and indices (L, R, W). A row of indices lists the `minor` indices
-    of the partial or of the full blocks that have this `major` index.
+    Counts have shape (L, R), indices (L, R, W). Row i lists the `minor` indices of the blocks with `major` index i.
 
-    major, minor: `blocks.row` and `blocks.column` for tables by query block, the reverse for tables by key block.
+    major, minor: row and column of each listed block for tables by query block, the reverse for tables by key block.
     shape: (number of major indices, number of minor indices).
     """
     counts = _block_counts(blocks, major, shape[0])
@@ -196,13 +194,9 @@ class PackedBlocks:
 
 
 def _to_bytes(blocks: Blocks, part: slice) -> bytes:
-    """Return a slice of the block list as uncompressed bytes: coordinates, then pair counts, then `full`.
-
-    The coordinates of a block become one number. The first number is stored, then the difference of each from the one
-    before: differences repeat in regular patterns, and so compress well.
-    """
+    """Return a slice of the block list as bytes: differences of successive block numbers, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
-    steps = key.diff(prepend=key.new_zeros(1))
+    steps = key.diff(prepend=key.new_zeros(1))  # they repeat in regular patterns, and so compress well
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 

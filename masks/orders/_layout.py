@@ -19,9 +19,8 @@ class Pieces:
     """P slot runs that together have every slot once; in each, token positions ascend by `step`.
 
     Slot run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For
-    heads that use table t, slot i of slot run p, counted from 0, holds position firsts[t, p] + step * i. `starts`
-    ascend. Slot runs of stride n > 1 come in groups of n equally long ones, which start at consecutive slots and
-    interleave without gaps.
+    heads that use table t, the i-th slot of slot run p holds position firsts[t, p] + step * i. Starts ascend. Slot runs
+    of stride n > 1 come in groups of n equally long ones, which start at consecutive slots and interleave without gaps.
     """
 
     starts: Int64[Tensor, " P"]
@@ -56,7 +55,7 @@ class _Order:
     def pieces(self, origin: int) -> Pieces:
         """Return the slots of fold 0 as slot runs whose positions are progressions; token 0 has position `origin`.
 
-        `firsts` of the result has one row for all heads, or one for each head of a `Compact`.
+        `firsts` has a row for each head of a `Compact`, else one for all heads.
         """
         raise NotImplementedError  # defined by each order
 
@@ -70,10 +69,7 @@ class _Order:
 
 
 class _SharedOrder(_Order):
-    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s].
-
-    Only a `Folded` can have more than one fold.
-    """
+    """Base of orders that all heads share: slot s of fold 0 holds token positions()[s]. `folds` is 1 by default."""
 
     folds = 1
 
@@ -197,8 +193,7 @@ class Layout(Permutation):
         """Return the slots as slot runs of consecutive tokens: the first token of each class, then the second of each.
 
         Token 0 has position `origin`. Many short classes give few such runs. If the rate does not divide the number of
-        tokens, the first classes have one token more: all runs of these classes come first, then the runs of the other
-        classes.
+        tokens, the first classes have one token more: their runs come first, then the runs of the other classes.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -236,10 +231,7 @@ class ListedOrder(_SharedOrder):
         return self.step > 1
 
     def end(self, filled: int) -> int:
-        """Return the largest `stop` of the runs, which is above every token of the order.
-
-        `filled` is not used: no slots follow the listed ones.
-        """
+        """Return the largest `stop` of the runs, above every token; `filled` is not used, as no slots follow."""
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
@@ -383,9 +375,8 @@ Order = Permutation | ListedOrder | Compact | Folded
 def residue_rate(branch: Pattern, most: int) -> int:
     """Return the rate of the residue-major order for a branch: the least common multiple of some of its dilation rates.
 
-    The rates are taken in ascending order, and one that would raise the multiple above `most` is left out. In the
-    order, the tokens of one residue class modulo a rate that is taken are in runs of consecutive slots. The result is 1
-    without dilation.
+    Rates are taken in ascending order, and one that would raise the multiple above `most` is left out. For each rate
+    taken, the tokens of one residue class are in runs of consecutive slots. The result is 1 without dilation.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

@@ -41,9 +41,9 @@ class Placement:
 
     queries: runs of step 1, in ascending order.
     keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
-    complete: True if gaps between the keys need no mask: a position that is not in `keys` is in no allowed pair, unless
-        it is in a run of `queries` in which no head has a key, as `parts` leaves out such runs. If False, a plan must
-        exclude pairs with positions that are not in `keys`, and `keys` must have one entry, of runs of step 1.
+    complete: True if gaps between the keys need no mask: the rule allows no pair with an absent key, but in runs of
+        queries without any key, which `parts` leaves out. If False, a plan must exclude pairs with absent keys, and all
+        heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
         last position of all queries and keys.
     """
@@ -99,13 +99,10 @@ class Placement:
                 yield Part(queries, token, span, gapless)
 
     def _spans(self) -> list[tuple[range, bool]]:
-        """Return [(span, gapless), ...] as in `Part`; the spans are disjoint, and together contain all keys.
-
-        If `complete`, runs of queries without a key cut the positions into intervals, and a span extends from the first
-        to the last key of an interval.
-        """
+        """Return [(span, gapless), ...] as in `Part`: the spans are disjoint, and together contain all keys."""
         if not self.complete:
             return [(run, True) for run in self.keys[0]]
+        # Runs of queries without a key cut the positions into intervals, each with one span at most.
         left_out = [run for run in self.queries if not any(among(side, run) for side in self.keys)]
         edges = [0, *(edge for run in left_out for edge in (run.start, run.stop)), LARGEST + 1]
         spans = []
@@ -174,9 +171,11 @@ class Padded:
     """Order of every `step`-th token of each segment, from each head's offset on, padded to `width` slots per segment.
 
     Slot s of head i holds token t = start + f * segment + offsets[i] + p * step, where f, p = divmod(s, width), if t is
-    in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0, whose first token,
-    `start`, may be negative. `width` and the number of slots are multiples of `side`, the slots of a block. There are
-    at least two blocks: a graph compiled for a dynamic number of blocks would specialize on one.
+    in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0. `width` and the number of
+    slots are multiples of `side`, and there are at least two blocks: a graph compiled for a dynamic number of blocks
+    would specialize on one.
+
+    side: slots of a block.
     """
 
     offsets: tuple[int, ...]
@@ -207,10 +206,7 @@ class Padded:
         return max(2, -(-held // self.side)) * self.side
 
     def filled_slots(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
-        """Return (first, past) for each head and segment: the segment's slots first to past - 1 hold tokens.
-
-        Slots are counted from the segment's first slot. first == past if none of them holds a token.
-        """
+        """Return (first, past) for each head and segment: slots first to past - 1, counted within it, hold tokens."""
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]
         last = (start + self.segment).clamp(max=self.end)
@@ -234,10 +230,8 @@ class ActivePositions:
 
     List r holds the positions p in the ranges runs[r] with p % segment % step == offsets[r].
 
-    offsets: offset of each list, below `step`.
     runs: ranges of positions of each list, whose steps may exceed 1.
     rows: index of each head's list.
-    step, segment: dilation rate and segment length, equal for all lists.
     side: slots of a block.
 
     Slots after a list's last position are empty. The slots are whole blocks of `side`, at least two, as in `Padded`.

@@ -71,9 +71,9 @@ class Tiling(Permutation):
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
         """Return (an equivalent rule over slot numbers, all slots as one slot run).
 
-        Over positions, slot runs would be only as long as a tile is wide. `rule` must be a neighbourhood on this grid,
-        and `origin` 0.
+        `rule` must be a neighbourhood on this grid, and `origin` 0.
         """
+        # Over positions, slot runs would be only as long as a tile is wide.
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
@@ -81,7 +81,7 @@ class Tiling(Permutation):
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
         """Return the non-empty rectangles of the grid into which n slot runs are cut.
 
-        Slot run i has slots start[i] to stop[i] - 1; i is the `run` of its rectangles. An empty slot run has none.
+        Slot run i has slots start[i] to stop[i] - 1; i is the `run` of its rectangles.
         """
         rest = _RunParts(torch.arange(len(start)), start, stop, self._whole_grid(start)).select(start < stop)
         found = []
@@ -110,7 +110,7 @@ class Tiling(Permutation):
 
 @dataclass(frozen=True)
 class _RunParts:
-    """Parts of slot runs, each within one rectangle of the grid; a part with start >= stop is empty.
+    """Parts of slot runs, each within one rectangle of the grid; empty if start >= stop.
 
     run: index of the slot run.
     start, stop: the part has slots start to stop - 1, counted from the rectangle's first slot.
@@ -193,10 +193,8 @@ class Tiled(Pattern):
         return lambda b, h, q, k: inner(b, h, positions[q], positions[k])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Return bounds on the allowed pairs of each box; they are exact if all rates and strides are at most 64.
-
-        The slots of a box are a few rectangles of the grid, whose pairs are counted axis by axis.
-        """
+        """Return bounds on the allowed pairs of each box; they are exact if all rates and strides are at most 64."""
+        # The slots of a box are a few rectangles of the grid, whose pairs are counted axis by axis.
         assert box.q.step == box.k.step == 1, "slots come in runs"
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for part in torch.arange(len(box.head)).split(_RUNS_AT_ONCE):
