@@ -276,9 +276,9 @@ def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
 def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
     """Return the lags (key index - query index) that count as allowed, as ascending intervals (begins, exclusive ends).
 
-    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries. This adds no
-    key: a key has n consecutive lags, so with a lag between the two it also has one of them. Queries and keys must have
-    equal steps, and the rule must depend on the distance alone.
+    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries: a key has n
+    consecutive lags, so with a lag between the two it also has one of them. Queries and keys must have equal steps, and
+    the rule must depend on the distance alone.
     """
     n, found = len(wanted.queries), []
     begin, end = torch.tensor([1 - n]), torch.tensor([len(keys)])

@@ -321,7 +321,7 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
 def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
-    own: key runs, with the queries as the other side; or query runs, with the keys as the other side, if `of_queries`.
+    own: key runs, with the queries as the other side; if `of_queries`, query runs, with the keys as the other side.
     table: index of the table.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)

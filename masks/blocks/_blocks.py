@@ -75,7 +75,7 @@ class Blocks:
     def portions(self) -> list[tuple[range, slice]]:
         """Return consecutive parts of the list as [(range of tables, slice of the list), ...].
 
-        Work part by part limits memory. A part has whole tables, and at most 2**19 blocks unless it is a single table.
+        A part has whole tables, and at most 2**19 blocks unless it is a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
@@ -292,10 +292,11 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     The rule must repeat along the sequence, and allow no pair between repetitions. Each residue class of the order must
     fill whole blocks.
 
-    classes: number of residue classes of a residue-major order, 1 for the order of positions. Copies are placed within
-        each class, as the longer order, too, has its classes one after the other.
+    classes: number of residue classes of a residue-major order, 1 for the order of positions. Copies are placed
+        within each class.
     """
 
+    # The longer order, too, has its classes one after the other.
     def spread(index: Tensor, total: int) -> Tensor:
         each = total // classes
         copies = torch.arange(times)[:, None] * each

@@ -23,8 +23,8 @@ _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
     """Return a block list as a torch BlockMask, with index tables by query block and by key block.
 
-    No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
-    entry 1, and so on; the index tables have shape (batch, heads, rows, width).
+    With batch > 1, the heads of `blocks` are those of batch entry 0, then those of entry 1, and so on; the index tables
+    have shape (batch, heads, rows, width).
 
     On CPU each row of a table has an entry for every block along the other axis, as the compiled kernel requires. The
     rows overlap in memory: past a row's count come zeros or entries of later rows, all of them valid block indices. On
