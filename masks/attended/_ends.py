@@ -27,9 +27,9 @@ _BLOCKS_AT_ONCE = 1 << 10  # blocks evaluated together: bounds the memory
 
 @dataclass(frozen=True)
 class Ends:
-    """The positions first, first + chunk, first + 2 * chunk, ...: ends of chunks; first is below chunk.
+    """The positions first, first + chunk, first + 2 * chunk, ...: ends of chunks, with 0 <= first < chunk.
 
-    A rule has these ends if no query before one of them sees a key at or after it. A causal rule has every position as
+    A rule has these ends if no query before an end sees a key at or after that end. A causal rule has every position as
     an end, with chunk 1.
     """
 
@@ -48,7 +48,7 @@ class Ends:
         return chunks.after(self.first) | first_tokens(self.first) if self.first else chunks
 
     def by_form(self, rule: Pattern) -> bool:
-        """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
+        """True if the form of a rule shows that it has these ends; False is not conclusive.
 
         The recognized rules are
 
@@ -87,7 +87,7 @@ def causal_by_form(rule: Pattern) -> bool:
 def later_pair(source: RowSource) -> tuple[int, int] | None:
     """Return positions (query, key) of an allowed pair whose key is after its query; None if none is found.
 
-    Rules that are causal by their form are not searched; other rules are searched among the first 2048 positions.
+    A rule that is causal by its form is not searched; another rule is searched among the first 2048 positions.
     """
     return None if causal_by_form(source.rule) else _first_pair_ahead(source, _LEAST_TRIED)
 
@@ -104,12 +104,12 @@ def _first_pair_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
 
 @outside_torch_modes
 def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
-    """Return the common ends of all these rules, with the shortest possible chunk.
+    """Return the common ends of all these rules, with the shortest chunk; or else a pair whose key is after its query.
 
-    If none are found, return the positions (query, key) of an allowed pair whose key is after its query. Rules that are
-    causal by their form are not searched. Other rules are searched over the first 2048 positions, or over about twice
-    the longest period of any of them if that is more, but at most over 32,768. Chunks of half the searched positions or
-    more are not found, and later positions are assumed to repeat the chunks.
+    If no ends are found, the result is such a pair, (query, key), that a rule allows. Rules that are causal by their
+    form are not searched. Other rules are searched over the first 2048 positions, or over about twice the longest
+    period in any of them if that is more, but at most over 32,768. Chunks of half the searched positions or more are
+    not found, and later positions are assumed to repeat the chunks.
     """
     periods = {source: _longest_period(source.rule) for source in sources if not causal_by_form(source.rule)}
     tried = min(max(_LEAST_TRIED, 2 * max(periods.values(), default=0) + _BLOCK), _MOST_TRIED) // _BLOCK * _BLOCK
@@ -134,7 +134,7 @@ def _longest_period(rule: Pattern) -> int:
 
 
 def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
-    """Return (rule of the allowed pairs whose key is after the query, its blocks of 64 x 64 pairs below `tried`)."""
+    """Return (the rule, cut to pairs whose key is after the query; its blocks of 64 x 64 pairs below `tried`)."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
     return ahead, build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
@@ -165,10 +165,12 @@ def _covered_positions(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], num
 
 @outside_torch_modes
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return (query, key) of a pair with the largest key that any query sees; None if no rule allows a pair.
+    """Return a pair (query, key) with the largest of `keys` that any of `queries` sees by any of the rules.
 
-    sources: the rules; one of them allows the pair.
-    queries, keys: ranges of consecutive positions that are searched.
+    None if no rule allows a pair of them.
+
+    sources: the rules.
+    queries, keys: ranges of consecutive positions.
     """
     pairs = []
     for source in sources:
@@ -183,8 +185,8 @@ def ends_after(sources: Sequence[RowSource], ends: Ends, first: int, position: i
     """Yield, ascending and endlessly, each p >= `position` such that no query in [first, p) sees a key at or after p.
 
     sources: the rules by which queries see keys.
-    ends: common ends of the rules: keys are searched up to the next of them; p need not be one.
-    first: the first of the queries, below `position`.
+    ends: common ends of the rules. Keys are searched only up to the next of these; p need not be one.
+    first: first query that counts, below `position`.
     """
     while True:
         while pair := seen_ahead(sources, range(first, position), range(position, ends.next(position))):

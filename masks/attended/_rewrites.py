@@ -1,7 +1,7 @@
 """KeyQuery, the search for the keys that some queries attend to, and its rewrites into simpler searches.
 
-Each rewrite takes one factor of a KeyQuery and the KeyQuery of the other factors, and returns None if it does not apply
-to this factor.
+Each rewrite takes one factor of a KeyQuery and the KeyQuery of the other factors, and returns the simpler searches; or
+None if it does not apply to this factor.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def _with_same_keys(parts: Iterable[KeyQuery]) -> Parts:
 def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
-    Trivial factors are `every()`, which is dropped, `&`, which is flattened, and `~` of `every()`, of `|` and of
-    global tokens.
+    Trivial factors are `every()`, `&`, and `~` of `every()` (no search is left), of `|` and of global tokens.
     """
     match factor:
         case Every():
@@ -145,7 +144,7 @@ def _rewrite_trivial_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _rewrite_one_sided_factor(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys allowed by `rest` and `factor`, which depends on the query or on the key alone.
+    """Return searches for the keys allowed by `rest` and a factor that depends on the query or on the key alone.
 
     None unless the factor is a `KeySet`, or `MarkedTokens` that mark only queries or only keys. None also for more than
     2**12 runs of marked tokens.
@@ -168,8 +167,8 @@ def _visible_ranges(keys: KeySet, found: list[range]) -> Iterator[range]:
 def _searches_of_marked_runs(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and by `factor`, which allows the pairs with a marked token.
 
-    There is one search for each run of marked queries, and one for each run of marked keys. None if there are more than
-    2**12 runs of either.
+    There is one search for each run of marked queries, and one for each run of marked keys. The result is None for more
+    than 2**12 runs of queries or of keys.
     """
     queries, keys = (
         factor.marked(range(side.start, side.stop)) if sees else ()
@@ -181,10 +180,10 @@ def _searches_of_marked_runs(factor: MarkedTokens, rest: KeyQuery) -> Parts | No
 
 
 def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return a search for the keys allowed by `rest` and a dilated band, in the residue class of the queries.
+    """Return a search for the keys allowed by `rest` and a dilated band, with keys of the queries' residue class only.
 
     In that class the band is a window without dilation; a band without limits allows all pairs there. None if the
-    factor is not a dilated band, or if the queries do not agree modulo its step.
+    factor is not a dilated band, or if the queries are not congruent modulo its step.
     """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
@@ -197,11 +196,11 @@ def _rewrite_dilated_band(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
+    """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window.
 
-    The factor is merged with another such factor of `rest`; None if `_joint_window` cannot merge them. If `rest`
-    has none, the factor restricts queries and keys to its reach, and is dropped if it then excludes no key; None if
-    nothing changes.
+    If `rest` has another such factor, both become one window. Else queries and keys are cut to the reach of the factor,
+    which is dropped if it excludes none of the keys that remain. None for other factors, if `_joint_window` cannot join
+    two, and if nothing changes.
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
@@ -258,7 +257,7 @@ def _rewrite_spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _search_in_span(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Restrict a search to a span, with positions counted from its start; return it with the map back to positions."""
+    """Return (the search within a span, with positions counted from the span's start; the map to keys of `wanted`)."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
@@ -275,7 +274,7 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
-    Every segment that overlaps the span of the queries and the span of the keys counts, even without a query or a key.
+    Each segment that overlaps the span of the queries and the span of the keys has one, even without a query or a key.
     None for more than `most` segments, and for other factors.
     """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
@@ -286,9 +285,9 @@ def _rewrite_few_segments(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGM
 def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, in three segments or in each segment.
 
-    If the segments between the first and the last allow equal pairs, only the first, second and last segment are
-    searched, and the keys found in the second are copied to all segments between. None for other factors, and for more
-    than 2**12 segments that differ. There must be more segments than `_rewrite_few_segments` takes.
+    If the period of `rest` and the steps of queries and keys divide the segment, all segments but the first and last
+    are alike: only the first, second and last are searched, and the keys found in the second are repeated in the
+    others. Else each segment is searched; None for more than 2**12, and for other factors.
     """
     if not isinstance(factor, Dilated):
         return None
@@ -340,7 +339,7 @@ def _common_interval(wanted: KeyQuery) -> tuple[int, int]:
 
 
 def _rewrite_blockwise(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return a search over block numbers for the keys allowed by a `Blockwise` factor, with the factor's inner rule.
+    """Return a search with the inner rule of a `Blockwise` factor, over block numbers, for the keys that it allows.
 
     None for other factors, if `rest` has further factors, or if the queries' step exceeds the block and is no multiple
     of it.
@@ -367,7 +366,7 @@ def _rewrite_neighborhood(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _rewrite_single_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return the search of `rest`, restricted to the keys that its single query sees by `factor`.
+    """Return the search of `rest`, with a map that keeps only the keys that its single query sees by `factor`.
 
     None for several queries, for keys of a step above 1, and for a factor whose `row` has no closed form.
     """
@@ -393,7 +392,7 @@ def _ranges_seen_on_grid(pattern: Neighborhood, queries: range) -> Iterator[rang
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
-    """Split a run of tokens of a grid in row-major order into rectangles: tuples of one range for each axis.
+    """Yield the rectangles of a grid, each as one range for each axis, that a run of row-major tokens consists of.
 
     With two axes these are the end of a grid line, the beginning of another, and the whole lines between; with more, an
     incomplete part is split again along the inner axes.
@@ -414,7 +413,7 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 
 
 def _ranges_seen_on_axis(places: range, axis: Axis) -> Ranges:
-    """Return the union of the windows of the queries at these places (consecutive indices along one axis of a grid)."""
+    """Return the places along one axis of a grid that at least one of the queries at these consecutive places sees."""
     classes = ((first, places[-1] - (places[-1] - first) % axis.rate) for first in places[: axis.rate])
     return union_of(part for first, last in classes for part in axis.seen(first, last))
 

@@ -28,10 +28,10 @@ _MOST_COMPARISONS = 1 << 9  # of a row's range with a range of all keys; beyond,
 class SeenKeys:
     """Keys that at least one of a few queries sees, each once, and the allowed pairs.
 
-    rows: indices in the range of queries; they include every query that sees a key.
+    rows: indices in the range of queries. They include every query that sees a key, and may include others.
     keys: positions.
-    pairs: True where a query sees a key, in the order of `rows` and `keys`; None if every query of `rows` sees every
-        key.
+    pairs: True where a query sees a key, in the order of `rows` and `keys`; None means that every query of `rows` sees
+        every key.
     """
 
     rows: range
@@ -54,7 +54,9 @@ class RowSource:
     def seen(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys in `keys` that at least one of a few queries sees, and the allowed pairs.
 
-        None if no query sees a key. queries, keys: consecutive positions.
+        None if no query sees a key.
+
+        queries, keys: ranges of consecutive positions.
         """
         listed: list[Ranges] = []
         for query in queries:
@@ -83,8 +85,8 @@ class RowSource:
     def _seen_by_search(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
-        None if no query sees a key. Up to 2**20 pairs are all evaluated. Of more pairs, only those with keys that a
-        search by bounds finds are evaluated.
+        None if no query sees a key. Up to 2**20 pairs are all evaluated. Of more, only the pairs with keys that
+        `keys_of_any` finds are evaluated.
         """
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])
@@ -112,7 +114,7 @@ def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
 
 
 def _hull(indices: Sequence[int]) -> range:
-    """Return the range from the first to the last of these ascending numbers, of the largest step that has them all."""
+    """Return the shortest range that contains these ascending numbers; range(0) if there are none."""
     if not indices:
         return range(0)
     step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)
@@ -120,10 +122,8 @@ def _hull(indices: Sequence[int]) -> range:
 
 
 def _union(ranges: Iterable[range]) -> Ranges:
-    """Return the union of non-empty ranges, as disjoint ranges.
-
-    For speed, ranges of equal step and residue that overlap or continue each other are joined before `union_of`.
-    """
+    """Return the union of non-empty ranges, as disjoint ranges."""
+    # For speed, ranges of equal step and residue that overlap or continue each other are joined before `union_of`.
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []
     for each in sorted(ranges, key=lambda each: each.start):
@@ -159,11 +159,11 @@ def maybe_visible(
 ) -> Bool[Tensor, " R"]:
     """Return a mask of R runs of keys: True if some query may see a key of the run, by at least one rule.
 
-    False is certain: no query sees a key of the run. True is not certain.
+    False is certain, True is not.
 
     sources: the rules.
     firsts, lengths: first position and length of each run.
-    query, num_queries: first position and number of the queries.
+    query, num_queries: first position and number of the queries, which are consecutive.
     """
     seen = torch.zeros(len(firsts), dtype=torch.bool)
     for source in sources:

@@ -63,9 +63,11 @@ def keys_of_any(searches: Iterable[KeyQuery]) -> Ranges:
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
-    """Return the distinct rules of these global heads, as {rule: the first head that follows it}.
+    """Return the distinct rules of these global heads, as {rule: the first of `heads` that follows it}.
 
-    They are collected over the branches of a mixture and over batch entries; num_heads: number of global heads.
+    They are collected over the branches of a mixture and over batch entries.
+
+    num_heads: number of global heads.
     """
     rules: dict[Pattern, int] = {}
     for head in heads:
@@ -114,10 +116,10 @@ def keys_by_boxes(wanted: KeyQuery) -> list[range]:
 
 
 def _first_boxes(wanted: KeyQuery) -> Box:
-    """Return the boxes with which a search begins.
+    """Return the boxes with which a search begins; together they have all allowed pairs.
 
-    These are the squares that contain all allowed pairs, cut to the queries and keys, if the rule lists squares; else
-    pairs of residue classes of queries and keys, in which a dilated rule is dense.
+    If the rule lists squares, these are the squares, cut to the queries and keys; else pairs of residue classes of
+    queries and keys, in which a dilated rule is dense.
     """
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
@@ -140,7 +142,7 @@ def _progression(positions: range) -> Progression:
 
 
 def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
-    """Return [queries, keys], both split into one progression for each residue class modulo `rate`.
+    """Return [queries, keys], both split into one progression for each residue class modulo `rate` that they have.
 
     sides: one progression of queries and one of keys; returned unsplit if there would be over 2**16 pairs of classes.
     """
@@ -156,9 +158,9 @@ def _residue_classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _seen_and_undecided_boxes(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """Return (boxes of which, by bounds, every key is seen by some query; boxes that bounds leave undecided).
+    """Return (boxes of which, by bounds, every key is seen by some query; boxes that are left to be searched).
 
-    Boxes without allowed pairs, and undecided boxes with the same keys as one of the first boxes, are left out.
+    The second do not include boxes that by bounds have no allowed pair, or that have the same keys as one of the first.
     """
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
@@ -177,14 +179,14 @@ def _key_runs(boxes: Box) -> tuple[int, Tensor]:
 
 
 def _halve_long_sides(boxes: Box) -> Box:
-    """Return the boxes with each side of more than 16 positions halved; equal sides have equal halves."""
+    """Return up to four parts of each box: sides of more than 16 positions are halved, equal sides alike."""
     box, q = _halves(boxes.q)
     part, k = _halves(boxes.k.select(box))
     return Box(boxes.head[box][part], q.select(part), k)
 
 
 def _halves(side: Progression) -> tuple[Tensor, Progression]:
-    """Halve progressions of more than 16 positions, keep others: return (index of each part's progression, parts)."""
+    """Return (index of each part's progression, parts); progressions of more than 16 positions are halved."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -193,7 +195,7 @@ def _halves(side: Progression) -> tuple[Tensor, Progression]:
 
 
 def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Return the keys of small boxes, of sides up to 16, that some query sees; pairs are evaluated one by one."""
+    """Return the keys of boxes with sides of at most 16 that some query of the box sees, by evaluating pairs."""
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
     first[number], count[number] = boxes.k.first, boxes.k.count
@@ -217,7 +219,7 @@ def _evaluated_keys(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _num_earlier_of_run(number: Tensor, runs: int) -> Tensor:
-    """Return, for each box, the number of earlier boxes with the same keys.
+    """Return, for each box, how many of the boxes before it have the same keys.
 
     number, runs: index of the key progression of each box, and number of distinct ones, from `_key_runs`.
     """
@@ -229,10 +231,7 @@ def _num_earlier_of_run(number: Tensor, runs: int) -> Tensor:
 
 
 def _allowed_pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Return a bool tensor (n, 16, 16): entry i, j is True if query i of a box may attend to its key j.
-
-    False beyond the box.
-    """
+    """Return a bool tensor (n, 16, 16): entry (b, i, j) is True if box b has query i and key j, an allowed pair."""
     place = torch.arange(_SIDE)
     in_q, in_k = (place < count[:, None] for count in (boxes.q.count, boxes.k.count))
     # Places beyond a box repeat its first position; the result masks them.
@@ -256,7 +255,7 @@ def _union_of_progressions(first: Tensor, count: Tensor, step: int) -> list[rang
 def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
     """Return the keys that some query sees, as ranges, if the rule depends on the distance alone; else None.
 
-    None also if the queries' step cuts the keys into more than 512 residue classes.
+    None also if the queries' step cuts the keys into over 512 residue classes: step // gcd(step, keys.step).
     """
     keys, number = wanted.keys, len(wanted.queries)
     step = wanted.queries.step if number > 1 else 1
@@ -277,9 +276,9 @@ def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
 def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
     """Return the lags (key index - query index) that count as allowed, as ascending intervals (begins, exclusive ends).
 
-    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries: each key that
-    has a lag between them also has one of the two. Queries and keys must have equal steps, and the rule must depend on
-    the distance alone.
+    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries: a key has n
+    consecutive lags, so with a lag between the two it also has one of them. Queries and keys must have equal steps, and
+    the rule must depend on the distance alone.
     """
     n, found = len(wanted.queries), []
     begin, end = torch.tensor([1 - n]), torch.tensor([len(keys)])
@@ -315,9 +314,10 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
 def _lags_between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return intervals of lags between two allowed lags at most n apart, as (begins, exclusive ends).
 
-    Each argument interval [begin, end) holds an allowed lag; the intervals are disjoint and ascend. For each interval
-    i, let j be the last one with end[j] <= begin[i] + n + 1: if j > i, the result has an interval from the last lag of
-    i to the first lag of j, both included.
+    begin, end: disjoint ascending intervals [begin, end), each with an allowed lag.
+
+    For each interval i, let j be the last one with end[j] <= begin[i] + n + 1: if j > i, the result has an interval
+    from the last lag of i to the first lag of j, both included.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)
@@ -332,9 +332,9 @@ def _inside_runs(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor)
 
 
 def _cut_intervals(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut each interval [begin, end) into at most 8 non-empty parts of about equal length.
+    """Return (begins, ends) of the parts of the intervals [begin, end), in the order of the intervals.
 
-    Returns the begins and the ends of all parts, flat, in the order of the intervals.
+    Each interval is cut into at most 8 non-empty parts of about equal length.
     """
     edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_NUM_PARTS + 1) // _NUM_PARTS
     first, last = edges[:, :-1].flatten(), edges[:, 1:].flatten()

@@ -1,9 +1,9 @@
 """Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
 
-The slot matrix has a row for each query and a column for each key, in the order of a layout. The search starts from the
-squares of pairs that a pattern lists, or else from pairs of a query run and a key run. In residue-major order there may
-be as many runs as tokens. Most pairs of runs are ruled out by the rule's spacing (query and key of an allowed pair are
-congruent modulo it), and by bounds on each run against all keys or all queries.
+The slot matrix has a row for each query slot and a column for each key slot. The search starts from squares of pairs
+that a pattern lists, or else from pairs of a query run and a key run. If there are many, as in residue-major order,
+pairs of runs are ruled out first: by the rule's spacing (query and key of an allowed pair are congruent modulo it), and
+by bounds on each run against all keys or all queries.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 class Leaves(NamedTuple):
     """Parts of blocks, with bounds low <= allowed pairs <= high for each part; int64 tensors of equal length.
 
-    table: index of the mask; heads with equal rules share a mask.
-    row, column: indices of the query block and of the key block.
+    table: index of the table; heads with equal rules share one.
+    row, column: indices of the query block and of the key block that contain the part.
 
-    A block can have several parts. They share no pair of slots.
+    A block can have several parts. They share no pair of slots, and no pair of the block outside them is allowed.
     """
 
     table: Tensor
@@ -57,8 +57,9 @@ class SlotIntervals(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: range | Tensor, side: int) -> SlotIntervals:
-        """Return the slots of `blocks` (indices): one interval for a range, or one interval for each block of a tensor.
+        """Return one interval for a range of consecutive blocks, or one for each block of a tensor.
 
+        blocks: indices of blocks.
         side: slots of a block.
         """
         if isinstance(blocks, range):
@@ -69,14 +70,14 @@ class SlotIntervals(NamedTuple):
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    tables: indices of the masks to search.
+    tables: indices of the tables to search.
     rows: query blocks to search.
     sides: (queries, keys) of a block.
 
     If slots are in the order of positions and the pattern lists squares that contain all its pairs, the search
-    subdivides only the squares instead of the whole matrix. In a union, alternatives that list squares are searched in
-    this way, and the union of all other alternatives in the whole matrix. Bounds of the whole rule are then computed on
-    the blocks found. If these blocks are too many, the whole matrix is searched.
+    subdivides only these squares, not all keys. In a union, alternatives that list squares are searched in this way,
+    and the union of the other alternatives over all keys. The bounds of the whole rule are then computed on the blocks
+    found. If these are too many, the whole rule is searched over all keys instead.
     """
     slots = SlotIntervals.of_blocks(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_position_order(rule) else []
@@ -91,12 +92,12 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, sides: Sides) -> Iterator[Leaves]:
     """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    tables: indices of the masks to search.
+    tables: indices of the tables to search.
     slots: query slots to search.
     sides: (queries, keys) of a block.
 
-    Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
-    part, as each part rules out different classes.
+    Unlike `find_leaves`, this searches all keys. If there are over 2**16 pairs of residue classes, the alternatives of
+    a union are searched one by one, as each may rule out other classes.
     """
     if rule.rows is None or sum(each.number for each in _run_pairs(rule, tables, slots)) <= _MOST_ROOTS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
@@ -108,11 +109,11 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
 def _leaves_of_union(
     rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides
 ) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts of blocks) of a union.
+    """Yield the leaves (parts of blocks, with bounds) of a rule whose pattern is a union of alternatives.
 
-    found: leaves of each alternative (a pattern whose union with the others is the rule's). They give the blocks, on
-        which bounds of the whole rule are computed. Leaves of a single alternative are yielded unchanged.
-    whole: leaves of a search without alternatives, yielded if the alternatives have too many blocks.
+    found: the leaves of each alternative. The bounds of the whole rule are computed on the blocks of these leaves, but
+        the leaves of a single alternative are yielded unchanged.
+    whole: the leaves of the whole rule, yielded instead if the alternatives have too many blocks.
     """
     if len(found) == 1:
         yield from found[0]
@@ -137,15 +138,15 @@ def _split_union(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _in_position_order(rule: Rule) -> bool:
-    """Return True if the slots of queries are one run of consecutive positions, and the slots of keys another."""
+    """Return True if the queries are one slot run of consecutive positions, and the keys are one, too."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
 def _square_nodes(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: SlotIntervals) -> Nodes | None:
     """Return one node (query run, key run) for each square of pairs that `pattern` lists for each table.
 
-    None if it does not list squares, see `Pattern.squares`. Query runs are cut to `slots`, and empty nodes dropped. The
-    slots of queries and of keys must be in the order of positions.
+    None if it does not list squares for one of the tables, see `Pattern.squares`. Query runs are cut to `slots`, one
+    interval, and nodes without pairs are dropped. The rule must be `_in_position_order`.
     """
     found = []
     for table in tables:
@@ -160,9 +161,10 @@ def _square_nodes(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Sl
 
 
 def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) -> SlotRun:
-    """Return the slots of positions first[i] to first[i] + length - 1, clipped to existing slots, as run i.
+    """Return as run i the existing slots of positions first[i] to first[i] + length - 1; run i may be empty.
 
-    pieces: the slots of queries or of keys in table `table`, in the order of positions.
+    pieces: the slots of queries or of keys, one slot run of consecutive positions.
+    table: index of the table.
     """
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
     start = begin.clamp(0, last)
@@ -170,9 +172,11 @@ def _slots_of_positions(pieces: Pieces, table: int, first: Tensor, length: int) 
 
 
 def _distinct_blocks_if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Return the ascending flat (table, row, column) indices of the leaves' blocks; None if over 2**20 are counted.
+    """Return the distinct blocks of the leaves as ascending numbers (table * rows + row) * columns + column.
 
-    Blocks are counted only after each 2**20 leaves, so the result may have up to 2**21 blocks.
+    None if there are over 2**21, and possibly if there are over 2**20.
+
+    rows, columns: number of query blocks and number of key blocks.
     """
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
@@ -202,7 +206,7 @@ class _RunPairs(NamedTuple):
     def of(cls, rule: Rule, table: int, q: SlotRun, k: SlotRun) -> _RunPairs:
         """Return the pairs of a query run and a key run that the rule's spacing does not rule out.
 
-        In such a pair, positions of queries and keys are congruent modulo gcd(q.step, k.step, spacing) of the rule.
+        In such a pair, queries and keys are congruent modulo the gcd of rule.q.step, rule.k.step and the spacing.
         """
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
@@ -229,7 +233,8 @@ def _run_pairs(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> list[
 def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
     """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
 
-    All combinations of runs are returned if they are few, else only those that the rule's spacing does not rule out.
+    For each table, all combinations of runs are returned if they are at most 2**12, else only those that the rule's
+    spacing does not rule out.
     """
     _, q = _runs_in(rule.q, slots)
     k = SlotRun.of(rule.k)
@@ -243,9 +248,10 @@ def _roots(rule: Rule, tables: Sequence[int], slots: SlotIntervals) -> Nodes:
 def _descend_part(
     rule: Rule, part: Pattern, tables: Sequence[int], slots: SlotIntervals, sides: Sides
 ) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts of blocks) for `part`, the rule's pattern or one of its `_alternatives`.
+    """Yield the leaves (parts of blocks, with bounds) of `part`, the rule's pattern or one of its `_alternatives`.
 
-    Slots are cut into residue classes or into runs of neighbouring tokens, whichever gives fewer pairs of runs.
+    The search starts from runs of residue classes or, as in `rule.rows`, of neighbouring tokens, whichever gives fewer
+    pairs of runs. The rule must have `rows`.
     """
     assert rule.rows is not None
     ways = []
@@ -263,8 +269,9 @@ def _descend_part(
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts) of the blocks with the flat (table, row, column) indices `key`.
+    """Yield the leaves (parts, with bounds) of some blocks.
 
+    key: numbers of the blocks, as in `_distinct_blocks_if_few`.
     shape: (number of query blocks, number of key blocks).
     """
     rows, columns = shape
@@ -314,8 +321,8 @@ def _runs_in(pieces: Pieces, slots: SlotIntervals) -> tuple[Tensor, SlotRun]:
 def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: bool = False) -> SlotRun:
     """Return the runs in `own` that may have an allowed pair with a slot of the other side, by a bound for each run.
 
-    own: key runs, with the queries as the other side; or query runs, with the keys as the other side, if `of_queries`.
-    table: index of the mask.
+    own: key runs, with the queries as the other side; if `of_queries`, query runs, with the keys as the other side.
+    table: index of the table.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
     number = torch.full_like(own.piece, table)
@@ -328,7 +335,7 @@ def _runs_not_ruled_out(rule: Rule, table: int, own: SlotRun, *, of_queries: boo
 
 
 def _rule_of_fewer_runs(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule, or `rule.rows` with the rule's pattern if a block then has fewer pairs of slot runs.
+    """Return `rule`, or `rule.rows` with its pattern if that is estimated to have fewer pairs of runs in a block.
 
     The result has no `rows`. A rule without `rows` is returned unchanged.
     """
@@ -345,10 +352,10 @@ def _most_runs_in_block(pieces: Pieces, block: int) -> int:
 
 
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
-    """Yield leaves, each in one block, which come from subdividing `roots`, pairs of a query run and a key run.
+    """Yield leaves, each inside one block, by subdividing `roots`, which are pairs of a query run and a key run.
 
-    Pairs of runs that bounds show to be empty are dropped. Those shown to be full are cut into blocks without further
-    bounds.
+    Parts that by their bounds have no allowed pair are dropped. Parts that by their bounds have only allowed pairs are
+    cut into blocks without further bounds.
     """
     stack = _chunks(roots)
     while stack:
@@ -380,7 +387,7 @@ def _chunks(nodes: Nodes) -> list[Nodes]:
 
 
 def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
-    """Return pairs of runs cut at all block boundaries, without empty parts."""
+    """Return the non-empty parts of pairs of runs, cut at all boundaries of query blocks and of key blocks."""
     width = nodes.k.num_blocks(sides[1])
     node, index = owners_and_places(nodes.q.num_blocks(sides[0]) * width)
     width = width[node]
@@ -403,7 +410,7 @@ def _nth_block(run: SlotRun, index: Tensor, block: int) -> SlotRun:
 
 
 def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
-    """Return the parts of pairs of runs, each run over several blocks cut in half at a block boundary."""
+    """Return up to four parts of each pair of runs: a run over several blocks is halved at a block boundary."""
     node_q, q = _halves(nodes.q, sides[0])
     nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
     node_k, k = _halves(nodes.k, sides[1])
@@ -426,7 +433,7 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
 
 
 def join_runs(runs: Sequence[SlotRun]) -> SlotRun:
-    """Return batches of runs concatenated into one; either all of them have strides or none."""
+    """Return several batches of runs as one; either each batch must have strides, or none."""
     strides = [run.stride for run in runs if run.stride is not None]
     piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
     return SlotRun(piece, start, count, torch.cat(strides) if strides else None)

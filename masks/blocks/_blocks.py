@@ -30,13 +30,13 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
+    """Block list: the non-empty blocks of some tables, as coordinates (table, row, column) in sorted order.
 
     Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. A list that is built
     with settle=False may also have empty blocks, and full ones with `full` False.
 
     heads: index of the table of each head; heads can share one.
-    full: True if all q_block * k_block pairs exist and are allowed.
+    full: True if all q_block * k_block pairs of slots exist and are allowed.
     pairs: number of allowed pairs of each block, or UNKNOWN (-1).
     """
 
@@ -73,9 +73,9 @@ class Blocks:
         return BlockPlaces(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Return consecutive parts of the list as [(range of tables, slice of the list), ...], to limit memory.
+        """Return consecutive parts of the list as [(range of tables, slice of the list), ...].
 
-        Parts begin and end at table boundaries. A part has at most 2**19 blocks, unless it is a single table.
+        A part has whole tables, and at most 2**19 blocks unless it is a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
@@ -162,7 +162,8 @@ def _bounded_blocks(rule: Rule, tables: range, rows: range, sides: Sides, settle
 def _block_fields(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
     """Return the tensors (table, row, column, full, pairs) of `Blocks`, from bounds on the pairs of each block.
 
-    settle: True evaluates undecided blocks, writes their counts to `found`, and drops empty blocks.
+    settle: True evaluates the blocks whose bounds do not decide between empty, partial and full, writes their counts to
+        `found` in place, and leaves out empty blocks.
     """
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
@@ -176,7 +177,7 @@ def _block_fields(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tupl
 
 
 def count_pairs(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Return the number of allowed pairs of each block; blocks that are known to have equal masks are evaluated once.
+    """Return the number of allowed pairs of each block; of blocks known to have equal masks, only one is evaluated.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """
@@ -219,13 +220,13 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Number of listed blocks in three kinds of rows of blocks, on which the speed of kernels depends.
+    """Numbers of listed blocks by kind of row of blocks; the speed of kernels depends on the kind.
 
     runs: blocks in rows whose listed columns are consecutive.
     plain: blocks in other rows, if all listed blocks of the row are full.
     masked: blocks in other rows, if a listed block of the row is partial.
 
-    The numbers are sums over heads and folds in `Term.listed_blocks`, and means over tables in `estimate_blocks`.
+    In `estimate_blocks` they are means over tables; `Term.listed_blocks` and its overrides say what they sum.
     """
 
     runs: float
@@ -238,11 +239,12 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Return estimates of the mean number of listed blocks of a table, by kind of row, from an even sample of rows.
+    """Return estimates of the mean number of listed blocks of a table, by kind of row.
 
     q_block, k_block: sides of a block, in slots.
 
-    Blocks that bounds leave undecided are counted, so estimates tend to be too high. They are exact for small masks.
+    They come from a sample of tables and rows, and are exact for small masks. Blocks that bounds leave undecided count
+    as listed, so estimates tend to be too high.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_PAIRS:
@@ -262,6 +264,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         found = join_leaves(list(leaves), (rows, columns))
     height = (num_q - found.row * q_block).clamp(max=q_block)
     width = (num_k - found.column * k_block).clamp(max=k_block)
+    # A block that ends after the last slot counts as full if all its existing pairs are allowed.
     flat_row, is_partial = found.table * rows + found.row, found.low < height * width
     listed_row, index, length = flat_row.unique_consecutive(return_inverse=True, return_counts=True)
     masked = torch.zeros(len(listed_row), dtype=torch.int64).index_add_(0, index, is_partial.long()) > 0
@@ -272,9 +275,9 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _even_sample(size: int, number: int) -> Tensor:
-    """Return all indices below `size` if they are at most `number`, else a sample of at most `number`, ascending.
+    """Return ascending indices below `size`: all if these are at most `number`, else a sample of at most `number`.
 
-    The sample has one index of each of `number` equal intervals, at aperiodic offsets. Neighbouring intervals may give
+    The sample has an index of each of `number` equal intervals, at aperiodic offsets. Neighbouring intervals may give
     the same index, which is returned once.
     """
     if size <= number:
@@ -286,12 +289,14 @@ def _even_sample(size: int, number: int) -> Tensor:
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     """Return the block list of a sequence that is `times` times as long: copies of `blocks` along the diagonal.
 
-    The rule must repeat along the sequence, and allow no pair between repetitions.
+    The rule must repeat along the sequence, and allow no pair between repetitions. Each residue class of the order must
+    fill whole blocks.
 
-    classes: number of residue classes of a residue-major order, 1 for the order of positions. The longer order has the
-        classes one after the other, too, so copies are placed within each class.
+    classes: number of residue classes of a residue-major order, 1 for the order of positions. Copies are placed
+        within each class.
     """
 
+    # The longer order, too, has its classes one after the other.
     def spread(index: Tensor, total: int) -> Tensor:
         each = total // classes
         copies = torch.arange(times)[:, None] * each
@@ -318,8 +323,8 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
     """Return block lists of equal shape as one list; a single part is returned unchanged.
 
-    Its heads are those of the first part, then of the second, and so on. But if each part has a single table, for any
-    number of heads, the result has one head for each part.
+    The heads of the result are those of the first part, then those of the second, and so on. But if every part has a
+    single table, the result has one head for each part, whatever the parts' numbers of heads.
     """
     if len(parts) == 1:
         return parts[0]

@@ -46,7 +46,7 @@ _ROW_STEP, _COLUMN_STEP = 0.7548776662466927, 0.5698402909980532
 
 
 class PairCounts(NamedTuple):
-    """Numbers of allowed pairs of boxes: bounds `low` and `high`, estimate `likely`; all three are equal if exact."""
+    """Numbers of allowed pairs: bounds `low` and `high`, and an estimate, `likely`; all three are equal if exact."""
 
     low: Int64[Tensor, "..."]
     high: Int64[Tensor, "..."]
@@ -68,18 +68,18 @@ class PairCounts(NamedTuple):
 
 @dataclass
 class Budget:
-    """Remaining work of a search, in evaluations of single pairs; other work is converted to these."""
+    """Remaining work of a search, counted in evaluations of single pairs; below 0 if the last step took more."""
 
     left: int
 
     def afford(self, boxes: int) -> bool:
-        """True if the remaining budget covers computing the bounds of this number of boxes."""
+        """Return True if the remaining budget covers the bounds of this number of boxes; nothing is subtracted."""
         return boxes * _BOUNDS_COST <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
-        """Return a mask of the first boxes in the mask `wanted` that fit the budget, at `each` evaluations per box.
+        """Return the mask `wanted`, cut to its first boxes that fit the budget at `each` evaluations per box.
 
-        Their evaluations are subtracted from the budget.
+        The evaluations of these boxes are subtracted from the budget.
         """
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
@@ -91,7 +91,8 @@ def pairs_of_queries(
 ) -> Int64[Tensor, " n"]:
     """Return, for each i, the number of allowed pairs of queries start[i] to stop[i] - 1 with keys below num_tokens.
 
-    `rule` is the pattern of one head. If it is periodic and no pair crosses a period, a whole period is counted once.
+    `rule` is the pattern of one head; start[i] <= stop[i] <= num_tokens. If the rule has a period and allows no pair
+    between two periods, a whole period is counted once.
     """
     period = rule.period() if rule.confined() else None
     rows = num_tokens if period is None else min(period, num_tokens)
@@ -124,7 +125,7 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
     """Return the number of allowed pairs of each box: exact while `budget` lasts, else bounds and a sampled estimate.
 
-    The work is subtracted from `budget`, in place. `rule` is the pattern of one head.
+    The work, without the sampling, is subtracted from `budget`, in place. `rule` is the pattern of one head.
     """
     return _count_pairs(rule, box, budget, _UNLIMITED)
 
@@ -133,8 +134,10 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
     """Return the number of allowed pairs of each box, as `bounded_pairs` does.
 
     Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
-    halves. Nearly square boxes are counted by their diagonals if the pattern is constant along each diagonal, small
-    boxes pair by pair. Once the budget is spent, pairs are sampled. `at_once`: most boxes cut in one step.
+    halves. Nearly square boxes are counted by diagonals if the pattern is constant along them, small boxes pair by
+    pair. Once the budget is spent, pairs are sampled.
+
+    at_once: most boxes cut in one step.
     """
     found = PairCounts.zeros(len(box.head))
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
@@ -162,7 +165,7 @@ def _count_pairs(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairC
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Return the boxes whose bounds differ; add the pair counts of all other boxes to `found`, in place."""
+    """Return the boxes whose bounds differ; add the counts of the others to `found` at their owners, in place."""
     left = [owned.select(torch.arange(0))]
     for few in in_chunks(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
@@ -180,7 +183,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
     """Return the boxes that could not be counted; add the counts of all other boxes to `found`, in place.
 
     Boxes are counted by bounds. As far as the budget goes, boxes that bounds leave undecided are counted by diagonals,
-    and small ones pair by pair. Boxes of similar size are processed together.
+    where these decide, and small ones pair by pair.
     """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
@@ -208,7 +211,7 @@ def _settle_within_budget(rule: Pattern, owned: Owned, found: PairCounts, budget
 
 
 def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
-    """Add the bounds of each box to `found`, with `likely` estimated from sampled pairs."""
+    """Add the bounds of each box to `found`, in place, and an estimate of its pairs from a sample."""
     if not len(owned):
         return
     samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
@@ -226,7 +229,7 @@ def _add_estimates(rule: Pattern, owned: Owned, found: PairCounts) -> None:
 
 
 def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor, "n m"], Float64[Tensor, "n m"]]:
-    """Return (x, y), each of this shape: points begin, begin + 1, ... of a low-discrepancy sequence in [0, 1)^2."""
+    """Return (x, y), each of this shape: the points begin, begin + 1, ... of a sequence that fills [0, 1)^2 evenly."""
     number = (begin + torch.arange(shape[0] * shape[1]).view(shape)).double()
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
@@ -242,9 +245,8 @@ def _index_at(count: Counts, share: Tensor) -> Tensor:
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
     """Return `bounds` with exact counts for boxes in the mask `where` that can be counted by their diagonals.
 
-    These are boxes whose queries and keys have equal steps, if each part of the pattern has a period that divides the
-    step, or by its bounds allows all pairs of the box, or none. All pairs of a diagonal are then allowed, or none is.
-    The bounds of other boxes are unchanged.
+    Queries and keys of the boxes must have equal steps for that, and each diagonal must be known to be all allowed or
+    all forbidden, see `_constant_on_diagonals`. The bounds of other boxes are unchanged.
     """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _some_part_has_period_dividing(pattern, box.k.step):
@@ -281,15 +283,16 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
-    """Return True if a part of the pattern has a period that divides `step`; else diagonals decide nothing."""
+    """Return True if one of the pattern's `_atoms` has a period that divides `step`; else diagonals decide nothing."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 
 
 def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """Return a bool for each box: True if every part of the pattern is known to allow all or no pairs of each diagonal.
+    """Return a bool for each box: True if the pattern is known to allow all or no pairs of each diagonal.
 
-    This is known of a part if its period divides the step, or if by its bounds it allows all pairs of the box or none.
+    It is known if each of the pattern's `_atoms` has a period that divides the step of the box, or by its bounds allows
+    all pairs of the box or none.
     """
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
@@ -301,9 +304,9 @@ def _constant_on_diagonals(pattern: Pattern, box: Box, num_heads: int) -> Tensor
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the patterns that this one combines, at any depth, by union, intersection, complement or head.
+    """Yield the patterns that this one combines by unions, intersections, complements and choices by head or entry.
 
-    A pattern that combines none is yielded itself, and so is one that evaluates its part at other positions.
+    Patterns of other kinds are not taken apart, even if they are derived from another pattern.
     """
     if isinstance(pattern, Composite):
         for part in pattern.parts:

@@ -18,7 +18,7 @@ from ..orders import Pieces
 class SlotRun:
     """n slot runs; run i has count[i] slots from slot start[i] on. Fields are tensors of shape (n,).
 
-    piece: index of the slot run of a `Pieces` that contains run i, whose positions are thus a progression.
+    piece: index of the slot run of a `Pieces` that contains run i; -1, only from `_runs_of_blocks`, if there is none.
     stride: distance of consecutive slots of each run; None if all are 1.
     """
 
@@ -64,7 +64,7 @@ class SlotRun:
 
 @dataclass(frozen=True)
 class Nodes:
-    """n pairs of a query run and a key run, such as the nodes of a search; `table`: index of the table of each pair."""
+    """n pairs of a query run and a key run, such as the nodes of a search; table[i]: index of the table of pair i."""
 
     table: Tensor
     q: SlotRun
@@ -84,8 +84,8 @@ class Rule:
     num_heads: number of heads over all devices.
     heads: one global head for each table.
     q, k: slots of queries and of keys; the `firsts` of both have a row for each table.
-    rows: this rule with other `Pieces`, runs of neighbouring tokens instead of residue classes; None unless there are
-        many classes.
+    rows: the same rule with runs of neighbouring tokens instead of residue classes; None unless both orders are a
+        `Layout`, and the queries have many classes.
     """
 
     pattern: Pattern
@@ -114,7 +114,7 @@ class Rule:
         )
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """Return a bool tensor, True where the pair is allowed.
+        """Return a bool tensor, True where the pair is allowed in batch entry 0.
 
         table, q_slot, k_slot: indices of tables, query slots and key slots; they broadcast to the shape of the result.
 
@@ -126,7 +126,7 @@ class Rule:
 
 
 def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a bool tensor, True where the pair is allowed.
+    """Return a bool tensor, True where the pair is allowed in batch entry 0.
 
     num_heads: number of heads over all devices.
     heads, q, k: global heads, query positions and key positions; they broadcast to the shape of the result.
@@ -160,8 +160,7 @@ class BlockPlaces(NamedTuple):
 def mask_classes(rule: Rule, places: BlockPlaces, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block is alone in its class if its queries or its keys are in several slot runs of the rule, or if these have
-    strides.
+    A block is alone in its class if its queries or its keys are in several slot runs, or in a slot run with a stride.
 
     shape: (number of query slots, number of key slots, queries of a block, keys of a block).
     """

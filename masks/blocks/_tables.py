@@ -23,12 +23,12 @@ _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
     """Return a block list as a torch BlockMask, with index tables by query block and by key block.
 
-    No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
-    entry 1, and so on; the index tables have shape (batch, heads, rows, width).
+    With batch > 1, the heads of `blocks` are those of batch entry 0, then those of entry 1, and so on; the index tables
+    have shape (batch, heads, rows, width).
 
     On CPU each row of a table has an entry for every block along the other axis, as the compiled kernel requires. The
-    rows overlap in memory: past a row's count come entries of later rows or zeros, all of them valid block indices. On
-    accelerators tables are as wide as the longest row.
+    rows overlap in memory: past a row's count come zeros or entries of later rows, all of them valid block indices. On
+    other devices tables are as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _index_tables(blocks, blocks.row, blocks.column, (rows, columns), device)
@@ -62,11 +62,11 @@ def table_bytes(mask: BlockMask) -> int:
 def _index_tables(
     blocks: Blocks, major: Int32[Tensor, " E"], minor: Int32[Tensor, " E"], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (partial counts, partial indices, full counts, full indices) of a BlockMask, by query or by key block.
+    """Return (partial counts, partial indices, full counts, full indices) of a BlockMask.
 
-    In each table, the row of a head and a `major` index lists the `minor` indices of the blocks there.
+    Counts have shape (L, R), indices (L, R, W). Row i lists the `minor` indices of the blocks with `major` index i.
 
-    major, minor: row and column of each listed block, or column and row.
+    major, minor: row and column of each listed block for tables by query block, the reverse for tables by key block.
     shape: (number of major indices, number of minor indices).
     """
     counts = _block_counts(blocks, major, shape[0])
@@ -87,7 +87,7 @@ def _index_tables(
 
 
 def _block_counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
-    """Return [numbers of partial blocks, numbers of full blocks], each for every table and `major` index."""
+    """Return [numbers of partial blocks, numbers of full blocks] for every table and each of `rows` major indices."""
     counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
     for tables, part in blocks.portions():
         lines = (blocks.table[part].long() - tables.start) * rows + major[part]
@@ -108,7 +108,7 @@ def _minor_indices(
 ) -> Int32[Tensor, "T R W"]:
     """Return, for each table and `major` index, the `minor` indices of its blocks, then zeros up to `width`.
 
-    The storage continues after the result, so that `_wide_view` can extend each row to shape[1] entries.
+    The storage has shape[1] - width further zeros after the result, so that `_wide_view` can extend each row.
 
     full: True for full blocks, False for partial ones.
     major, minor, shape: as for `_index_tables`.
@@ -138,8 +138,8 @@ def _split_by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor
 def _tables_of_heads(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
     """Return the table of each head: of shape (heads, rows, width), or (1, rows, width) if all heads share one table.
 
-    `tables` itself is returned if all heads share one table, or if head i has table i. The storage of a copy continues
-    with as many zeros as there are block rows and block columns: `_wide_view` reads beyond the last row.
+    `tables` itself is returned if all heads share one table, or if head i has table i. Else the result is a copy, whose
+    storage ends in blocks.num_rows + blocks.num_columns zeros, as `_wide_view` reads beyond the last row.
     """
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables
@@ -152,9 +152,8 @@ def _tables_of_heads(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[
 def _wide_view(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
     """Return a view of the table with rows of `columns` >= W entries.
 
-    In a row, entries from index W on are those of later rows, of this head or the next; after the last row they are
-    what follows in the storage, which must have `columns` - W more entries: `_minor_indices` and `_tables_of_heads` put
-    zeros there.
+    Entries of a row from index W on are those of later rows, of this head or the next, and then what the storage holds
+    after the table. The storage must have at least `columns` - W entries there; they must be valid block indices.
     """
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
@@ -165,9 +164,8 @@ class PackedBlocks:
     """`Blocks` compressed by zlib; `unpack` restores them exactly.
 
     shape, heads: as in `Blocks`.
-    lengths: number of blocks in each part of the list.
-    data: compressed bytes of each part. Each block is stored as its distance from the previous one, since distances
-        repeat in regular patterns.
+    lengths: number of blocks in each part of the list, as cut by `Blocks.portions`.
+    data: compressed bytes of each part, from `_to_bytes`.
     """
 
     shape: tuple[int, int, int, int]
@@ -196,9 +194,9 @@ class PackedBlocks:
 
 
 def _to_bytes(blocks: Blocks, part: slice) -> bytes:
-    """Return a slice of the block list as uncompressed bytes: distances of blocks, pair counts and `full`."""
+    """Return a slice of the block list as bytes: differences of successive block numbers, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
-    steps = key.diff(prepend=key.new_zeros(1))
+    steps = key.diff(prepend=key.new_zeros(1))  # they repeat in regular patterns, and so compress well
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 

@@ -16,11 +16,11 @@ from ..core import Pattern, require_int
 
 @dataclass(frozen=True)
 class Pieces:
-    """P slot runs, in which token positions ascend by `step`.
+    """P slot runs that together have every slot once; in each, token positions ascend by `step`.
 
     Slot run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For
-    heads that use table t, the i-th slot of slot run p holds position firsts[t, p] + step * i. Slot runs of stride n >
-    1 come in groups of n equally long ones, which start at consecutive slots and interleave without gaps.
+    heads that use table t, the i-th slot of slot run p holds position firsts[t, p] + step * i. Starts ascend. Slot runs
+    of stride n > 1 come in groups of n equally long ones, which start at consecutive slots and interleave without gaps.
     """
 
     starts: Int64[Tensor, " P"]
@@ -49,11 +49,14 @@ class _Order:
 
     @property
     def is_natural(self) -> bool:
-        """True only if slot s holds token s; False is not conclusive."""
+        """True if slot s is known to hold token s; False is not conclusive."""
         return False
 
     def pieces(self, origin: int) -> Pieces:
-        """Return the slots of fold 0 as slot runs whose positions are progressions; token 0 has position `origin`."""
+        """Return the slots of fold 0 as slot runs whose positions are progressions; token 0 has position `origin`.
+
+        `firsts` has a row for each head of a `Compact`, else one for all heads.
+        """
         raise NotImplementedError  # defined by each order
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
@@ -79,19 +82,19 @@ class _SharedOrder(_Order):
         raise NotImplementedError
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 1 S"]:
-        """Return the index of the token in each slot, with axes of length 1 for heads and folds."""
+        """Return the index of the token in each slot of fold 0, with axes of length 1 for heads and folds."""
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """Return a number above every token of fold 0 and of `filled` further slots that continue it after its end."""
+        """Return a number above every token of fold 0, also if the order went on for `filled` more slots."""
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Return the shift, in tokens, of the order of the head with this index; 0 by default."""
+        """Return the shift, in tokens, of the slots of the head at this index; 0, as all heads share the order."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
-        """Return an equal Compact, an order of one progression for each head; None unless `is_natural`."""
+        """Return an equal Compact of these query heads, of one progression for each; None unless `is_natural`."""
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
@@ -187,7 +190,7 @@ class Layout(Permutation):
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
 
     def rows(self, origin: int) -> Pieces:
-        """Return the slots as slot runs of consecutive tokens: the first of each class, then the second, and so on.
+        """Return the slots as slot runs of consecutive tokens: the first token of each class, then the second of each.
 
         Token 0 has position `origin`. Many short classes give few such runs. If the rate does not divide the number of
         tokens, the first classes have one token more: their runs come first, then the runs of the other classes.
@@ -228,7 +231,7 @@ class ListedOrder(_SharedOrder):
         return self.step > 1
 
     def end(self, filled: int) -> int:
-        """Return the largest end of the runs: no slot holds this token or a later one; `filled` is not used."""
+        """Return the largest `stop` of the runs, above every token; `filled` is not used, as no slots follow."""
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
@@ -282,7 +285,7 @@ class Compact(_Order):
         return torch.arange(self.folds, device=device) * self.fold_stride
 
     def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
-        """Return an order of len(tokens) folds: fold i is a copy of fold 0, shifted by tokens[i]."""
+        """Return an order of len(tokens) >= 1 folds: fold i is fold 0 of this order, shifted by tokens[i] tokens."""
         first, even, stride = int(tokens[0]), True, self.num_slots
         if len(tokens) > 1:
             gaps = tokens.diff()
@@ -305,7 +308,7 @@ class Compact(_Order):
         return some.at_folds(self.fold_tokens()[folds.start : folds.stop])
 
     def alone(self, shift: int) -> Compact:
-        """Return the order of fold 0 alone, shifted by `shift` tokens."""
+        """Return an order of one fold: fold 0 of this order, shifted by `shift` tokens."""
         starts = tuple(start + shift for start in self.starts)
         return replace(self, starts=starts, folds=1, fold_stride=0, fold_starts=None)
 
@@ -326,7 +329,10 @@ class Compact(_Order):
 
 @dataclass(frozen=True)
 class Folded(_SharedOrder):
-    """Shifted copies of an order as folds: slot s of fold f holds token starts.tokens[f] + order.positions()[s]."""
+    """Shifted copies of an order as folds: slot s of fold f holds token starts.tokens[f] + order.positions()[s].
+
+    order: an order of one fold.
+    """
 
     order: _SharedOrder
     starts: FoldStarts
@@ -367,9 +373,9 @@ Order = Permutation | ListedOrder | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Return the rate of the residue-major order for a branch: the least common multiple of its dilation rates.
+    """Return the rate of the residue-major order for a branch: the least common multiple of some of its dilation rates.
 
-    Rates are taken in ascending order, and one that would raise the multiple above `most` is skipped. For each rate
+    Rates are taken in ascending order, and one that would raise the multiple above `most` is left out. For each rate
     taken, the tokens of one residue class are in runs of consecutive slots. The result is 1 without dilation.
     """
     common = 1

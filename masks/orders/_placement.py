@@ -41,8 +41,9 @@ class Placement:
 
     queries: runs of step 1, in ascending order.
     keys: positions of the tokens of k and v, in their order: one entry for all key-value heads, or one for each.
-    complete: True if the rule allows no pair with an absent key, so that gaps between the keys need no mask; if False,
-        a plan must exclude such pairs, and all heads have equal keys, in runs of step 1.
+    complete: True if gaps between the keys need no mask: the rule allows no pair with an absent key, but in runs of
+        queries without any key, which `parts` leaves out. If False, a plan must exclude pairs with absent keys, and all
+        heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
         last position of all queries and keys.
     """
@@ -86,21 +87,22 @@ class Placement:
 
     @property
     def end(self) -> int:
-        """One past the last position for which run-time tensors have values."""
+        """Return one more than the last position for which run-time tensors have values."""
         sides = (self.queries, *self.keys)
         return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
-        """Yield parts, each a run of queries and an interval of positions; each (query, key) pair is in exactly one."""
+        """Yield parts, each of a run of queries with the keys in an interval; each query-key pair is in exactly one."""
         tokens = accumulate(map(len, self.queries), initial=0)
         for queries, token in zip(self.queries, tokens, strict=False):
             for span, gapless in self._spans():
                 yield Part(queries, token, span, gapless)
 
     def _spans(self) -> list[tuple[range, bool]]:
-        """Return [(interval of key positions, gapless), ...], as in `Part`: together they contain all keys."""
+        """Return [(span, gapless), ...] as in `Part`: the spans are disjoint, and together contain all keys."""
         if not self.complete:
             return [(run, True) for run in self.keys[0]]
+        # Runs of queries without a key cut the positions into intervals, each with one span at most.
         left_out = [run for run in self.queries if not any(among(side, run) for side in self.keys)]
         edges = [0, *(edge for run in left_out for edge in (run.start, run.stop)), LARGEST + 1]
         spans = []
@@ -131,7 +133,7 @@ class Placement:
         return joined
 
     def key_slots(self, head: int) -> TokenIndices:
-        """Return the index of each key position in the key tensor of one key-value head."""
+        """Return where the key of each position is in the key tensor of one key-value head of this device."""
         return _token_indices(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> TokenIndices:
@@ -172,6 +174,8 @@ class Padded:
     in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0. `width` and the number of
     slots are multiples of `side`, and there are at least two blocks: a graph compiled for a dynamic number of blocks
     would specialize on one.
+
+    side: slots of a block.
     """
 
     offsets: tuple[int, ...]
@@ -196,13 +200,13 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of each head: enough for the tokens of any head, and whole blocks, at least two of them."""
+        """Return the number of slots, equal for all heads: at least two whole blocks, which hold any head's tokens."""
         last = self.num_segments - 1
         held = last * self.width + int(self.filled_slots()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
 
     def filled_slots(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
-        """Return (first, past) for each head and segment: slots first to past - 1 of the segment hold tokens."""
+        """Return (first, past) for each head and segment: slots first to past - 1, counted within it, hold tokens."""
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]
         last = (start + self.segment).clamp(max=self.end)

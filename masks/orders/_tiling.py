@@ -37,7 +37,7 @@ class Tiling(Permutation):
 
     @property
     def is_natural(self) -> bool:
-        """True if slot s holds token s, as each tile is a run of consecutive tokens in row-major order."""
+        """True if each tile is a run of consecutive tokens in row-major order: slot s then holds token s."""
         pairs = list(zip(self.tile, self.grid, strict=True))
         # Along some axis tiles may have any length: along earlier ones they have one place, along later ones all.
         before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
@@ -71,8 +71,9 @@ class Tiling(Permutation):
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
         """Return (an equivalent rule over slot numbers, all slots as one slot run).
 
-        Over positions, slot runs would be only as long as a tile is wide. `rule` must be a neighbourhood, `origin` 0.
+        `rule` must be a neighbourhood on this grid, and `origin` 0.
         """
+        # Over positions, slot runs would be only as long as a tile is wide.
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
@@ -109,9 +110,9 @@ class Tiling(Permutation):
 
 @dataclass(frozen=True)
 class _RunParts:
-    """Non-empty parts of slot runs, each within one rectangle of the grid.
+    """Parts of slot runs, each within one rectangle of the grid; empty if start >= stop.
 
-    run: index of the original run.
+    run: index of the slot run.
     start, stop: the part has slots start to stop - 1, counted from the rectangle's first slot.
     box: the rectangle of each part.
     """
@@ -126,12 +127,11 @@ class _RunParts:
 
 
 def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles, _RunParts]:
-    """Return (rectangles of whole children, the remaining parts) of slot runs, cut at the boundaries of children.
+    """Return (rectangles, rest): the whole children that each run contains, as one rectangle, and its other parts.
 
-    Each slot run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along
-    `axis`. A slot run consists of the end of a child, whole children, and the beginning of another child; or it is
-    inside one child. Each remaining part is inside one child. A last child that is smaller than others counts as
-    a beginning even if it is whole.
+    A child is a part of the run's `box` with `unit` places along `axis`; a last child that is smaller than the others
+    never counts as whole. A run without a whole child has no rectangle. Each part in `rest` is inside one child, and
+    not empty.
     """
     size = unit * _tokens_per_place(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -152,10 +152,10 @@ def _cut_at_children(runs: _RunParts, axis: int, unit: int) -> tuple[Rectangles,
 def _part_in_child(runs: _RunParts, child: Tensor, size: Tensor, axis: int, unit: int) -> _RunParts:
     """Return the part of each slot run i in child number child[i] of the run's rectangle; its `box` is the child.
 
-    A run without a slot there gets an empty part, whose `box` has no meaning; the caller drops it. So child[i] may be
-    -1. Children have `unit` places along `axis` and are numbered from 0.
+    Children have `unit` places along `axis` and are numbered from 0. A run without a slot in the child, such as in
+    number -1, gets an empty part, whose `box` has no meaning.
 
-    size: number of slots of a child.
+    size: number of slots of each child but the last, which may have fewer.
     """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _RunParts(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
@@ -193,10 +193,8 @@ class Tiled(Pattern):
         return lambda b, h, q, k: inner(b, h, positions[q], positions[k])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Return bounds on the allowed pairs of each box; they are exact if all rates and strides are at most 64.
-
-        The slots of a box are a few rectangles of the grid, whose pairs are counted axis by axis.
-        """
+        """Return bounds on the allowed pairs of each box; they are exact if all rates and strides are at most 64."""
+        # The slots of a box are a few rectangles of the grid, whose pairs are counted axis by axis.
         assert box.q.step == box.k.step == 1, "slots come in runs"
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for part in torch.arange(len(box.head)).split(_RUNS_AT_ONCE):
