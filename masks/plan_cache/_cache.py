@@ -319,7 +319,10 @@ class Cache:
         _log_entries("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
-        """Evict entries, copies first, until these additional bytes and entries fit or none are left; return them."""
+        """Evict entries until these additional bytes and entries fit, or none are left; return the evicted entries.
+
+        Copies go first, then masters; of each, the least recently used go first.
+        """
         gone, limits = [], self._limits
         while self._entries and not limits.admit(self._bytes + coming_bytes, len(self._entries) + coming_entries):
             gone.append(next(iter(self._copies or self._masters)))

@@ -52,7 +52,7 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 
 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
-    """Return terms that compute each allowed pair once, weighted by the number of branches that allow it.
+    """Return terms that compute each allowed pair once, weighted by how often the branches together count it.
 
     branches: a group of at least two branches that `chains` returns, each with its multiplicity.
 
@@ -140,12 +140,12 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Return (branch, phases): a token t has this level iff (t - offset) % rate is one of the phases.
+        """Return (branch index, phases): a token t has this level iff (t - offset) % rate is one of the phases.
 
-        The offset and rate are those of `branch`. A token's level is the last branch in which it is active. For the
-        last level, `branch` is the last branch and the only phase is 0. For another level, `branch` is the next branch,
-        and the phases are the multiples of the level's own rate above 0 and below the next rate, e.g. rates (1, 4) ->
-        (1, range(1, 4)) for level 0.
+        The offset and rate are those of the branch returned. A token's level is the last branch in which it is active.
+        For the last level, the last branch is returned, and the only phase is 0. For another level it is the next
+        branch, and the phases are the multiples of the level's own rate above 0 and below the next rate, e.g. rates
+        (1, 4) -> (1, range(1, 4)) for level 0.
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -223,7 +223,8 @@ def _strip_terms(chain: _Chain) -> Iterator[Term]:
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch.
 
-    In causal order, rectangles whose keys are after the queries are left out.
+    For index 0 these are all pairs within a segment. In causal order, with index 1 or more, rectangles whose keys are
+    after the queries are left out.
     """
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole
