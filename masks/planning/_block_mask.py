@@ -61,7 +61,7 @@ def block_mask(
     device: device of the mask.
     block_size: tokens of a block, or (queries, keys).
 
-    The mask's batch axis has length 1 unless a run-time tensor has a row for each batch entry, even equal ones; its head
+    The mask's batch axis has length 1 unless a run-time tensor has a row for each batch entry, equal or not; its head
     axis has length 1 if all heads have equal rules.
 
     Raises ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask, for a layout of

@@ -40,8 +40,9 @@ class Allowed:
     key_weights: terms with integer weights of (query, key) pairs.
     masks: terms that compute all pairs of few tokens, under a dense mask, if `key_weights` is True, too.
     residues: terms over all tokens in residue-major order.
-    lists_only: the kernels take only block lists; `windows` and `key_weights` must be False. There are no terms over
-        gathered tokens, no split causal terms and no dense masks; `padded_terms` serves the dilated rules that it takes.
+    lists_only: the kernels take only block lists: there are no terms over gathered tokens, apart from those that
+        `windows` and `key_weights` permit, no split causal terms and no dense masks. Dilated segments are computed by
+        `padded_terms`, where it takes their rules.
     """
 
     shared_rows: bool = True

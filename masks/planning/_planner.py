@@ -134,7 +134,7 @@ def plan(
 def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
     """Return `table_split` of a pattern whose table the engine reads without block lists; None for other patterns.
 
-    Each engine reads a table of single keys. "aten" also reads a table of blocks, if the call's first key begins a block.
+    Each engine reads a table of single keys; "aten" also reads one of blocks, if the call's first key begins a block.
     """
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):

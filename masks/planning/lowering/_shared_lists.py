@@ -192,11 +192,11 @@ def _segment_mask_mod(
 
 
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
-    """Return a term for each group of heads with equal segment, rate and inner rule; None if a head's rule does not fit.
+    """Return a term for each group of heads with equal segment, rate and inner rule; None if any head's does not fit.
 
-    A rule must be dilated segments of rate above 1, with all pairs or causal order inside. Let w be the number of active
-    tokens of a segment, rounded up to whole blocks of `side` slots: 2 * w**2 must be at most segment**2, so that blocks
-    have at most half of a segment's pairs.
+    A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. Let w be the number
+    of active tokens of a segment, rounded up to whole blocks of `side` slots: 2 * w**2 must be at most segment**2, so
+    that blocks have at most half of a segment's pairs.
 
     Groups without an active query or key have no term; heads whose offset is beyond the segment are in no group.
     """

@@ -202,8 +202,8 @@ class TableProblems:
     def portions(self, width: int) -> Iterator[tuple[range, range]]:
         """Yield (range of head sets, range of queries): parts of the call that are computed in turn.
 
-        If `gathers`, there is a single part. Otherwise the head sets of a part share a table, and several parts bound the
-        memory of unmerged outputs of `width` channels.
+        If `gathers`, the whole call is one part. Otherwise the head sets of a part share a table, and its queries are so
+        few that their unmerged outputs, of `width` channels, take little memory.
         """
         queries = self.bound.num_queries
         if self.gathers:
