@@ -35,7 +35,7 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
     * each segment length is 1, 2, 3 or 4 times the one before, and so is each rate;
     * the last rate divides the shortest segment, and is at most 64 times the first rate;
     * a token that is active in a branch is active in all earlier branches;
-    * all branches are combined with causal order, or none is;
+    * each branch is dilated segments alone, or each is dilated segments in causal order;
     * queries and keys are the same positions, from 0 on.
 
     A branch that nests with no other is a group by itself.

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     A head set has g query heads.
 
     sets: for each kernel call, the index of the head set of each problem.
-    query: index of each query in the call; for padding, the index of any query.
+    query: index of each query in the call; for padding, that of some query.
     block: number of each key block, from the call's first key on; 0 for an entry that names no block.
     place: index of each query's result among the unmerged results of its head set; -1 for padding. If keys are
         gathered, each query has one result. Otherwise it has one for each of the W entries of its row: entry w of query
@@ -110,7 +110,7 @@ class TableProblems:
     ) -> TableProblems:
         """Return the problems of one batch entry's tables of selected blocks, for the heads and tokens of a call.
 
-        bound: the pattern without the table, with the call's sizes.
+        bound: the pattern without the table, with the call's sizes; the first key must begin a key block.
         rows: key blocks of each query block, ascending, padded with a large number; row 0 is query block `first`.
             Numbers of blocks count from position 0.
         block: tokens of (a query block, a key block).
@@ -202,8 +202,8 @@ class TableProblems:
     def portions(self, width: int) -> Iterator[tuple[range, range]]:
         """Yield (range of head sets, range of queries): parts of the call that are computed in turn.
 
-        If `gathers`, the whole call is one part. Otherwise the head sets of a part share a table, and its queries are so
-        few that their unmerged outputs, of `width` channels, take little memory.
+        If `gathers`, the whole call is one part. Otherwise the head sets of a part share a table, and its number of
+        queries is limited, to bound the memory of unmerged outputs of `width` channels.
         """
         queries = self.bound.num_queries
         if self.gathers:

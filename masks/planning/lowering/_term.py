@@ -237,7 +237,7 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """Return self, whose orders need no padding for block lists of any sizes.
+        """Return self, whose orders need no padding for blocks of any size.
 
         `PaddedTerm` and `IntervalTerm` return a copy whose orders are padded to whole blocks of these sizes.
         """
