@@ -134,7 +134,7 @@ def plan(
 def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
     """Return `table_split` of a pattern whose table the engine reads without block lists; None for other patterns.
 
-    Each engine reads a table of single keys; "aten" also reads one of blocks, if the call's first key begins a block.
+    Each engine reads a table that `lists_keys` accepts; "aten" also any other, if the call's first key begins a block.
     """
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):
@@ -161,8 +161,8 @@ def plan_with_table(
     The pairs in the table are one `TableTerm`; all other pairs are planned as by `plan`. If the pattern has no table
     that the engine reads, the result is that of `plan`. Cached.
 
-    engine: name of the engine that computes the call; "aten" alone reads a table of blocks, and only if the call's
-        first key begins a block.
+    engine: name of the engine that computes the call. A table that `lists_keys` rejects is read by "aten" alone, if
+        the call's first key begins a block.
 
     Raises ValueError for tables that differ by batch entry, whose number does not divide the heads, or that have no row
     for the first query.

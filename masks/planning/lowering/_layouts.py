@@ -98,7 +98,7 @@ class _Folds(NamedTuple):
 
     Heads with equal rules and equal values of these fields share a term.
 
-    place: number that tells apart groups of folds at different tokens.
+    place: number of the first segment, or of the first residue class, which tells groups of folds apart.
     step: tokens from one active token (a token that the fold computes) to the next.
     folds: number of folds.
     stride: tokens from the start of one fold to that of the next.

@@ -1,6 +1,6 @@
 """Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
-A token is active for a head if its place in the segment is the head's offset modulo the dilation rate.
+A token is active for a head if its place in the segment, modulo the dilation rate, is the head's offset.
 
 For engines whose kernels take only block lists: a branch has one term for all heads whose rules differ only by their
 offset, at every sequence length, and for any number of runs of consecutive positions on a device.
@@ -47,7 +47,6 @@ class SharedListTerm(Term):
         raise NotImplementedError  # defined by each kind of term
 
     def counted_pairs(self) -> int:
-        """Return the number of allowed pairs, summed over all heads and multiplied by the term's multiplicity."""
         return self.multiplicity * int(self.pairs_of_heads().sum())
 
     def tables(self) -> tuple[int, ...]:
@@ -89,7 +88,6 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """Return the term with segments padded to whole blocks of these sizes."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
@@ -100,7 +98,7 @@ class PaddedTerm(SharedListTerm):
             return ((q_past - q_first) * keys).sum(1)
 
         def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
-            """Return the number of causal pairs of the queries in slots before `place`, for each head and segment."""
+            """Return the number of causal pairs that the slots before `place` would have if each held a query."""
             growing = (place - k_first).clamp(min=0).minimum(keys)
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
@@ -227,10 +225,9 @@ _LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compile
 def _padded_orders(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
     """Return (query order, key order) of the segments that have both queries and keys.
 
-    None if no query in them, or no key, is active for any head.
+    None if no head has an active query in them, or no head an active key.
 
     offsets: dilation offset of each head.
-    segment, rate: segment length and dilation rate.
     """
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
@@ -280,7 +277,6 @@ class IntervalTerm(SharedListTerm):
         return (high - low).sum(1)[list(self.q.rows)]
 
     def _full_and_partial(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
-        """Return masks (full, partial) of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low

@@ -40,8 +40,6 @@ _PAIRS_AT_ONCE = 1 << 18  # evaluated together: bounds the memory
 class Batch(NamedTuple):
     """n attention problems of equal shape. Each tensor in `sets` has its own kernel call; the other fields are shared.
 
-    A head set has g query heads.
-
     sets: for each kernel call, the index of the head set of each problem.
     query: index of each query in the call; for padding, that of some query.
     block: number of each key block, from the call's first key on; 0 for an entry that names no block.
@@ -68,8 +66,6 @@ class TableWork(NamedTuple):
 
     computed_pairs: pairs that kernels compute, allowed or not.
     copied_keys: keys that are copied for the kernels, each with its value.
-    copied_queries: queries that are copied for the kernels.
-    calls: kernel calls.
     moved_vectors: vectors read and written to gather q, k and v, and to merge outputs.
     """
 
@@ -378,8 +374,7 @@ class _LargestBatches(TableProblems):
 class TableTerm(Term):
     """Term of a plan that is computed from a table of keys or blocks, without block lists.
 
-    problems: `KeyLists` for a table of single keys; `TableProblems`, only for engine "aten", for a table of blocks.
-    work: computed pairs, copied vectors and kernel calls.
+    problems: `KeyLists` for a table that `lists_keys` accepts; else `TableProblems`, only for engine "aten".
     """
 
     problems: TableProblems | KeyLists
@@ -389,7 +384,6 @@ class TableTerm(Term):
     def of_problems(cls, bound: Bound, rule: Pattern, problems: TableProblems | KeyLists, work: TableWork) -> TableTerm:
         """Return the term of all heads, queries and keys of a call, in natural order.
 
-        bound: the call's sizes.
         rule: the pattern of the term's pairs, the table included.
         """
         return cls(

@@ -182,7 +182,6 @@ def _shifted_table(table: _Table, shift: int) -> _Table:
 
 
 def _next_power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
