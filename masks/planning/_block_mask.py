@@ -129,7 +129,7 @@ def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """Return the term once for each batch entry, with that entry's run-time tensors; once if all entries share them."""
+    """Return the term once for each batch entry, with that entry's run-time tensors; once if none has several rows."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
