@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of a cache: largest number of bytes and of entries; 0 for either disables the cache."""
+    """Budgets of a cache: largest number of bytes and of entries; 0 for either disables the cache.
+
+    Raises ValueError unless both are integers of at least 0.
+    """
 
     bytes: int
     entries: int
@@ -306,9 +309,9 @@ class Cache:
         return value
 
     def _end_build(self, key: Hashable, mine: _PendingBuild) -> bool:
-        """Remove a finished build from the builds in progress.
+        """Remove a finished build from the builds in progress; return True if it was among them.
 
-        Returns False if `forget` or `clear` removed it in the meantime, so that its value must not be kept.
+        If it was not, `forget` or `clear` had removed it, and its value must not be kept.
         """
         return self._building.get(key) is mine and self._building.pop(key) is mine
 
@@ -319,7 +322,10 @@ class Cache:
         _log_entries("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
-        """Evict entries, copies first, until these additional bytes and entries fit or none are left; return them."""
+        """Evict entries until these additional bytes and entries fit, or none are left; return the evicted entries.
+
+        Copies go before masters, the least recently used first.
+        """
         gone, limits = [], self._limits
         while self._entries and not limits.admit(self._bytes + coming_bytes, len(self._entries) + coming_entries):
             gone.append(next(iter(self._copies or self._masters)))

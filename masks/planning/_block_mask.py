@@ -61,8 +61,8 @@ def block_mask(
     device: device of the mask.
     block_size: tokens of a block, or (queries, keys).
 
-    The mask's batch axis has length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads
-    have equal rules.
+    The mask's batch axis has length 1 unless a run-time tensor has a row for each batch entry, equal or not; its head
+    axis has length 1 if all heads have equal rules.
 
     Raises ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask, for a layout of
     another number of tokens, and for sizes or heads that do not fit.
@@ -106,7 +106,7 @@ def block_mask(
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
     """Return the block lists of a term, from the cache if it has them.
 
-    There is one item for each batch entry if run-time tensors differ by entry, else a single item.
+    There is one item for each batch entry if a run-time tensor has a row for each, else a single item.
 
     bound: the pattern, bound to sizes, that the term belongs to.
     block_size: (queries, keys).
@@ -123,13 +123,13 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
     """Return the block list of a term; block_size: (queries, keys).
 
-    If run-time tensors differ by batch entry, the lists of all entries are joined, as by `join_blocks`.
+    If a run-time tensor has a row for each batch entry, the lists of all entries are joined, as by `join_blocks`.
     """
     return join_blocks([each.blocks(*block_size) for each in entry_terms(term)])
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """Return a term for each batch entry, with that entry's run-time tensors, if these differ by entry; else [term]."""
+    """Return the term once for each batch entry, with that entry's run-time tensors; once if none has several rows."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 

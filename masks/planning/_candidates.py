@@ -38,10 +38,11 @@ class Allowed:
     any_windows: terms inside windows even if there are so many lengths that one block list over all tokens would be
         cheaper.
     key_weights: terms with integer weights of (query, key) pairs.
-    masks: terms that compute all pairs of few tokens, under a dense mask.
+    masks: terms that compute all pairs of few tokens, under a dense mask, if `key_weights` is True, too.
     residues: terms over all tokens in residue-major order.
-    lists_only: the kernels take only block lists: there are no terms over gathered tokens, no split causal terms and
-        no dense masks. Dilated segments are computed by `padded_terms`, where it takes their rules.
+    lists_only: the kernels take only block lists: there are no terms over gathered tokens, apart from those that
+        `windows` and `key_weights` permit, no split causal terms and no dense masks. Dilated segments are computed by
+        `padded_terms`, where it takes their rules.
     """
 
     shared_rows: bool = True
@@ -206,7 +207,7 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """Return the options, cheapest first; each has block lists of blocks of 128, or of a size that is over 5 % cheaper.
+    """Return the options, cheapest first; block lists have blocks of 128, or of a size that is over 5 % cheaper.
 
     Other sizes are tried only for options that cost at most about twice the minimum. "disjoint" keeps its sizes, which
     are chosen part by part. Options that cannot be the cheapest come last; their cost is not computed.
@@ -317,7 +318,7 @@ class Choice:
 
     ways: for each distinct branch, the `layout` of the chosen option, such as "natural", and the block size of each of
         its block lists.
-    together: True if `ways` has a single item, for all branches together.
+    together: True if `ways` is a single item for all branches together.
 
     If an item is not among a pattern's options, the planner chooses by predicted cost.
     """

@@ -82,7 +82,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: OperandSizes
 ) -> float:
-    """Return a lower bound on the predicted seconds of block lists that compute `wanted_pairs` pairs or more.
+    """Return a lower bound on the predicted seconds of terms if their block lists have at least `wanted_pairs` pairs.
 
     It is the time of these pairs, over all heads, at the fastest `runs` or `plain` rate of any block size, plus that of
     the terms' copies and kernel calls. It need not bound a term without block lists, whose kernel may be faster.

@@ -84,7 +84,7 @@ class Machine:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Block sides that have rates, ascending; the planner compares these."""
+        """Block sides that have rates, ascending."""
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:

@@ -36,7 +36,8 @@ class Plan:
     options: tuples of options compared, the chosen one first: one tuple for each distinct branch, or a single one if
         all branches are computed together. If a table of keys or blocks is read, the first tuple is for its pairs, and
         the others are for all other pairs. A plan of `plan_at` may have only the options of some of its terms.
-    together: the options found that compute all branches together, cheapest first; () in a plan of `plan_at`.
+    together: options that compute all branches together, cheapest first, in a plan of `plan` in natural order; () in
+        other plans.
     places: for each term, the indices of all branches that equal its option's `branch`; () for a term of the whole
         mixture or of a part of a branch.
     """
@@ -90,7 +91,7 @@ class Plan:
 
     @property
     def beside_table(self) -> Plan:
-        """The plan of the pairs outside the table, without terms if there are none; self if `table` is None."""
+        """The plan of the pairs outside the table, without terms if all are in it; self if `table` is None."""
         if self.table is None:
             return self
         options = self.options[1:]
@@ -131,7 +132,10 @@ def plan(
 
 
 def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
-    """Return `table_split` of a pattern whose table the engine reads without block lists; None for other patterns."""
+    """Return `table_split` of a pattern whose table the engine reads without block lists; None for other patterns.
+
+    Each engine reads a table that `lists_keys` accepts; "aten" also any other, if the call's first key begins a block.
+    """
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):
         return split
@@ -157,7 +161,8 @@ def plan_with_table(
     The pairs in the table are one `TableTerm`; all other pairs are planned as by `plan`. If the pattern has no table
     that the engine reads, the result is that of `plan`. Cached.
 
-    engine: name of the engine that computes the call; a table of blocks is read by "aten" alone.
+    engine: name of the engine that computes the call. A table that `lists_keys` rejects is read by "aten" alone, if
+        the call's first key begins a block.
 
     Raises ValueError for tables that differ by batch entry, whose number does not divide the heads, or that have no row
     for the first query.

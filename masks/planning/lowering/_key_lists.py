@@ -95,7 +95,7 @@ class KeyLists:
         return not len(self.keys) or bool((self.keys - query).max() <= self.q_lead)
 
     def num_masked_keys(self, end: int) -> int:
-        """Return how many keys, from key 0 on, consecutive queries that end with query end - 1 read under a dense mask.
+        """Return n: under a dense mask, a chunk of queries up to query end - 1 reads keys 0 to n - 1.
 
         With causal lists, these are the keys up to the position of query end - 1, at least one; else all keys.
         """

@@ -67,11 +67,11 @@ def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Return terms over only the tokens that each head's rule selects; None if a rule has neither of two forms.
+    """Return terms over only the tokens that each head's rule selects; None if a head's rule has neither of two forms.
 
-    * An intersection with a dilated factor, whose segment is a multiple of the period of the other factors.
-    * A rule of the distance of query and key alone, which allows only multiples of a spacing above 1. The spacing must
-      exceed neither the number of queries nor that of keys.
+    * Dilated segments, alone or intersected with other factors, whose period must divide the segment length.
+    * A rule of the distance of query and key alone, which allows only multiples of a spacing above 1. There must be at
+      least as many queries, and at least as many keys, as the spacing.
 
     Equal segments or residue classes are folds.
     """
@@ -98,7 +98,7 @@ class _Folds(NamedTuple):
 
     Heads with equal rules and equal values of these fields share a term.
 
-    place: number that tells apart groups of folds at different tokens.
+    place: number of the first segment, or of the first residue class, which tells groups of folds apart.
     step: tokens from one active token (a token that the fold computes) to the next.
     folds: number of folds.
     stride: tokens from the start of one fold to that of the next.
@@ -234,7 +234,7 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 
 
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
-    """Return [tile shape with the fewest computed pairs], or the best two shapes if that number is an estimate.
+    """Return [tile shape with the fewest computed pairs], or up to two best shapes if that number is an estimate.
 
     Tile lengths are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most
     128 (a block), are compared. If the lengths of the best tile do not divide the grid, blocks extend over several
@@ -249,7 +249,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _num_computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Return how many pairs are computed if all queries of a tile compute each tile that any of their windows meets."""
+    """Return the number of pairs if each tile of queries is computed with each tile that one of their windows meets."""
     return prod(_num_computed_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 

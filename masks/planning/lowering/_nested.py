@@ -1,6 +1,6 @@
 """Nested lowering: compute pairs common to several dilated branches once, weighted by the number of branches.
 
-A token is active in a branch, for a head, if its place in the branch's segment is the head's offset modulo the rate.
+A token is active in a branch, for a head, if its place in the segment, modulo the rate, is the head's offset.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
     * each segment length is 1, 2, 3 or 4 times the one before, and so is each rate;
     * the last rate divides the shortest segment, and is at most 64 times the first rate;
     * a token that is active in a branch is active in all earlier branches;
-    * all branches are combined with causal order, or none is;
+    * each branch is dilated segments alone, or each is dilated segments in causal order;
     * queries and keys are the same positions, from 0 on.
 
     A branch that nests with no other is a group by itself.
@@ -52,7 +52,7 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 
 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
-    """Return terms that compute each allowed pair once, weighted by the number of branches that allow it.
+    """Return terms that compute each allowed pair once, weighted by how often the branches together count it.
 
     branches: a group of at least two branches that `chains` returns, each with its multiplicity.
 
@@ -140,10 +140,10 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def tokens_of_level(self, level: int) -> tuple[int, range]:
-        """Return (branch, phases): a token t has this level iff (t - offset) % rate is one of the phases.
+        """Return (branch index, phases): a token t has this level iff (t - offset) % rate is one of the phases.
 
-        The offset and rate are those of `branch`. A token's level is the last branch in which it is active. For the
-        last level, `branch` is the last branch and the only phase is 0. For another level, `branch` is the next branch,
+        The offset and rate are those of the branch returned. A token's level is the last branch in which it is active.
+        For the last level, the branch is the last one, and the only phase is 0. For another level it is the next one,
         and the phases are the multiples of the level's own rate above 0 and below the next rate, e.g. rates (1, 4) ->
         (1, range(1, 4)) for level 0.
         """
@@ -153,7 +153,7 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def key_weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the weight of each key that is active in branch `first`, for one period of these keys.
+        """Return the weights of one period of the keys that are active in branch `first`, from offsets[first] on.
 
         The weights are for queries whose last active branch is `level`, and for pairs whose tokens are in one segment
         in branch `first` but in no earlier branch. A weight is the sum of the multiplicities of the branches from
@@ -197,7 +197,7 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _strip_terms(chain: _Chain) -> Iterator[Term]:
-    """Yield terms for the causal pairs within each shortest segment.
+    """Yield terms for the causal pairs within each segment of the first branch.
 
     A term is a strip: consecutive active queries, and all active keys of their segment up to the last of them.
     """
@@ -223,7 +223,8 @@ def _strip_terms(chain: _Chain) -> Iterator[Term]:
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch.
 
-    In causal order, rectangles whose keys are after the queries are left out.
+    For index 0 these are all pairs within a segment. In causal order, with index 1 or more, rectangles whose keys are
+    after the queries are left out.
     """
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole
@@ -246,7 +247,7 @@ def _terms_of_rectangle(
     """Yield the terms of a rectangle of pairs; branch `index` is the first with query and key in one segment.
 
     Each combination of a level of queries, a residue class of these (a phase of `_Chain.tokens_of_level`) and a group
-    of heads with equal numbers of active tokens has one term.
+    of heads with equal numbers of active tokens, not 0, has one term.
 
     weights[level - index][head]: as from `_Chain.key_weights`, the weight of each active key, for one period of keys.
     """

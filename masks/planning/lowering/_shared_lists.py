@@ -1,6 +1,6 @@
 """Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
-A token is active for a head if its place in the segment is the head's offset modulo the dilation rate.
+A token is active for a head if its place in the segment, modulo the dilation rate, is the head's offset.
 
 For engines whose kernels take only block lists: a branch has one term for all heads whose rules differ only by their
 offset, at every sequence length, and for any number of runs of consecutive positions on a device.
@@ -47,18 +47,17 @@ class SharedListTerm(Term):
         raise NotImplementedError  # defined by each kind of term
 
     def counted_pairs(self) -> int:
-        """Return the number of allowed pairs, summed over all heads and multiplied by the term's multiplicity."""
         return self.multiplicity * int(self.pairs_of_heads().sum())
 
     def tables(self) -> tuple[int, ...]:
         return (0,) * len(self.heads)
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
+        """Return masks (queries, keys), True at slots with a token in no allowed pair; None for a mask without True."""
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """Return the block list over all slots; segments must be padded to whole blocks of these sizes.
+        """Return the block list over all slots; the segments of a `PaddedTerm` must be whole blocks of these sizes.
 
         settle: not used, as full and partial blocks are known exactly.
         """
@@ -78,8 +77,7 @@ class SharedListTerm(Term):
 class PaddedTerm(SharedListTerm):
     """Pairs of active tokens of the same dilated segment: all pairs, or causal ones; segments are padded to blocks.
 
-    A listed block is full if, for all heads, each of its key slots has a token, and all its queries attend to these
-    tokens.
+    In a full block, for all heads, each key slot has a token, and each query attends to all of these keys.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -90,7 +88,6 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """Return the term with segments padded to whole blocks of these sizes."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
@@ -101,7 +98,7 @@ class PaddedTerm(SharedListTerm):
             return ((q_past - q_first) * keys).sum(1)
 
         def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
-            """Return the number of causal pairs of the queries in slots before `place`, for each head and segment."""
+            """Return the number of causal pairs that the slots before `place` would have if each held a query."""
             growing = (place - k_first).clamp(min=0).minimum(keys)
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
@@ -150,7 +147,7 @@ class PaddedTerm(SharedListTerm):
     def mask_mod(self, device: torch.device) -> MaskMod:
         """Return a FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads.
 
-        Query slots without a token are not masked.
+        It may be True for a query slot without a token.
         """
         (first, past), width = self.k.filled_slots(), self.k.width
         last = self.k.num_segments - 1
@@ -175,8 +172,8 @@ def _segment_mask_mod(
     """Return a mask_mod that allows the key slots with tokens in the query's segment; if `is_causal`, only k <= q.
 
     width: slots of a segment.
-    begins, counts, ends: for each head, the first key slot with a token, the number of key slots with tokens in a whole
-        segment, and one past the last key slot with a token.
+    begins, ends: for each head, key slots: no slot before `begins`, and none from `ends` on, has a token.
+    counts: for each head, the number of key slots with tokens in a whole segment.
     """
 
     def seen(b, h, q, k):
@@ -193,7 +190,7 @@ def _segment_mask_mod(
 
 
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
-    """Return a term for each group of heads with equal segment, rate and inner rule; None if a rule does not fit.
+    """Return a term for each group of heads with equal segment, rate and inner rule; None if any head's does not fit.
 
     A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. Let w be the number
     of active tokens of a segment, rounded up to whole blocks of `side` slots: 2 * w**2 must be at most segment**2, so
@@ -226,10 +223,11 @@ _LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compile
 
 
 def _padded_orders(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
-    """Return (query order, key order) of the segments with queries and keys; None if no query or no key is active.
+    """Return (query order, key order) of the segments that have both queries and keys.
+
+    None if no head has an active query in them, or no head an active key.
 
     offsets: dilation offset of each head.
-    segment, rate: segment length and dilation rate.
     """
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
@@ -279,7 +277,6 @@ class IntervalTerm(SharedListTerm):
         return (high - low).sum(1)[list(self.q.rows)]
 
     def _full_and_partial(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
-        """Return masks (full, partial) of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low
@@ -324,7 +321,7 @@ def _interval_mask_mod(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], hig
 
 
 def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: Placement) -> list[Term] | None:
-    """Return one term for each group of heads with equal segments, rates and rule; None if a rule does not fit.
+    """Return one term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
 
     A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
     at most one of which has a rate above 1.
@@ -366,7 +363,10 @@ def _fits_interval_term(factor: Pattern) -> bool:
 
 
 def _key_interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
-    """Return (first, past): by all factors together, a query position may attend to key positions first to past - 1."""
+    """Return (first, past): all factors allow a query position to attend to key positions first to past - 1.
+
+    They allow it no key if past <= first.
+    """
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:
         if isinstance(factor, Dilated):

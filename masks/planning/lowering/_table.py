@@ -40,16 +40,14 @@ _PAIRS_AT_ONCE = 1 << 18  # evaluated together: bounds the memory
 class Batch(NamedTuple):
     """n attention problems of equal shape. Each tensor in `sets` has its own kernel call; the other fields are shared.
 
-    A head set has g query heads.
-
     sets: for each kernel call, the index of the head set of each problem.
-    query: index of each query in the call.
-    block: index of each key block.
+    query: index of each query in the call; for padding, that of some query.
+    block: number of each key block, from the call's first key on; 0 for an entry that names no block.
     place: index of each query's result among the unmerged results of its head set; -1 for padding. If keys are
         gathered, each query has one result. Otherwise it has one for each of the W entries of its row: entry w of query
         i has index i * W + w, where i counts from the first query of the range that `TableProblems.portions` yields.
-    seen: for each query and block, 2 if all pairs are visible, 1 if the rule decides, 0 if the query does not select
-        the block; None if all pairs of every block are visible.
+    seen: for each query and block, 2 if all pairs are allowed, 1 if the rule has to be evaluated, 0 if the query does
+        not select the block; None if all pairs of every problem are allowed, apart from padding.
     """
 
     sets: list[Int64[Tensor, " n"]]
@@ -64,8 +62,10 @@ class Batch(NamedTuple):
 
 
 class TableWork(NamedTuple):
-    """Work of attention over a table: pairs over all heads, key and query vectors that are copied, and kernel calls.
+    """Work of attention over a table, for all heads.
 
+    computed_pairs: pairs that kernels compute, allowed or not.
+    copied_keys: keys that are copied for the kernels, each with its value.
     moved_vectors: vectors read and written to gather q, k and v, and to merge outputs.
     """
 
@@ -106,7 +106,7 @@ class TableProblems:
     ) -> TableProblems:
         """Return the problems of one batch entry's tables of selected blocks, for the heads and tokens of a call.
 
-        bound: the pattern without the table, with the call's sizes.
+        bound: the pattern without the table, with the call's sizes; the first key must begin a key block.
         rows: key blocks of each query block, ascending, padded with a large number; row 0 is query block `first`.
             Numbers of blocks count from position 0.
         block: tokens of (a query block, a key block).
@@ -198,8 +198,8 @@ class TableProblems:
     def portions(self, width: int) -> Iterator[tuple[range, range]]:
         """Yield (range of head sets, range of queries): parts of the call that are computed in turn.
 
-        Together they cover all head sets and queries; computing in parts bounds the memory of unmerged outputs of
-        `width` channels. If queries are grouped by key block, the sets of a range share a table.
+        If `gathers`, the whole call is one part. Otherwise the head sets of a part share a table, and its number of
+        queries is limited, to bound the memory of unmerged outputs of `width` channels.
         """
         queries = self.bound.num_queries
         if self.gathers:
@@ -217,6 +217,7 @@ class TableProblems:
 
         The gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single problem takes more.
 
+        sets, queries: two ranges that `portions` yields.
         width, element_bytes: channels of keys and values, and bytes of each.
         """
         for kind in self._kinds_of_problems(sets, queries):
@@ -257,10 +258,10 @@ class TableProblems:
         return self.pairs_of_entries.sum((1, 2))
 
     def full_and_other_blocks(self) -> tuple[int, int]:
-        """Return (number of fully allowed blocks, number of other blocks) that the tables list.
+        """Return (number of fully allowed blocks, number of other blocks) in the tables.
 
-        Fully allowed blocks have all their keys (see `whole`), but may be of a query block that the call has only in
-        part.
+        Listed blocks that by bounds have no allowed pair are not counted. Fully allowed blocks have all their keys (see
+        `whole`), but may be of a query block that the call has only in part.
         """
         whole = int(self.whole.sum())
         return whole, int((self.column >= 0).sum()) - whole
@@ -303,7 +304,7 @@ class TableProblems:
     def _gathered_problems(self) -> Iterator[Batch]:
         """Yield up to two batches; a problem is a query, or a query block, and all its key blocks, which are gathered.
 
-        The first batch has the problems of rows whose entries are all `whole`; the second has all others.
+        One batch has the problems of rows whose entries are all `whole`; another has all others.
         """
         tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
         row = self.row_of_query[:: self.queries_per_problem]
@@ -328,8 +329,8 @@ class TableProblems:
 
         sets, queries: the head sets, which share a table, and the queries to compute.
 
-        The first batch has the table entries that are `whole`, of which every pair is allowed; the second all others. A
-        key block may be in both.
+        One batch has the table entries that are `whole`; another has all others that list a block. A key block may be
+        in both.
         """
         table, row = sets.start // len(sets), self.row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self.whole[table, row]
@@ -358,7 +359,7 @@ class TableProblems:
 class _LargestBatches(TableProblems):
     """Table problems whose `batches` yields at most one batch of a portion.
 
-    are_masked: True for the first batch with a mask, False for the first one without.
+    are_masked: True to yield the first batch with a mask, False to yield the first one without.
     """
 
     are_masked: bool
@@ -373,8 +374,7 @@ class _LargestBatches(TableProblems):
 class TableTerm(Term):
     """Term of a plan that is computed from a table of keys or blocks, without block lists.
 
-    problems: `KeyLists` for a table of single keys; `TableProblems`, only for engine "aten", for a table of blocks.
-    work: computed pairs, copied vectors and kernel calls.
+    problems: `KeyLists` for a table that `lists_keys` accepts; else `TableProblems`, only for engine "aten".
     """
 
     problems: TableProblems | KeyLists
@@ -384,8 +384,7 @@ class TableTerm(Term):
     def of_problems(cls, bound: Bound, rule: Pattern, problems: TableProblems | KeyLists, work: TableWork) -> TableTerm:
         """Return the term of all heads, queries and keys of a call, in natural order.
 
-        bound: the call's sizes.
-        rule: the pattern of its pairs, the table included.
+        rule: the pattern of the term's pairs, the table included.
         """
         return cls(
             rule=rule, shape="table", multiplicity=1, heads=tuple(range(bound.num_heads)),
@@ -424,7 +423,7 @@ def tables_of_heads(bound: Bound, num_tables: int) -> list[int]:
     """Return t table indices for this device's heads: item i is for the i-th of t equal groups of consecutive heads.
 
     If each table in use serves equally many heads, and all heads have one rule, t is the number of tables in use, each
-    once. Else t is the number of this device's heads, and tables may repeat.
+    listed once. Else t is the number of this device's heads, and tables may repeat.
 
     bound: the rule of the pairs, with the heads of this device.
     num_tables: number of tables over the heads of all devices.

@@ -1,4 +1,4 @@
-"""Term: pairs that one kernel computes, in an order of queries and one of keys; and weights of its pairs."""
+"""Term: pairs that one kernel computes, with an order of queries, an order of keys, and weights of the pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Table = tuple[tuple[int, ...], ...]
 class KeyWeights:
     """Integer weights of pairs, by head and key slot.
 
-    The weight is periods[head][k slot % n], where n is the length of every head's period.
+    For the i-th head of the term, the weight is periods[i][k slot % n], where n is the length of each of the periods.
     """
 
     periods: tuple[tuple[int, ...], ...]
@@ -69,7 +69,7 @@ class PairWeights:
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
         """Return the log of the weights, to be added to attention scores; -inf for keys after the query.
 
-        A view of a cached tensor: do not modify it.
+        The result is a view of a cached tensor: do not modify it.
         """
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_cyclic_shift
@@ -86,7 +86,7 @@ class PairWeights:
 
     @cached_property
     def _least_cyclic_shift(self) -> tuple[_Table, int]:
-        """(table, shift): the cyclic shift of `table` that is least as a tuple, and by how many rows it is shifted."""
+        """(table, shift): the cyclic shift of `table` that compares least as a tuple, as `_shifted_table` gives it."""
         # Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
@@ -105,17 +105,17 @@ class CountedPairs:
     def counts(self) -> Int16[Tensor, "#H Q K"]:
         """Return the number of branches that allow each pair, by head; of one head if all heads have equal rules.
 
-        A view of a cached tensor: do not modify it.
+        The result is a view of a cached tensor: do not modify it.
         """
         return self._cached_tensor("pair counts", self._count_branches)
 
     def _cached_tensor(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
-        """Return the tensor that `build` makes, or an equal part of one that is cached for more tokens.
+        """Return the tensor that `build` makes for `bound`, or the equal part of a cached tensor for more tokens.
 
-        A pair's positions determine its entry. The tensor of the longest call therefore serves all shorter calls with
-        equal first positions and an equal difference of num_keys and num_queries.
+        A pair's head and positions determine its value. A cached tensor therefore serves all calls with no more
+        queries, if pattern, heads, first positions and num_keys - num_queries are equal.
 
-        name, more: further parts of the key in the cache.
+        name, more: parts of the key in the cache, beside those of `bound`.
         """
         bound = self.bound
         first = replace(bound, num_queries=1, num_keys=1).key()
@@ -152,7 +152,7 @@ class CountedPairs:
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Return the log of `counts()`, of equal shape, to be added to attention scores; -inf for a count of 0.
 
-        A view of a cached tensor: do not modify it.
+        The result is a view of a cached tensor: do not modify it.
         """
         return self._cached_tensor("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
@@ -182,7 +182,6 @@ def _shifted_table(table: _Table, shift: int) -> _Table:
 
 
 def _next_power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -190,8 +189,8 @@ def _next_power_of_two(number: int) -> int:
 class Term:
     """Pairs that one kernel computes for some heads: pairs of one branch, or of several branches together.
 
-    q, k: orders of the queries and keys: the tokens of the term, and the slot of each. All folds repeat the rule of
-        fold 0.
+    q, k: orders of the queries and keys: the tokens of the term, and the slot of each. Every fold has the allowed pairs
+        of fold 0.
     rule: allowed pairs among these tokens.
     shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries
         at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of side
@@ -237,9 +236,9 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """Return the term to lay out in blocks of these sizes: self, as its orders are not padded.
+        """Return self, whose orders need no padding for blocks of any size.
 
-        `PaddedTerm` and `IntervalTerm` override this, and return a term whose orders are padded to whole blocks.
+        `PaddedTerm` and `IntervalTerm` return a copy whose orders are padded to whole blocks of these sizes.
         """
         return self
 
@@ -247,7 +246,7 @@ class Term:
         """Return terms over fewer heads and folds that together make up this one.
 
         Each has at most `most_slots` query slots and at most `most_slots` key slots over its heads and folds, unless it
-        has a single head and fold. Returns (self,) for orders other than `Compact`.
+        has a single head and fold. Returns (self,) if the term is small enough, or has orders other than `Compact`.
         """
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
@@ -314,7 +313,7 @@ class Term:
         return tuple(seen.setdefault(self._rule_key(index), len(seen)) for index in range(len(self.heads)))
 
     def _rule_key(self, index: int) -> object:
-        """Return a key of the head at this index; heads with equal keys have equal rules over slots."""
+        """Return a hashable value for the head at this index; equal values mean equal rules over slots."""
         starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
             starts = [starts[1] - starts[0], 0]
@@ -340,9 +339,8 @@ class Term:
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """Return one term whose folds are n copies of this term's folds, each copy over other tokens.
 
-        In copy i, indices of query tokens are larger by q_tokens[i], and those of key tokens by k_tokens[i]. Every fold
-        is computed with the rule at the positions of this term, so the rule must allow the same pairs at the positions
-        of every copy.
+        In copy i, indices of query tokens are larger by q_tokens[i], and those of key tokens by k_tokens[i]. Each
+        copy has the pairs that the rule allows at the positions of this term.
         """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
@@ -356,11 +354,11 @@ class Term:
         return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
 
     def at_origin(self) -> Term:
-        """Return fold 0 of the term alone, shifted by whole periods of its rule to the lowest positions.
+        """Return fold 0 alone, with multiplicity 1, shifted by whole periods of the rule to the lowest positions.
 
-        Its block lists equal those of the term; its multiplicity is 1, and it has no weights. Terms that differ only by
-        such a shift, by their folds and by multiplicity become equal, and so share cached kernel calls. Terms whose
-        orders are not both `Compact` or both `Folded` are returned unchanged.
+        It has no weights, and block lists equal to those of the term. Terms that differ only by such a shift, by their
+        folds and by multiplicity become equal, and so share cached kernel calls. Returns self unless both orders are
+        `Compact` or both are `Folded`.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
@@ -398,7 +396,7 @@ class Term:
     def _term_of_one_period(self, q_block: int, k_block: int) -> Term | None:
         """Return a term over one period of the rule; copies of its block list along the diagonal are this term's list.
 
-        None unless queries and keys have one `Layout` and positions from 0 on, the tokens are several whole periods,
+        None unless queries and keys have equal `Layout`s and positions from 0 on, the tokens are several whole periods,
         each residue class of a period fills whole blocks, and the rule allows no pair across periods.
         """
         period = self.rule.period()

@@ -27,8 +27,8 @@ CheapestTerms = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule ov
 def split_into_windows(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
     """Return (rule, windows): a branch as a rule inside the disjoint windows, such as documents, of a run-time tensor.
 
-    The windows are clipped to the queries and keys of `bound`. None if no factor of the branch, and no common factor of
-    its parts, is a run-time tensor with a list of windows.
+    The windows are clipped to the queries and keys of `bound`. None if `_factorizations` splits off no run-time tensor
+    with a list of windows.
     """
     for split in _factorizations(branch):
         windows = split.table.windows(bound.num_positions)
@@ -43,8 +43,8 @@ def split_into_windows(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows]
 def rule_over_all_tokens(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
     """Return `rest`, the rule inside windows, as a rule over all tokens, simplified for the positions of `bound`.
 
-    None unless there is a single window, its origin is position 0, it contains all queries and keys, and the first of
-    them is in the first period of a periodic rule.
+    None unless there is a single window, its origin is position 0, and it contains all queries and keys. If the rule is
+    periodic, the first query or key must be in its first period, too.
     """
     if len(windows) != 1:
         return None
@@ -219,8 +219,8 @@ def _fold_groups(alike: Windows, num_heads: int) -> Iterator[Windows]:
 def rule_of_joined_entries(pattern: Expression, num_tokens: int, batch: int) -> Any:
     """Return one rule for all batch entries joined to a single sequence, in which run-time documents separate them.
 
-    None if a branch has no run-time documents, or has a factor that does not repeat from entry to entry and is neither
-    run-time documents nor a set of visible keys.
+    None if a branch has no run-time documents, or has a factor, other than documents and a `KeySet`, that does not
+    repeat from entry to entry.
 
     num_tokens: tokens of each entry.
     batch: number of entries.
