@@ -33,7 +33,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
     """Return a sequence of integers in [minimum, 2**31 - 1] as a tuple; raise TypeError or ValueError for other values.
 
-    name: for the error.
+    The sequence may be empty. name: for the error.
     """
     if not isinstance(values, Sequence) or isinstance(values, str):
         write = f"{name}.tolist()" if hasattr(values, "tolist") else f"({values},)" if isinstance(values, int) else ""
@@ -192,6 +192,8 @@ def round_places(window: range, most: int) -> range:
 
     The step is the smallest round number with which the window has at most `most` steps. Round numbers are powers of
     two if the window has at least 4096 positions or a multiple of 64 of them, else 1, 2 or 5 times a power of 10.
+
+    most: a number below 1 counts as 1.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     base, factors = (2, (1,)) if binary else (10, (1, 2, 5))

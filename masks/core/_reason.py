@@ -47,7 +47,7 @@ class Pair:
         return part.reason(self)
 
     def allowed_by(self, pattern: Pattern) -> bool:
-        """True if the pattern allows this pair, by its mask_mod."""
+        """True if the pattern's mask_mod allows this pair in batch entry 0."""
         cpu = torch.device("cpu")
         mod = pattern.mask_mod(num_heads=self.num_heads, device=cpu)
         return bool(mod(*(torch.tensor(number, device=cpu) for number in (0, self.head, self.query, self.key))))

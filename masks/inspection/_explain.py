@@ -226,7 +226,7 @@ def _with_run_time_values(
 ) -> Expression:
     """Return the pattern with the values of its run-time tensors.
 
-    Raises TypeError or ValueError for heads, sizes and bindings that do not fit.
+    Raises TypeError or ValueError for heads, sizes and bindings that are missing or do not fit.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

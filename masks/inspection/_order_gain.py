@@ -15,7 +15,8 @@ def order_gain(bound: Bound) -> float | None:
     """Return the number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting.
 
     Queries and keys are sorted in one order, reverse Cuthill-McKee. This needs SciPy, self-attention from position 0
-    on, and a pattern with one matrix, of 1 to 2**24 pairs, for all heads and batch entries; else the result is None.
+    on, and a pattern with one matrix for all heads and batch entries, a `sparse` or a `mask` with an element for each
+    pair of tokens, that allows 1 to 2**24 pairs; else the result is None.
     """
     matrices = {leaf for leaf in bound.pattern.leaves() if isinstance(leaf, SparseTable | MaskTable)}
     if len(matrices) != 1 or not bound.is_self_attention or bound.q_offset:
@@ -39,6 +40,6 @@ def order_gain(bound: Bound) -> float | None:
 
 
 def _num_blocks(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the number of blocks that contain a pair (query[i], key[i])."""
+    """Return the number of 128 x 128 blocks that contain a pair (query[i], key[i])."""
     blocks = int(torch.maximum(query, key).max()) // _SIDE + 1
     return len((query // _SIDE * blocks + key // _SIDE).unique())

@@ -344,7 +344,10 @@ def _halves_text(upper: Level, lower: Level, cells: int) -> str:
 
 
 def _legend_lines(cells: Cells, canvas: _Canvas) -> list[str]:
-    """Return the lines of the legend: the meaning of each level that occurs, except that of empty cells."""
+    """Return the lines of the legend: the meaning of each level that occurs, except that of empty cells.
+
+    If all cells are empty, a line says so.
+    """
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]
     many = bool((cells.area > 1).any())
@@ -390,7 +393,7 @@ class Level:
 
     @property
     def is_digit(self) -> bool:
-        """True if the character is a digit: the mean number of branches that allow a pair, rounded up, 9 for more."""
+        """True if the character is a digit: the mean number of branches that allow a pair, rounded up, at most 9."""
         return self.shape.isdigit()
 
 
