@@ -38,7 +38,7 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     together: factors of min(s, 2**33), where s is the rule's spacing. Query and key of an allowed pair are congruent
         modulo s; they are equal if s is 2**33 or more.
     apart: factors of lcm(s, the rule's dilation rates) / s. The list is empty if this number exceeds 64, and if the
-        rule depends on the distance alone, as counting by diagonals is faster.
+        rule depends on the distance alone, for which counting by diagonals is faster.
     """
     spacing = min(rule.spacing(), _LARGEST_SPACING)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -105,8 +105,8 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 def halves(owned: Owned, period: int = 1) -> Owned:
     """Return n boxes cut in two: n first halves, then n second halves; the owner of a half is the owner of its box.
 
-    The side with more terms is cut, the queries if both have equally many. `period` is used as `_half_size` says. The
-    first half of a box of one pair is empty.
+    The side with more terms is cut, the queries if both have equally many: near the middle, at a multiple of `period`
+    if possible (see `_half_size`). The first half of a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count

@@ -183,7 +183,7 @@ def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
 
 
 def tokens_text(number: int) -> str:
-    """Format a number of tokens: multiples of 1024 as 16K, of 1024**2 as 1M; other numbers in full."""
+    """Return a number of tokens as text: multiples of 1024 as 16K, of 1024**2 as 1M; other numbers in full."""
     return tokens_format((number,))(number)
 
 

@@ -322,7 +322,7 @@ class Expression:
 
     @cached_property
     def draws(self) -> bool:
-        """True if the pairs of a leaf are drawn at random."""
+        """True if a leaf is drawn at random, as random blocks are."""
         return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property
@@ -364,7 +364,7 @@ class Expression:
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Return the largest batch size of the run-time tensors; it is 1 if all batch entries share one rule.
+        """Return the largest batch size of the run-time tensors; 1 without run-time tensors.
 
         The tensors must have their values: see `resolve`.
         """

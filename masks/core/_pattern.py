@@ -113,10 +113,10 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key by which patterns print as one call, such as `longnet(...)`; None to print separately.
+        """Return a key: patterns with equal keys may print as one call, such as `longnet(...)`; None for no such call.
 
-        Adjacent branches of a mixture, or all parts of `head_groups`, may do so if their keys are equal. `joint_phrase`
-        returns the text of the call.
+        The patterns are adjacent branches of a mixture, or all parts of `head_groups`. `joint_phrase` returns the text
+        of the call.
         """
         return None
 

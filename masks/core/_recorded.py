@@ -110,8 +110,8 @@ class Recorded:
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
         """Return the `Recorded` of the function translate(function, *tensors); its tensors end with `tensors`.
 
-        `translate` must be a function at module level. The function that it returns must have the shape, dtype and
-        `reads` of `function`.
+        `translate` must be a function at module level. The results of the function that it returns must have the same
+        shape and dtype as before, and depend on the same arguments.
         """
         build = _translated_build(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
@@ -152,7 +152,7 @@ def record(
 class _Recorder(TorchFunctionMode):
     """Torch-function mode that writes a line of code for each operation on a tensor that depends on the arguments.
 
-    It writes none for an operation that only returns other values, such as the shape.
+    It writes none for an operation that reads the shape, or another attribute that is no tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -361,7 +361,7 @@ def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
 
 
 def _with_deletions(lines: Sequence[str]) -> list[str]:
-    """Return the lines of code; each but the last also deletes its variables v0, v1, ... that no later line reads.
+    """Return lines of code, in which the line that uses a variable v0, v1, ... last deletes it, except the last line.
 
     A call then holds no intermediate result longer than the caller's own function would.
     """

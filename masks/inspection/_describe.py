@@ -132,7 +132,7 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def zero_keys(self) -> int:
-        """Number of zero keys that padding='zeros' adds to the softmax, over all queries and heads; 0 without it.
+        """Number of zero keys of padding in the softmax, over all queries and heads; 0 without padding='zeros'.
 
         Pair counts omit these keys.
         """
@@ -150,8 +150,8 @@ class Description(PlannedCounts):
         """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting tokens.
 
         Tokens are sorted in reverse Cuthill-McKee order. This needs SciPy, self-attention from position 0 on, and a
-        pattern with one matrix for all heads and batch entries, a `sparse` or a `mask` with an element for each pair of
-        tokens, that allows 1 to 2**24 pairs; else the result is None. It is also None if the chosen layouts have no
+        pattern with one `sparse` or `mask` of 1 to 2**24 pairs, shared by all heads and batch entries; a `mask` must
+        have an element for each pair of tokens. Else the result is None. It is also None if the chosen layouts have no
         block lists, as when keys are gathered.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)

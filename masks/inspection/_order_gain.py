@@ -15,8 +15,8 @@ def order_gain(bound: Bound) -> float | None:
     """Return the number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting.
 
     Queries and keys are sorted in one order, reverse Cuthill-McKee. This needs SciPy, self-attention from position 0
-    on, and a pattern with one matrix for all heads and batch entries, a `sparse` or a `mask` with an element for each
-    pair of tokens, that allows 1 to 2**24 pairs; else the result is None.
+    on, and a pattern with one `sparse` or `mask` of 1 to 2**24 pairs, shared by all heads and batch entries; a `mask`
+    must have an element for each pair of tokens. Else the result is None.
     """
     matrices = {leaf for leaf in bound.pattern.leaves() if isinstance(leaf, SparseTable | MaskTable)}
     if len(matrices) != 1 or not bound.is_self_attention or bound.q_offset:

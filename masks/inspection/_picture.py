@@ -68,7 +68,8 @@ class Window(NamedTuple):
 class Picture:
     """Contents and options of a picture: one panel for each head and order of tokens, all of the same window.
 
-    heads, orders: what is drawn; an order is "natural" or "residue".
+    heads: indices of the heads to draw.
+    orders: "natural", "residue" or both.
     block: (queries, keys) of blocks to draw, or None.
     title: None for the pattern's expression.
     """
@@ -280,7 +281,10 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
-    """Return the title of a panel: its head if there are several, its order unless all are in natural order; or ""."""
+    """Return the title of a panel: its head if there are several heads, and its order unless all orders are natural.
+
+    The title is "" if it has neither.
+    """
     words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
     if len(picture.orders) > 1 or panel.order != "natural":
         words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")
