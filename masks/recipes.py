@@ -326,8 +326,6 @@ def _level_pattern(place: int, level: Sequence[int], block: int) -> Pattern:
     level: (stride, window size) in tokens.
     place: index of the level, for errors.
     block: tokens per block.
-
-    Raises TypeError or ValueError as `darcstar_hierarchical`.
     """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")

@@ -304,7 +304,7 @@ class _Parser:
     def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
         """Return (name, function) of a node: a constructor, with or without prefix `masks.`, or a pattern's method.
 
-        The name has no prefix. Raises ValueError for any other node.
+        Raises ValueError for any other node.
         """
         name = _dotted_name(node).removeprefix(_PREFIX)
         if name:

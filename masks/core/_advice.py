@@ -53,8 +53,7 @@ class _Parameters(NamedTuple):
     called: qualified name of the function; for `__init__`, that of its class.
     path: the name that users write, such as `fd.attend`.
     num_self: 1 for a method, else 0; the fields below omit `self`.
-    positional: parameters that may be positional.
-    keyword_only: keyword-only parameters.
+    positional: parameters that may be positional; the others are `keyword_only`.
     required, required_keywords: the required ones of `positional` and of `keyword_only`.
     flags: `co_flags` of the code object.
     """

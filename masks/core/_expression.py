@@ -192,7 +192,7 @@ class Expression:
         )
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError, as a pattern is not a function; the error names two functions that take a pattern."""
+        """Raise TypeError, as a pattern is not a function."""
         raise TypeError(
             "a pattern cannot be called: write fd.attend(q, k, v, pattern) for attention, or "
             "masks.block_mask(pattern, num_tokens, num_heads=8) for a BlockMask"
@@ -505,10 +505,7 @@ add_safe_globals([_rebuilt])  # torch.load reads patterns with weights_only=True
 
 
 def _canonical_json(value: Any) -> str:
-    """Return a value as JSON without spaces and with sorted keys, in which an expression is its `text`.
-
-    Raises ValueError for a string that is not printable, TypeError for values of other types, such as floats.
-    """
+    """Return a value as JSON without spaces and with sorted keys, in which an expression is its `text`."""
     # Without the json module, as a compiled graph may build patterns.
     if isinstance(value, Expression):
         return value.text

@@ -107,7 +107,7 @@ class Pair:
 class Reason:
     """Verdict of one pattern on a pair, with its explanation in `text`.
 
-    parts: reasons of those inner patterns that were evaluated for the verdict; () for a leaf.
+    parts: reasons of the inner patterns that were evaluated for the verdict; () for a leaf.
 
     >>> pair = masks.extend.Pair(query=3, key=5, head=0, num_heads=1)
     >>> pair.reason_of(masks.causal()).text

@@ -235,8 +235,6 @@ class _Recorder(TorchFunctionMode):
 
         The result has the shapes and dtypes of the real one; its values mean nothing. If `func` reads the device or
         another attribute that is no tensor, the result is that of a tensor on the device of the recorder.
-
-        name: name of `func`.
         """
 
         def of(x: Tensor) -> Tensor:
@@ -361,7 +359,7 @@ def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
 
 
 def _with_deletions(lines: Sequence[str]) -> list[str]:
-    """Return lines of code, in which the line that uses a variable v0, v1, ... last deletes it, except the last line.
+    """Return lines of code; each variable v0, v1, ... is deleted in the line that uses it last, unless that is the end.
 
     A call then holds no intermediate result longer than the caller's own function would.
     """

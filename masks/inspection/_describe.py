@@ -160,7 +160,6 @@ class Description(PlannedCounts):
     def receptive_field(self) -> ReceptiveField:
         """Return the `ReceptiveField`: how many tokens influence a token through 1, 2, ... layers.
 
-        Above 256 tokens, a sample of them is examined.
         Raises ValueError unless `is_self_attention`.
         """
         return self._receptive_field
@@ -215,10 +214,9 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Return a `Description`: how many pairs a pattern allows, and how many kernels compute in the planner's layouts.
+    """Return a `Description`: the pairs that a pattern allows, and those that kernels compute in the planner's layouts.
 
-    Useful pairs are allowed pairs, counted once for each branch that allows them. Computed pairs include the masked
-    ones that kernels compute besides.
+    Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs include masked ones.
 
     num_keys: num_queries by default.
     num_heads: number of query heads, over all devices.

@@ -68,7 +68,6 @@ class Window(NamedTuple):
 class Picture:
     """Contents and options of a picture: one panel for each head and order of tokens, all of the same window.
 
-    heads: indices of the heads to draw.
     orders: "natural", "residue" or both.
     block: (queries, keys) of blocks to draw, or None.
     title: None for the pattern's expression.
@@ -257,7 +256,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 def _ticks(slots: range, most: int) -> list[int]:
     """Return the slots of about `most` ticks: the borders of the window's quarters, or round numbers.
 
-    Quarters need `most` to be at least 4, and a window whose length divides by 4 and whose start divides by a quarter.
+    Quarters need `most` >= 4, a length that is a multiple of 4, and a start that is a multiple of a quarter.
     """
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
@@ -281,10 +280,7 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
-    """Return the title of a panel: its head if there are several heads, and its order unless all orders are natural.
-
-    The title is "" if it has neither.
-    """
+    """Return the title of a panel: its head if there are several, and its order unless all orders are natural."""
     words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
     if len(picture.orders) > 1 or panel.order != "natural":
         words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")

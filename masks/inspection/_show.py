@@ -203,7 +203,6 @@ def _require_two_integers(name: str, value: object, least: tuple[int, int], most
 def _side_text(edges: Tensor, one: str, many: str) -> str:
     """Return the length of cells along one axis as text, such as "64 queries" or "63 to 64 queries".
 
-    edges: edges of the cells along the axis.
     one, many: the noun in singular and in plural.
     """
     least, most = (int(size) for size in edges.diff().aminmax())
