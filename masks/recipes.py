@@ -70,7 +70,7 @@ def bigbird(
 
     Global blocks see all keys.
 
-    num_tokens: sequence length, over which blocks are drawn.
+    num_tokens: sequence length, over which blocks are drawn; later tokens have no random blocks.
     block: tokens per block.
     radius: blocks on each side of the query's block.
     num_global: number of global blocks, the first of the sequence (the paper's internal transformer construction).
