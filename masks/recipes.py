@@ -70,7 +70,7 @@ def bigbird(
 
     Global blocks see all keys.
 
-    num_tokens: sequence length, over which blocks are drawn.
+    num_tokens: sequence length, over which blocks are drawn; later tokens have no random blocks.
     block: tokens per block.
     radius: blocks on each side of the query's block.
     num_global: number of global blocks, the first of the sequence (the paper's internal transformer construction).
@@ -142,8 +142,8 @@ def sliding_tile(grid: Sequence[int], *, tile: int | Sequence[int], num_tiles: i
     At the borders windows are shifted inwards, so that every query sees equally many keys.
 
     grid: frames, rows and columns of tokens, in row-major order; the paper's own order, tile by tile, is not needed.
-    tile: tokens of a tile along each axis, which divide the axis; one value for all, or a sequence of one for each.
-    num_tiles: tiles of a window along each axis, an odd number; one value or a sequence, as for `tile`.
+    tile: tokens of a tile along each axis, a divisor of the axis length; one value for all axes, or a sequence.
+    num_tiles: tiles of a window along each axis, an odd number; one value for all axes, or a sequence.
 
     Raises ValueError for a tile that does not divide its axis, an even number of tiles, and a window longer than its
     axis; TypeError for values of other types.
@@ -326,8 +326,6 @@ def _level_pattern(place: int, level: Sequence[int], block: int) -> Pattern:
     level: (stride, window size) in tokens.
     place: index of the level, for errors.
     block: tokens per block.
-
-    Raises TypeError or ValueError as `darcstar_hierarchical`.
     """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")

@@ -49,10 +49,10 @@ def to_json(pattern: Expression) -> str:
 
 @advises()
 def from_json(text: str) -> Pattern | Mixture:
-    """Read the pattern or mixture that `to_json` wrote.
+    """Return the pattern or mixture that `to_json` wrote as `text`; spaces and the order of names do not matter.
 
     An unknown kind imports the modules of all entry points of the group `flexdilated.patterns`, once per process.
-    Raises ValueError for any other text, with the reason, and TypeError for a value that is not a string.
+    Raises ValueError for text that is no such JSON, with the reason, and TypeError for a value that is not a string.
 
     >>> masks.from_json(masks.to_json(masks.causal()))
     causal()
@@ -66,11 +66,11 @@ def from_json(text: str) -> Pattern | Mixture:
 
 
 def read_text(text: str) -> Pattern | Mixture:
-    """Read a pattern or mixture from its attribute `text`, which is canonical JSON.
+    """Return the pattern or mixture whose attribute `text` is this JSON.
 
-    Unlike `from_json`, it accepts custom functions, which the text names by their digests and which must still exist in
-    this process.
-    Raises ValueError for any other string, and TypeError for a value that is not a string.
+    Unlike `from_json`, it accepts custom functions, which the text names by their digests.
+    Raises ValueError for a string that is no such JSON, and if a custom function no longer exists in this process.
+    Raises TypeError for a value that is not a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
@@ -178,7 +178,7 @@ _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 
 @advises()
 def parse(text: str) -> Pattern | Mixture:
-    """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
+    """Return the pattern or mixture of an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
     An expression calls constructors, recipes, and the methods `after`, `before`, `per_document` and `queries_from` of
     patterns, with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and `|` with Python's
@@ -302,7 +302,10 @@ class _Parser:
             raise self._error_at(node.func, f"{name}: {error}") from error
 
     def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
-        """Return (name, function) of a node: a constructor, with or without prefix `masks.`, or a pattern's method."""
+        """Return (name, function) of a node: a constructor, with or without prefix `masks.`, or a pattern's method.
+
+        Raises ValueError for any other node.
+        """
         name = _dotted_name(node).removeprefix(_PREFIX)
         if name:
             function = registered(CONSTRUCTORS, name)
@@ -350,7 +353,7 @@ def _chain_operands(node: ast.BinOp) -> Iterator[ast.expr]:
 
 
 def _dotted_name(node: ast.expr) -> str:
-    """Return a dotted name, such as "masks.causal", as text; "" for any other expression."""
+    """Return the text of a name, dotted or not, such as "masks.causal" or "causal"; "" for any other expression."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)

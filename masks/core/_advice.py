@@ -50,11 +50,10 @@ _ADVICE = {
 class _Parameters(NamedTuple):
     """Names and kinds of a function's parameters, from which error texts are made.
 
-    called: qualified name of the function.
+    called: qualified name of the function; for `__init__`, that of its class.
     path: the name that users write, such as `fd.attend`.
     num_self: 1 for a method, else 0; the fields below omit `self`.
-    positional: parameters that may be positional.
-    keyword_only: keyword-only parameters.
+    positional: parameters that may be positional; the others are `keyword_only`.
     required, required_keywords: the required ones of `positional` and of `keyword_only`.
     flags: `co_flags` of the code object.
     """
@@ -208,8 +207,7 @@ def no_operand(operator: str, value: object) -> str:
 def instead_of_pattern(value: object) -> str:
     """Return advice on what to write in place of a value that is not a pattern, as the end of an error text.
 
-    Returns "" for values without such advice. There is advice for None, bool, strings, lists, tuples, tensors,
-    numpy arrays, functions, BlockMasks, layouts and modules with a `pattern`.
+    Returns "" for values without advice, such as an int, a dict or a class.
     """
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": pass its attribute .pattern"

@@ -51,8 +51,8 @@ class Composite(Pattern):
 class OnePart(Pattern):
     """Base of patterns derived from one pattern, `part`.
 
-    recounts: True if the part is evaluated at numbers other than token positions, such as block numbers or positions
-        within a document.
+    recounts: True (the default) if the part is evaluated at numbers other than token positions, such as block numbers
+        or positions within a document.
 
     Construction raises TypeError if `part` is not a pattern, or is a mixture, and ValueError if `recounts` is True and
     `part` has run-time tensors.
@@ -112,7 +112,7 @@ class _Combination(Composite):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """Return the combination of the parts; nested combinations of this class are flattened, repeated parts dropped.
+        """Return the combination of the parts, without repeats; a part of this class is replaced by its own parts.
 
         A single distinct part is returned unchanged. Without parts, And gives `Every()`, and Or raises ValueError.
         """

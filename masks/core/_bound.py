@@ -94,10 +94,7 @@ class Bound:
         return heads[:1] if len(rules) == 1 else heads
 
     def entry(self, batch: int) -> Bound:
-        """Return the `Bound` of the single batch entry with index `batch`.
-
-        Run-time tensors, such as document ids, are reduced to the values of this entry.
-        """
+        """Return the `Bound` of the single batch entry `batch`, with this entry's values of run-time tensors."""
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
     def key(self) -> tuple[str | int, ...]:

@@ -17,7 +17,7 @@ EXACT_RUNS = 8
 
 @dataclass(frozen=True)
 class Progression:
-    """n arithmetic progressions of positions with one common step.
+    """n arithmetic progressions of positions with one common step, an integer above 0.
 
     Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on; count[i] may be 0.
     first, count: int64 tensors of shape (n,). `last` is the last term of each progression; `select(index)` indexes the
@@ -175,7 +175,8 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 
     number: number of runs in each box.
     area: number of pairs of each box.
-    pairs_in: function (i) -> number of allowed pairs of each box in its run i, counted from 0.
+    pairs_in: function (i) -> number of allowed pairs of each box in its run i, counted from 0; for boxes with at most i
+        runs the number is ignored.
 
     >>> two_runs, area = torch.tensor([2]), torch.tensor([64])  # a box of 8 queries and 8 keys over two segments of 4
     >>> masks.extend.count_runs(two_runs, area, lambda index: torch.tensor([16])).low
@@ -247,10 +248,10 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
 
 
 def _count_multiples_by_lag(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
-    """Return the exact result of `count_multiples` for equal steps of q and k.
+    """Return the exact number of pairs that `count_multiples` bounds, for boxes with equal steps of q and k.
 
-    It counts by lag, key index - query index in the box: the distance of a pair is first key - first query + step *
-    lag.
+    It counts by lag, key index - query index in the box: key position - query position is first key - first query +
+    step * lag.
     """
     step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
     # Lags with shift + step * lag = 0 modulo `rate` are one residue class modulo `period`, if `divisor` divides shift.
@@ -288,8 +289,8 @@ def _count_up_to_lag(most: Tensor, residue: Tensor, period: int, box: Box) -> Co
 def _count_multiples_by_query(box: Box, rate: int) -> Bounds:
     """Return bounds on the pairs of each box whose distance is a multiple of `rate`, counted query by query.
 
-    With d = gcd(key step, rate): if the distance of a query to the first key is a multiple of d, its distance to every
-    (rate / d)-th key is a multiple of `rate`; else it has no pair that counts.
+    With d = gcd(key step, rate): if the distance of a query to the first key is a multiple of d, the query has one pair
+    that counts among each rate / d consecutive keys; else it has none.
     """
     divisor = gcd(box.k.step, rate)
     every = rate // divisor

@@ -35,11 +35,10 @@ class Owned:
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of the rule's spacing, at most 2**33. Query and key of an allowed pair are congruent modulo the
-        spacing; with a spacing of 2**33 or more they are equal.
-    apart: factors of the least common multiple of the rule's dilation rates, without factors of the spacing. The list
-        is empty if its product would exceed 64, or if the rule depends on the distance alone: counting by diagonals is
-        then faster.
+    together: factors of min(s, 2**33), where s is the rule's spacing. Query and key of an allowed pair are congruent
+        modulo s; they are equal if s is 2**33 or more.
+    apart: factors of lcm(s, the rule's dilation rates) / s. The list is empty if this number exceeds 64, and if the
+        rule depends on the distance alone, for which counting by diagonals is faster.
     """
     spacing = min(rule.spacing(), _LARGEST_SPACING)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -69,9 +68,9 @@ def num_classes(owned: Owned, factor: int, together: bool) -> int:
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
     """Return the non-empty parts of boxes cut by residue class: a part has every `factor`-th query and key of a box.
 
-    If `together` is True, a part's queries and keys are congruent modulo step * factor, and other pairs are dropped; a
-    box must have equal steps, and queries and keys congruent modulo the step. If it is False, there is a part for each
-    combination of a class of queries and a class of keys.
+    The owner of a part is the owner of its box. If `together` is True, a part's queries and keys are congruent modulo
+    step * factor, and other pairs are dropped; a box must have equal steps, and queries and keys congruent modulo the
+    step. If it is False, there is a part for each combination of a class of queries and a class of keys.
     """
     if not len(owned):
         return owned
@@ -104,10 +103,10 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 
 
 def halves(owned: Owned, period: int = 1) -> Owned:
-    """Return n boxes cut in two across their longer sides: n first halves, then n second halves.
+    """Return n boxes cut in two: n first halves, then n second halves; the owner of a half is the owner of its box.
 
-    A side is cut at a multiple of `period`, a number of positions, near its middle if it contains one, else in its
-    middle. The first half of a box of one pair is empty.
+    The side with more terms is cut, the queries if both have equally many: near the middle, at a multiple of `period`
+    if possible (see `_half_size`). The first half of a box of one pair is empty.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -122,7 +121,8 @@ def _half_size(progression: Progression, period: int) -> Tensor:
     """Return the number of terms of each progression before its cut.
 
     The cut is at the first multiple of `period` at or after the middle term. If this leaves no terms on one side, it is
-    at the multiple before. If that leaves no terms on one side either, it is after half of the terms.
+    at the multiple before. If that leaves no terms on one side either, it is after half of the terms,
+    rounded down.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
@@ -149,11 +149,11 @@ def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
 
 
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the distinct rows of a table: return (number of each row, index of one row for each number).
+    """Return (number of each row of a table, index of one row for each number); equal rows have equal numbers.
 
     columns: the table's columns, integer tensors of shape (n,).
 
-    Equal rows have equal numbers, which count from 0 in the rows' lexicographic order.
+    Numbers count from 0, in the lexicographic order of the distinct rows.
     """
     # Rows become single numbers, which are sorted much faster than rows are by `unique(dim=0)`.
     number = torch.zeros_like(columns[0])

@@ -17,8 +17,6 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
     """Return the value if it is an integer in [minimum, maximum]; raise TypeError or ValueError otherwise.
 
     A bool and other subclasses of int are rejected; a symbolic size of a traced graph is accepted.
-
-    name: for the error.
     """
     # Integers of other classes, such as enums, have another repr.
     if type(value) is not int and not isinstance(value, SymInt):
@@ -33,7 +31,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
     """Return a sequence of integers in [minimum, 2**31 - 1] as a tuple; raise TypeError or ValueError for other values.
 
-    name: for the error.
+    The sequence may be empty.
     """
     if not isinstance(values, Sequence) or isinstance(values, str):
         write = f"{name}.tolist()" if hasattr(values, "tolist") else f"({values},)" if isinstance(values, int) else ""
@@ -55,27 +53,21 @@ def require_below(name: str, value: object, stop: int, what: str) -> int:
 
 
 def require_bool(name: str, value: object) -> bool:
-    """Return the value if it is True or False; raise TypeError otherwise. name: for the error."""
+    """Return the value if it is True or False; raise TypeError otherwise."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {name}={value!r:.80}")
     return value
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return the value if it is one of the choices; raise a ValueError that lists them otherwise.
-
-    name: for the error.
-    """
+    """Return the value if it is one of the choices; raise a ValueError that lists them otherwise."""
     if type(value) is not str or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r:.80}")
     return value
 
 
 def require_finite(name: str, value: object) -> float:
-    """Return the value as a float if it is a finite real number; raise TypeError or ValueError otherwise.
-
-    name: for the error.
-    """
+    """Return the value as a float if it is a finite real number; raise TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
     # The largest float as a literal: with dynamic=True, sys.float_info.max would become a symbolic float of the graph.
@@ -85,10 +77,7 @@ def require_finite(name: str, value: object) -> float:
 
 
 def require_probability(name: str, value: object) -> float:
-    """Return the value as a float if it is a real number in [0, 1); raise TypeError or ValueError otherwise.
-
-    name: for the error.
-    """
+    """Return the value as a float if it is a real number in [0, 1); raise TypeError or ValueError otherwise."""
     number = require_finite(name, value)
     if not 0 <= number < 1:
         raise ValueError(f"{name} must be at least 0 and below 1; got {name}={number}")
@@ -98,9 +87,9 @@ def require_probability(name: str, value: object) -> float:
 def shown(value: object) -> str:
     """Return the first 80 characters of the repr of a value, for an error text.
 
-    For an integer above 1e40 in magnitude, return its number of bits as text instead, as Python refuses to format
-    thousands of digits.
+    For an integer above 1e40 in magnitude, return its number of bits as text instead.
     """
+    # Python refuses to format thousands of digits.
     if isinstance(value, int) and abs(value) > 1e40:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.80}"
@@ -183,7 +172,7 @@ def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
 
 
 def tokens_text(number: int) -> str:
-    """Format a number of tokens: multiples of 1024 as 16K, of 1024**2 as 1M; other numbers in full."""
+    """Return a number of tokens as text: multiples of 1024 as 16K, of 1024**2 as 1M; other numbers in full."""
     return tokens_format((number,))(number)
 
 
@@ -192,6 +181,8 @@ def round_places(window: range, most: int) -> range:
 
     The step is the smallest round number with which the window has at most `most` steps. Round numbers are powers of
     two if the window has at least 4096 positions or a multiple of 64 of them, else 1, 2 or 5 times a power of 10.
+
+    most: a number below 1 counts as 1.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     base, factors = (2, (1,)) if binary else (10, (1, 2, 5))

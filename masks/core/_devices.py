@@ -1,4 +1,4 @@
-"""Properties of kinds of devices; the only module that compares their names."""
+"""Properties of kinds of devices, in a table by name, such as "cpu"."""
 
 from __future__ import annotations
 

@@ -130,10 +130,10 @@ class Expression:
     """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns, except for the values of
-    run-time tensors, which are read later. The repr is the expression that builds the value, which `parse` reads; it is
-    cut after 4096 characters. `depth` is the number of nested levels; above 32 construction raises ValueError, so that
-    every pattern can be stored, copied, printed and computed. `pads` is True if queries also see the zero keys that pad
-    segments, which are no pairs: see `zero_keys`.
+    run-time tensors. The repr is the expression that builds the value, cut after 4096 characters; `parse` reads it,
+    except for custom functions, results of `resolve`, and kinds without a `constructor`. `depth` is the number of
+    nested levels; above 32 construction raises ValueError, so that every pattern can be stored, copied, printed and
+    computed. `pads` is True if queries also see the zero keys that pad segments, which are no pairs: see `zero_keys`.
 
     `pattern_kind` sets the class attributes from the dataclass fields.
 
@@ -192,7 +192,7 @@ class Expression:
         )
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError, as a pattern is not a function; the error names two functions that take a pattern."""
+        """Raise TypeError, as a pattern is not a function."""
         raise TypeError(
             "a pattern cannot be called: write fd.attend(q, k, v, pattern) for attention, or "
             "masks.block_mask(pattern, num_tokens, num_heads=8) for a BlockMask"
@@ -227,7 +227,7 @@ class Expression:
         """
 
     def direct_parts(self) -> tuple[Pattern, ...]:
-        """Return the patterns that this expression combines directly; () for a leaf."""
+        """Return the patterns that this expression combines directly; () if it is not composed of patterns."""
         return ()
 
     def take_padding(self) -> None:
@@ -322,7 +322,7 @@ class Expression:
 
     @cached_property
     def draws(self) -> bool:
-        """True if the pairs of a leaf are drawn at random."""
+        """True if a leaf is drawn at random, as random blocks are."""
         return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property
@@ -348,7 +348,7 @@ class Expression:
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
         """Return the expression with each run-time tensor replaced by its values; self if it has none.
 
-        tensors: values by name.
+        tensors: values by name, those of `given_tensors` included.
         extent: one past the last position of the queries and of the keys.
 
         Raises ValueError for a tensor that is missing or does not fit, TypeError for a wrong dtype.
@@ -364,14 +364,14 @@ class Expression:
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Return the largest number of rows of the run-time tensors; 1 if all batch entries share one rule.
+        """Return the largest batch size of the run-time tensors; 1 without run-time tensors.
 
         The tensors must have their values: see `resolve`.
         """
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time tensor has 1 or `batch` rows.
+        """Raise ValueError unless each run-time tensor has batch size 1 or `batch`.
 
         The tensors must have their values: see `resolve`.
         """
@@ -505,7 +505,7 @@ add_safe_globals([_rebuilt])  # torch.load reads patterns with weights_only=True
 
 
 def _canonical_json(value: Any) -> str:
-    """Return JSON without spaces and with sorted keys."""
+    """Return a value as JSON without spaces and with sorted keys, in which an expression is its `text`."""
     # Without the json module, as a compiled graph may build patterns.
     if isinstance(value, Expression):
         return value.text

@@ -65,7 +65,7 @@ class Pattern(Expression):
     """
 
     is_run_time: ClassVar[bool] = False
-    entries: int = 1  # rows of the run-time tensor: 1, or the number of batch entries
+    entries: int = 1  # batch size of the run-time tensor; 1 if all batch entries share its values
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         """Return a closure (b, h, q, k) -> bool in FlexAttention's form; q and k are positions, and h is a global head.
@@ -113,10 +113,10 @@ class Pattern(Expression):
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key by which patterns print as one call, such as `longnet(...)`; None to print separately.
+        """Return a key: patterns with equal keys may print as one call, such as `longnet(...)`; None for no such call.
 
-        Adjacent branches of a mixture, or all parts of `head_groups`, may do so if their keys are equal. `joint_phrase`
-        returns the text of the call.
+        The patterns are adjacent branches of a mixture, or all parts of `head_groups`. `joint_phrase` returns the text
+        of the call.
         """
         return None
 
@@ -199,10 +199,10 @@ class Pattern(Expression):
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
-        """Return a mask of the N key positions, True for keys that at least one of `queries` sees.
+        """Return a mask of the N key positions, True for keys that at least one of `queries` sees; None if unknown.
 
-        None unless the rule is given as lists of keys or blocks, as `block_list` is. queries: mask of the query
-        positions. The pattern must be the rule of one head, see `for_head`.
+        It is known for patterns that list keys or blocks, such as `block_list`, and not for compositions. queries: mask
+        of the query positions. The pattern must be the rule of one head, see `for_head`.
         """
         return None
 

@@ -136,7 +136,10 @@ def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tu
 
 
 def _split_by_step(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
-    """Return (ranges of step 1, ranges of larger steps), each once; a single position is a range of step 1."""
+    """Return (ranges of step 1, ranges of larger steps), without repeats and empty ranges.
+
+    A single position is a range of step 1.
+    """
     runs, strided = [], []
     for each in dict.fromkeys(ranges):
         if len(each) == 1:
@@ -194,7 +197,7 @@ def _join_ranges(parts: Sequence[range]) -> list[range]:
 
 
 def _join_continuing(ranges: list[range]) -> list[range]:
-    """Return disjoint ranges of one step, ascending, merged where one continues another: 0, 4 and 8, 12."""
+    """Return disjoint ascending ranges of one step, merged where one continues another, as 8, 12 continues 0, 4."""
     by_end: dict[int, range] = {}
     for each in ranges:  # in ascending order of their first positions
         before = by_end.pop(each.start, None)

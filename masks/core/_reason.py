@@ -47,7 +47,7 @@ class Pair:
         return part.reason(self)
 
     def allowed_by(self, pattern: Pattern) -> bool:
-        """True if the pattern allows this pair, by its mask_mod."""
+        """True if the pattern's mask_mod allows this pair in batch entry 0."""
         cpu = torch.device("cpu")
         mod = pattern.mask_mod(num_heads=self.num_heads, device=cpu)
         return bool(mod(*(torch.tensor(number, device=cpu) for number in (0, self.head, self.query, self.key))))
@@ -107,7 +107,7 @@ class Pair:
 class Reason:
     """Verdict of one pattern on a pair, with its explanation in `text`.
 
-    parts: reasons of those inner patterns that were evaluated for the verdict; () for a leaf.
+    parts: reasons of the inner patterns that were evaluated for the verdict; () for a leaf.
 
     >>> pair = masks.extend.Pair(query=3, key=5, head=0, num_heads=1)
     >>> pair.reason_of(masks.causal()).text

@@ -110,7 +110,8 @@ class Recorded:
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
         """Return the `Recorded` of the function translate(function, *tensors); its tensors end with `tensors`.
 
-        `translate` must be a function at module level. Its result must have the shape, dtype and `reads` of `function`.
+        `translate` must be a function at module level. The results of the function that it returns must have the same
+        shape and dtype as before, and depend on the same arguments.
         """
         build = _translated_build(self.build, translate, len(self.tensors))
         return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
@@ -119,14 +120,14 @@ class Recorded:
 def record(
     function: Callable[..., Any], dtypes: Sequence[torch.dtype], device: torch.device, *, shape: tuple[int, ...] = ()
 ) -> Recorded:
-    """Call a function once, with a tensor of this shape for each dtype, and return the operations that it calls.
+    """Call a function once, with a tensor of this shape for each dtype, and return its operations as a `Recorded`.
 
     Operations that do not depend on the arguments are computed in this call, and autograd tracks them if it is on.
 
     device: device of the arguments in later calls. In this call the function gets stand-ins on the CPU, whose values
         mean nothing.
 
-    Raises RecordError, and any error that the function raises.
+    Raises RecordError for a function that cannot be recorded, and any error that the function raises.
     """
     recorder = _Recorder(device)
 
@@ -149,7 +150,10 @@ def record(
 
 
 class _Recorder(TorchFunctionMode):
-    """Torch-function mode that writes a line of code for each operation on a value that depends on the arguments."""
+    """Torch-function mode that writes a line of code for each operation on a tensor that depends on the arguments.
+
+    It writes none for an operation that reads the shape, or another attribute that is no tensor.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -231,8 +235,6 @@ class _Recorder(TorchFunctionMode):
 
         The result has the shapes and dtypes of the real one; its values mean nothing. If `func` reads the device or
         another attribute that is no tensor, the result is that of a tensor on the device of the recorder.
-
-        name: name of `func`.
         """
 
         def of(x: Tensor) -> Tensor:
@@ -357,7 +359,7 @@ def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
 
 
 def _with_deletions(lines: Sequence[str]) -> list[str]:
-    """Return lines of code, each of which deletes the variables v0, v1, ... that later lines do not read.
+    """Return lines of code; each variable v0, v1, ... is deleted in the line that uses it last, unless that is the end.
 
     A call then holds no intermediate result longer than the caller's own function would.
     """
@@ -420,7 +422,7 @@ def _compiled_build(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[
 def _translated_build(
     build: Callable[..., Function], translate: Callable[..., Function], own: int
 ) -> Callable[..., Function]:
-    """Return the `build` of translate(function, *added), whose arguments are the function's tensors, then `added`.
+    """Return the `build` of `Recorded.through`: it takes the recorded function's tensors, then those for `translate`.
 
     build: `build` of the recorded function.
     own: number of the recorded function's tensors.

@@ -233,6 +233,7 @@ class CellAxis:
     """Queries or keys of a window, cut into cells: cell i has the slots edges[i] to edges[i + 1] - 1.
 
     window: all slots of the cells.
+    layout: the order of all queries or keys.
     """
 
     window: range

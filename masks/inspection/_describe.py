@@ -97,7 +97,7 @@ class Description(PlannedCounts):
 
     @property
     def block_density(self) -> float:
-        """Pairs that kernels compute, in whole blocks, divided by all pairs."""
+        """Pairs that kernels compute, divided by all pairs."""
         return self.computed_pairs / self.all_pairs
 
     @property
@@ -132,9 +132,9 @@ class Description(PlannedCounts):
     @cached_property
     @outside_torch_modes
     def zero_keys(self) -> int:
-        """Number of zero keys that padding='zeros' adds to the softmax, over all queries and heads.
+        """Number of zero keys of padding in the softmax, over all queries and heads; 0 without padding='zeros'.
 
-        Pair counts omit these; 0 for patterns without this padding.
+        Pair counts omit these keys.
         """
         if not self.pattern.pads:
             return 0
@@ -150,14 +150,15 @@ class Description(PlannedCounts):
         """Number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting tokens.
 
         Tokens are sorted in reverse Cuthill-McKee order. This needs SciPy, self-attention from position 0 on, and a
-        pattern with one matrix, `sparse` or `mask`, of 1 to 2**24 pairs, for all heads and batch entries; else the
-        result is None. It is also None if the chosen layouts have no block lists, as when keys are gathered.
+        pattern with one `sparse` or `mask` of 1 to 2**24 pairs, shared by all heads and batch entries; a `mask` must
+        have an element for each pair of tokens. Else the result is None. It is also None if the chosen layouts have no
+        block lists, as when keys are gathered.
         """
         listed = any(term.shape == "blocks" for branch in self.branches for term in branch.options[0].terms)
         return order_gain(self.bound) if listed else None
 
     def receptive_field(self) -> ReceptiveField:
-        """Return the number of tokens that influence a token through 1, 2, ... layers, for all tokens or a sample.
+        """Return the `ReceptiveField`: how many tokens influence a token through 1, 2, ... layers.
 
         Raises ValueError unless `is_self_attention`.
         """
@@ -213,9 +214,9 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Return a `Description`: how many pairs a pattern allows, and how many kernels compute in the planner's layouts.
+    """Return a `Description`: the pairs that a pattern allows, and those that kernels compute in the planner's layouts.
 
-    Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
+    Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs include masked ones.
 
     num_keys: num_queries by default.
     num_heads: number of query heads, over all devices.
@@ -224,8 +225,9 @@ def describe(
     device: kind of device for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision
         elsewhere.
 
-    Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by
-    batch entry, and for more than 134,217,728 queries or keys if the planner's choice uses block lists.
+    Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that are
+    missing or differ by batch entry, and for more than 134,217,728 queries or keys if the planner's choice uses block
+    lists.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
@@ -243,7 +245,7 @@ def describe(
 
 @outside_torch_modes
 def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) -> Description:
-    """Return the Description of an existing plan, as `describe` does for a pattern.
+    """Return the Description of an existing plan, without the zero keys of padding.
 
     head_dim: of queries and keys.
     value_dim: of values; None for `head_dim`.

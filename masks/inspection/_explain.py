@@ -55,7 +55,7 @@ class BlockOfPair:
 
     @property
     def computed(self) -> bool:
-        """True if kernels compute the block, as it has allowed pairs."""
+        """True if the block has allowed pairs, so that block lists include it."""
         return self.allowed_pairs > 0
 
     def to_data(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
     multiplicity: number of branches that allow the pair.
-    reason: root of the tree. str() of the explanation has the tree as indented lines.
+    reason: root of the tree, which str() writes as indented lines.
     standings: the blocks that contain the pair: one in natural order, and one in the order of `masks.layout` if this
         differs and there are as many keys as queries; empty if the number of tokens is unknown.
     zero_keys: number of zero keys that padding adds to the query's softmax; None if that depends on an unknown number
@@ -147,8 +147,8 @@ def explain(
     head: one of num_heads global heads.
     batch: index of the batch entry, for run-time tensors.
     num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. With num_tokens,
-        the explanation includes the block, of block_size, that contains the pair in natural order. If there are as many
-        keys as queries, it also includes the block in the order of `masks.layout`, if this is not the natural order.
+        the explanation has `standings`: the blocks, of block_size, that contain the pair in natural order and, if there
+        are as many keys as queries, in the order of `masks.layout`.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
@@ -226,7 +226,7 @@ def _with_run_time_values(
 ) -> Expression:
     """Return the pattern with the values of its run-time tensors.
 
-    Raises TypeError or ValueError for heads, sizes and bindings that do not fit.
+    Raises TypeError or ValueError for heads, sizes and bindings that are missing or do not fit.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

@@ -12,11 +12,7 @@ _MOST_PAIRS = 1 << 24  # of a matrix; sorting more takes seconds
 
 
 def order_gain(bound: Bound) -> float | None:
-    """Return the number of 128 x 128 blocks with a pair of the pattern's matrix, divided by that number after sorting.
-
-    Queries and keys are sorted in one order, reverse Cuthill-McKee. This needs SciPy, self-attention from position 0
-    on, and a pattern with one matrix, of 1 to 2**24 pairs, for all heads and batch entries; else the result is None.
-    """
+    """Return `Description.order_gain` of a bound pattern, whether or not its layouts have block lists."""
     matrices = {leaf for leaf in bound.pattern.leaves() if isinstance(leaf, SparseTable | MaskTable)}
     if len(matrices) != 1 or not bound.is_self_attention or bound.q_offset:
         return None
@@ -39,6 +35,6 @@ def order_gain(bound: Bound) -> float | None:
 
 
 def _num_blocks(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the number of blocks that contain a pair (query[i], key[i])."""
+    """Return the number of 128 x 128 blocks that contain a pair (query[i], key[i])."""
     blocks = int(torch.maximum(query, key).max()) // _SIDE + 1
     return len((query // _SIDE * blocks + key // _SIDE).unique())

@@ -25,7 +25,7 @@ class PlannedCounts:
     """Number of pairs and blocks over all heads, in the layouts and block sizes that the planner chose.
 
     useful_pairs: allowed pairs, once for each branch that allows them.
-    computed_pairs: pairs in computed blocks.
+    computed_pairs: pairs that kernels compute, masked ones included.
     full_blocks: whole blocks that allow every pair; of a table, also those cut short along the queries.
     partial_blocks: other computed blocks; a dense mask counts as one for each head.
     table_bytes: bytes of the block lists; of dense, causal and strip terms, the bytes that lists of them would take; 0
@@ -113,6 +113,7 @@ def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
 class HeadShare:
     """Group of heads with equal rules, and the allowed pairs of each single head of the group.
 
+    heads: indices of the heads, from 0 on this device.
     branch_pairs: for each distinct branch, allowed pairs of one head, times the number of branches equal to it.
     """
 

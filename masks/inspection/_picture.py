@@ -68,6 +68,7 @@ class Window(NamedTuple):
 class Picture:
     """Contents and options of a picture: one panel for each head and order of tokens, all of the same window.
 
+    orders: "natural", "residue" or both.
     block: (queries, keys) of blocks to draw, or None.
     title: None for the pattern's expression.
     """
@@ -154,7 +155,10 @@ class WindowBlocks:
         return self.state[rows][:, columns]
 
     def __str__(self) -> str:
-        """Return the numbers of computed and full blocks, and the share of computed pairs that are allowed, as text."""
+        """Return the numbers of computed and full blocks, and the share of computed pairs that are allowed, as text.
+
+        Without computed blocks, the text ends after their number.
+        """
         computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
         of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
         if not bool(computed.any()):
@@ -252,7 +256,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 def _ticks(slots: range, most: int) -> list[int]:
     """Return the slots of about `most` ticks: the borders of the window's quarters, or round numbers.
 
-    Quarters need `most` to be at least 4, and a window that divides into quarters and begins at a multiple of one.
+    Quarters need `most` >= 4, a length that is a multiple of 4, and a start that is a multiple of a quarter.
     """
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
@@ -276,7 +280,7 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
-    """Return the head and order of a panel as text; "" for a single head in natural order only."""
+    """Return the title of a panel: its head if there are several, and its order unless all orders are natural."""
     words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
     if len(picture.orders) > 1 or panel.order != "natural":
         words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")

@@ -54,7 +54,7 @@ def plot(
     Without blocks, a pair that several branches allow is darker. A window of at most `size` tokens is drawn pair by
     pair; in a longer window a cell is several pairs, and its color shows the fraction allowed, on a logarithmic scale.
 
-    num_tokens, num_keys: numbers of queries and keys; num_keys None: num_tokens.
+    num_tokens, num_keys: numbers of queries and keys, equal if num_keys is None.
     head: one head or several.
     order: "natural", "residue" (the residue-major order of `masks.layout`) or both.
     queries, keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue".

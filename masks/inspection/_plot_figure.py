@@ -153,7 +153,7 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     cells without allowed pairs in computed blocks, and blocks that are not computed.
 
     Without blocks: an allowed pair, or fractions of allowed pairs if cells have several pairs; then pairs in 2, 3, ...
-    m branches, where m is the largest `share` of a cell in the panels, rounded. For m > 3 only 2 and m.
+    m branches (if m > 3, in 2 and m), where m is the largest `share` of a cell in the panels, rounded.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_legend_entry(label, _pair_color(share)) for share, label in _SHARES] if many else []

@@ -92,7 +92,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 
     dense: True to multiply (tokens, tokens) matrices; False to read the rows of tables, or use ranges of positions.
 
-    Layers are followed until no token reaches further tokens; unless `dense`, at most 64, for about a second.
+    Layers are followed until no token reaches further tokens; unless `dense`, only up to 64 layers or about a second.
     """
     tokens = _examined_tokens(bound.num_queries, number)
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
@@ -134,7 +134,7 @@ def _reached_from_lists(bound: Bound, tokens: Sequence[int], rules: Iterable[Pat
 
     rules: the distinct rules of single heads; `keys_of` of each must return keys, not None.
 
-    Ends after 64 layers, or before more than 65,536 rows are read in all.
+    Ends after 64 layers, or before the keys of more than 65,536 queries are read in all.
     """
     first, read = bound.q_offset, 0
     known = torch.zeros(len(tokens), first + bound.num_queries, dtype=torch.bool)

@@ -203,7 +203,6 @@ def _require_two_integers(name: str, value: object, least: tuple[int, int], most
 def _side_text(edges: Tensor, one: str, many: str) -> str:
     """Return the length of cells along one axis as text, such as "64 queries" or "63 to 64 queries".
 
-    edges: edges of the cells along the axis.
     one, many: the noun in singular and in plural.
     """
     least, most = (int(size) for size in edges.diff().aminmax())
@@ -344,7 +343,10 @@ def _halves_text(upper: Level, lower: Level, cells: int) -> str:
 
 
 def _legend_lines(cells: Cells, canvas: _Canvas) -> list[str]:
-    """Return the lines of the legend: the meaning of each level that occurs, except that of empty cells."""
+    """Return the lines of the legend: the meaning of each level that occurs, except that of empty cells.
+
+    If all cells are empty, a line says so.
+    """
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]
     many = bool((cells.area > 1).any())
@@ -390,7 +392,7 @@ class Level:
 
     @property
     def is_digit(self) -> bool:
-        """True if the character is a digit: the mean number of branches that allow a pair, rounded up, 9 for more."""
+        """True if the character is a digit: the mean number of branches that allow a pair, rounded up, at most 9."""
         return self.shape.isdigit()
 
 
