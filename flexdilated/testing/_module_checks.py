@@ -372,7 +372,7 @@ def _assert_like_eager(subject: Subject, case: Case) -> int:
 def _assert_few_graphs(subject: Subject, case: Case) -> int:
     """Raise Failure if torch.compile makes more than _MOST_GRAPHS graphs up to the length of the case; return 1.
 
-    case.modules: the module's compiled call, without `dynamic`, and the list of lengths at which it made a graph.
+    case.modules: the module's call, compiled without `dynamic=`, and the list of lengths at which it made a graph.
     """
     compiled, made = case.modules
     compiled(*case.qkv)

@@ -54,7 +54,8 @@ class BlockTable:
     """Tables of key block numbers: entries[t, r] lists the key blocks that query block r sees in table t.
 
     Each row entries[t, r] is ascending and padded at its end with NOTHING (2**30). Query blocks have `q_block` tokens,
-    key blocks have `block` tokens. Queries and keys at positions >= limit are in no allowed pair.
+    key blocks have `block` tokens. No query or key at a position >= limit is in an allowed pair, and no query after the
+    last row's block.
     """
 
     entries: Tensor  # int64, (T, R, W)
@@ -241,8 +242,7 @@ def binary_search(width: int, device: torch.device) -> Callable[[Tensor, Tensor,
 class TableRule(Pattern):
     """Base of patterns that allow a pair iff a table lists the key's block in the row of the query's block.
 
-    There is one table for all heads, or one for each global head; `table` returns all of them as a `BlockTable`.
-    Positions from the table's `limit` on are in no allowed pair.
+    There is one table for all heads, or one for each global head; `table` returns all of them as one `BlockTable`.
     """
 
     @property

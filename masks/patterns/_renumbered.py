@@ -425,7 +425,7 @@ def _blocks_spanned(positions: Progression, block: int) -> Progression:
 def keys_in_blocks(numbers: Iterable[range], block: int, keys: range) -> Ranges:
     """Return the keys in `keys` whose block, of `block` tokens, has its number in one of the disjoint ranges `numbers`.
 
-    A range of numbers gives one range of keys if its step is 1, else at most min(its length, block) ranges.
+    A range of numbers gives at most one range of keys if its step is 1, else at most min(its length, block) ranges.
     """
     tokens: list[range] = []
     for some in numbers:

@@ -156,7 +156,9 @@ class Windows:
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
         """Return origins shifted by whole periods, so that each window begins less than a period after its origin.
 
-        period: shift of query and key that leaves the pattern unchanged. None if there is none: returns `origin`.
+        A window begins at its first query or its first key, whichever is earlier.
+
+        period: shift of query and key that leaves the pattern unchanged. If it is None, the result is `origin`.
         """
         if period is None:
             return self.origin
