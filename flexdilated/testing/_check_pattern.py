@@ -166,7 +166,7 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
 
 
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (heads, queries, keys), each 1D: first all of the table, then _NUM_WINDOWS windows.
+    """Yield (heads, queries, keys), each 1D: first those of the whole table, then those of _NUM_WINDOWS windows.
 
     A window has _WINDOW_SIDE consecutive queries and as many keys. Its first query is in the first three periods; in
     half of the windows the keys are near the queries.
@@ -271,7 +271,7 @@ def _wrongly_bounded_boxes(dense: DenseRule, box: Box, truth: Tensor) -> list[in
 
 
 def _shrunk_box(dense: DenseRule, place: BoxRanges) -> BoxRanges:
-    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last failing box that was found."""
+    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last failing box, at worst `place`."""
     tries, ahead = _SHRINK_TRIES, place.simpler_boxes()
     while tries and (other := next(ahead, None)):
         tries -= 1

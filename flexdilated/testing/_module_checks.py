@@ -40,7 +40,7 @@ class Check:
     holds: text that follows the sum of these numbers in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
-    long: True if the check also runs at `LONG_LENGTHS`, where the caller limits no lengths.
+    long: True if the check also runs at `LONG_LENGTHS` when the caller sets neither `lengths` nor `max_tokens`.
     shrinks: True if a shorter failing length is searched.
     """
 

@@ -74,7 +74,7 @@ def _answers_of_ranks(sent: bytes) -> list[bytes]:
 
 
 def _run_rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
-    """Run one rank in a gloo group of RANKS; write its answer to a file in `folder`, or its error, and raise this."""
+    """Run one rank in a gloo group of RANKS; write its answer to `folder`. An error is written there and raised."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere gloo resolves the host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -107,7 +107,7 @@ class GridWindow(OnGrid):
 
     @property
     def windows(self) -> _Radii:
-        """Return a tuple for each window of the union, with the window's radius along each axis."""
+        """Return the windows of the union, each as a tuple of its radius along each axis."""
         several: Any = self.radius
         return several if isinstance(several[0], tuple) else (several,)
 

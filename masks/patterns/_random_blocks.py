@@ -92,7 +92,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _num_rows(self) -> int:
-        """Return the number of query blocks that draw key blocks: all that begin below num_tokens and `positions`."""
+        """Return the number of query blocks that draw: those that begin below num_tokens and, if set, `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table_of_first_rows(self, num_heads: int, rows: int) -> BlockTable:

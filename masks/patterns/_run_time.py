@@ -244,7 +244,7 @@ class Table(Pattern):
         return Phrase(f"<{self.described()}>" if self.known else f"<{self.digest}>")
 
     def described(self) -> str:
-        """Return a short description, which the repr shows in angle brackets."""
+        """Return a short description, which the repr shows in angle brackets if the values are `known`."""
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> HeldRows:
@@ -363,7 +363,7 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """Return the pattern with run-time tensors by name, without values; `cache().forget` compares this form."""
+    """Return the pattern with run-time tensors by name, without values; `cache().forget` compares texts of this form."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
