@@ -156,7 +156,7 @@ def _failure_text(
 ) -> str:
     """Return a text on the first wrong row: found and expected number, budget, and the keys that branches allow.
 
-    At most _BRANCHES branches are shown. A row of dk or dv is a key: the text then names the queries that see this key.
+    A row of dk or dv is a key: the text then names the queries that see this key.
 
     missed: True for each wrong number.
     wrong: True for each row with a wrong number, (B, heads, rows).

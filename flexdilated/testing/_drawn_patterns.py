@@ -262,8 +262,7 @@ class Grammar:
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
     """Strategy for set patterns with at most `depth` nested compositions.
 
-    At depth 0 they are single patterns. Dilated ones are drawn most often, as the library's main subject, `causal()`
-    least often.
+    At depth 0 they are single patterns. Dilated ones are drawn most often, `causal()` least often.
     """
     if depth:
         return _composed_sets(grammar, depth)

@@ -113,7 +113,7 @@ def longnets(
 def neighborhoods(*, max_tokens: int = 48) -> _st.SearchStrategy[Pattern]:
     """Strategy for `masks.neighborhood` on grids of 2 or 3 axes with up to max_tokens tokens.
 
-    A pattern p binds to at most `prod(p.grid)` tokens; only calls of all of them may be sorted into tiles of the grid.
+    A pattern p binds to at most `prod(p.grid)` tokens.
     """
     return _whole_grids(_WORDS, _require_int("max_tokens", max_tokens, minimum=1))
 

@@ -199,10 +199,7 @@ class CellSums:
 
 
 def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
-    """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
-
-    The test compares the column with each entry, so it suits rows of few entries.
-    """
+    """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`."""
     # Entries depend on the query only: a kernel loads them once for all its keys.
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)

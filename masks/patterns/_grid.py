@@ -268,9 +268,10 @@ class Axis:
     def _count_in_class(self, box: Box, held: int) -> Bounds:
         """Return bounds on the allowed pairs of each box within one residue class of `held` places.
 
-        Positions in `box` are numbered within the class. The pairs of a query are the keys before the end of its window
-        minus the keys before the beginning of its window; both are summed over all queries, by groups.
+        Positions in `box` are numbered within the class.
         """
+        # The pairs of a query are the keys before the end of its window minus the keys before the beginning of its
+        # window; both are summed over all queries, by groups.
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._group_counts(q))
         unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)

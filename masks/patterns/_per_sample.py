@@ -264,10 +264,9 @@ def _without_per_sample(rule: Expression) -> Any:
 def rules_of_entries(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
 
-    Each `per_sample` is replaced by the part that the entries follow.
-
-    Run-time tensors must have their values: see `Expression.resolve`. batch: number of batch entries. Raises ValueError
-    if run-time tensors have neither one row nor `batch` rows.
+    Each `per_sample` is replaced by the part that the entries follow. Run-time tensors must have their values: see
+    `Expression.resolve`. batch: number of batch entries. Raises ValueError if run-time tensors have neither one row nor
+    `batch` rows.
     """
     pattern.require_entries(batch)
     if pattern.num_entries() == 1:

@@ -154,9 +154,7 @@ class Windows:
         return cut.select((q_start < q_stop) & (k_start < k_stop))
 
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
-        """Return origins shifted by whole periods, so that each window begins less than a period after its origin.
-
-        A window begins at its first query or its first key, whichever is earlier.
+        """Return origins shifted by whole periods: each window's first position is then 0 to period - 1 after its origin.
 
         period: shift of query and key that leaves the pattern unchanged. If it is None, the result is `origin`.
         """
@@ -363,7 +361,7 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """Return the pattern with run-time tensors by name, without values; `cache().forget` compares texts of this form."""
+    """Return the pattern with run-time tensors by name, without values; `cache().forget` compares this form."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
@@ -446,7 +444,7 @@ def require_values(name: str, tensor: Any) -> Tensor:
 
 
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "") -> Tensor:
-    """Return a copy of the tensor on the CPU in int64, as later changes of the caller's tensor must not change a rule.
+    """Return a copy of the tensor on the CPU in int64.
 
     Raises TypeError unless it holds integers, not booleans, and ValueError unless its number of dims is in `dims`.
 
@@ -459,6 +457,7 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
         one = "(batch,)" if 0 in dims else "(tokens,)"
         shapes = " or ".join({0: "()", 1: one, 2: "(batch, tokens)"}[dim] for dim in dims)
         raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}{meant}")
+    # A copy: later changes of the caller's tensor must not change the rule.
     return tensor.detach().to("cpu", torch.int64, copy=True)
 
 

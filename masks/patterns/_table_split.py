@@ -35,8 +35,6 @@ class TableSplit:
     others: pattern or mixture; None if there is nothing to add.
     place: index of the branch of the pattern that contains `leaf`.
     places: for each branch of `others`, the index of the branch of the pattern that it is a part of.
-
-    `_split_branch` leaves the last two at their defaults; `table_split` sets them.
     """
 
     leaf: Any
@@ -69,6 +67,7 @@ def _num_tables(pattern: Pattern) -> int:
 
 
 def _split_branch(pattern: Pattern) -> TableSplit | None:
+    # Fields `place` and `places` keep their defaults: only `table_split` knows the branches.
     if isinstance(pattern, _TABLES):
         return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
