@@ -154,7 +154,7 @@ class Windows:
         return cut.select((q_start < q_stop) & (k_start < k_stop))
 
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
-        """Return origins shifted by whole periods: each window's first position is then 0 to period - 1 after its origin.
+        """Return origins shifted by whole periods: each window's first position is 0 to period - 1 after its origin.
 
         period: shift of query and key that leaves the pattern unchanged. If it is None, the result is `origin`.
         """
