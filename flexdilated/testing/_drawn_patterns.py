@@ -99,7 +99,7 @@ LEAVES = ("window", "strided", "dilated window", "landmarks", "dilated", "global
 def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
     """Draw one pattern of this kind, made by the constructors of `words`.
 
-    kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood or
+    kind: a name in LEAVES; or "function", a `custom` pattern; or "grid", a neighborhood or
         grid_window on a grid of 1 to 3 axes with at least `largest` tokens.
     largest: upper bound of segments, strides, rates and counts in the other kinds.
     """

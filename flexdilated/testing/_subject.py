@@ -113,7 +113,7 @@ def identity_projections(module: nn.Module) -> nn.Module:
 
 
 class Failure(AssertionError):
-    """Error of a check that found a wrong result; the message describes it."""
+    """Error of a check that found a wrong result."""
 
 
 def as_failure(error: Exception) -> Failure:

@@ -203,7 +203,7 @@ class Axis:
     def _wrap_shifts(self, held: int) -> tuple[int, ...]:
         """Return the shifts, in places, that bring each part of a window into a class of `held` places.
 
-        The shifts are (0,), or (-held, 0, held) if the axis wraps: parts beyond one end continue at the other.
+        The shifts are (0,), or (-held, 0, held) if the axis wraps.
         """
         return (-held, 0, held) if self.wraps else (0,)
 

@@ -212,5 +212,5 @@ def _splitmix64(state: Tensor) -> Tensor:
 
 
 def _shifted_right(bits: Tensor, places: int) -> Tensor:
-    """Return int64 bits shifted right by `places` and filled with zeros, as for unsigned integers."""
+    """Return int64 bits shifted right by `places` and filled with zeros."""
     return (bits >> places) & ((1 << (64 - places)) - 1)
