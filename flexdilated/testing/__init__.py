@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `strategies` on first access; any other name raises AttributeError."""
+    """Return the module `strategies`, imported on first access; raise AttributeError for any other name."""
     if name == "strategies":
         return import_module(".strategies", __name__)
     raise AttributeError(no_such_name(__name__, name, __all__, {}, "testing."))

@@ -166,7 +166,7 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
 
 
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (heads, queries, keys), each 1D: first all of the table, then _NUM_WINDOWS windows.
+    """Yield (heads, queries, keys), each 1D: first those of the whole table, then those of _NUM_WINDOWS windows.
 
     A window has _WINDOW_SIDE consecutive queries and as many keys. Its first query is in the first three periods; in
     half of the windows the keys are near the queries.
@@ -271,7 +271,7 @@ def _wrongly_bounded_boxes(dense: DenseRule, box: Box, truth: Tensor) -> list[in
 
 
 def _shrunk_box(dense: DenseRule, place: BoxRanges) -> BoxRanges:
-    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last failing box that was found."""
+    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last failing box, at worst `place`."""
     tries, ahead = _SHRINK_TRIES, place.simpler_boxes()
     while tries and (other := next(ahead, None)):
         tries -= 1
@@ -285,7 +285,7 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
     """Yield (boxes, number of allowed pairs of each): all square blocks of sizes 1, 2, 4, ..., then random boxes.
 
     For each pair of steps in _STEPS there are `examples` random boxes. A quarter of their progressions start at
-    position 0, and a quarter extend to the last position.
+    position 0, and a quarter extend as far as their step allows.
     """
     tokens, heads, side = dense.num_tokens, dense.num_heads, 1
     while side <= tokens:
@@ -354,7 +354,7 @@ def _check_block_lists(dense: DenseRule, examples: int, generator: torch.Generat
 def _draw_list_sizes(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
     """Return, at random, (pattern bound to numbers of queries and keys, (query, key) block sizes, rate of a layout).
 
-    If the pattern accepts none of _SIZE_TRIES sizes, as a grid may, it is bound to all tokens.
+    A pattern that accepts none of _SIZE_TRIES sizes is bound to all tokens.
     """
 
     def one_of(values: Sequence[int]) -> int:

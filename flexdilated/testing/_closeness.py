@@ -56,12 +56,13 @@ def assert_attention_close(
     exactly 0 and, without sinks, lse -inf.
 
     gradients: also compare the gradients of q, k and v, which must require them, that follow by autograd from fixed
-        pseudo-random gradients of `out`, and of `lse` if given; the graph is retained.
+        pseudo-random gradients of `out`, and of `lse` if given, which must then require gradients, too; the graph is
+        retained.
     margin: factor on the error budgets.
 
     The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G
     divides H. Memory for all N x M pairs is needed, so use small inputs. The error shows the first wrong row, and the
-    keys that each branch of the pattern allows in it.
+    keys that branches of the pattern allow in it; for a gradient of k or v, the queries that see its key.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
@@ -153,7 +154,7 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
 def _failure_text(
     dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor
 ) -> str:
-    """Return a text on the first wrong row: found and expected number, budget, and the keys that each branch allows.
+    """Return a text on the first wrong row: found and expected number, budget, and the keys that branches allow.
 
     A row of dk or dv is a key: the text then names the queries that see this key.
 
@@ -440,7 +441,7 @@ def _propagated_errors(
 
     sent: (B, H, N, 1), magnitude of grad_out · out, which the softmax's backward subtracts; None without gradients.
     product: matrix product that adds up errors, torch.matmul for bounds or `_root_sum_square_matmul` for independent
-        errors; `sent` is summed in the same way.
+        errors; the caller has added up `sent` in the same way.
     """
     limits = {"out": product(errors, inputs.v)}
     if sent is not None:

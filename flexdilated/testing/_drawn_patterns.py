@@ -99,7 +99,7 @@ LEAVES = ("window", "strided", "dilated window", "landmarks", "dilated", "global
 def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
     """Draw one pattern of this kind, made by the constructors of `words`.
 
-    kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood or
+    kind: a name in LEAVES; or "function", a `custom` pattern; or "grid", a neighborhood or
         grid_window on a grid of 1 to 3 axes with at least `largest` tokens.
     largest: upper bound of segments, strides, rates and counts in the other kinds.
     """
@@ -171,7 +171,7 @@ def _windows_on(draw: st.DrawFn, grid: Sequence[int]) -> Any:
 def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
     """Draw a neighborhood on a grid of 2 or 3 axes of length 1 to 7, with up to max_tokens tokens.
 
-    Its windows may fill an axis. It must be bound to all tokens of the grid. words: see `Words`.
+    Its windows may fill an axis. It binds to no more tokens than the grid has. words: see `Words`.
     """
     sides = st.lists(st.integers(1, 7), min_size=2, max_size=3)
     grid = draw(sides.filter(lambda grid: prod(grid) <= max_tokens))
@@ -260,10 +260,9 @@ class Grammar:
 # Hypothesis validates each new strategy on its first draw, so strategies are cached.
 @lru_cache(maxsize=64)
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
-    """Strategy for set patterns, in which each pair counts once, with at most `depth` nested compositions.
+    """Strategy for set patterns with at most `depth` nested compositions.
 
-    At depth 0 they are single patterns. Dilated ones are drawn most often, as the library's main subject, `causal()`
-    least often.
+    At depth 0 they are single patterns. Dilated ones are drawn most often, `causal()` least often.
     """
     if depth:
         return _composed_sets(grammar, depth)

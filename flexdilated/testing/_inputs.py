@@ -144,8 +144,8 @@ def laid_out(x: Shaped[Tensor, "B X N D"], layout: str) -> Shaped[Tensor, "B X N
     "heads first": contiguous. "tokens first": transposed from a contiguous (B, N, X, D), as a projection gives it.
     "fused": one of three tensors interleaved by token, as a fused projection of q, k and v gives it. "channels first":
     transposed from a contiguous (B, X, D, N), as a Conv1d gives it. "stacked": one of three tensors stacked along a
-    last dim. "every second": every second channel. "expanded": the first channel, repeated with stride 0. "misaligned":
-    gaps between the vectors of tokens, at an odd offset. Raises ValueError for any other name.
+    last dim. "every second": every second channel. "expanded": the first channel, repeated with stride 0 in the memory
+    of x. "misaligned": gaps between the vectors of tokens, at an odd offset. Raises ValueError for any other name.
 
     >>> testing.laid_out(torch.randn(1, 4, 256, 64), testing.MEMORY_LAYOUTS[1]).stride()
     (65536, 64, 256, 1)

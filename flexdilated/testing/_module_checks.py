@@ -35,12 +35,12 @@ _compilations = count()
 class Check:
     """One check of attention modules.
 
-    draws: yields the test cases of a module, usually in ascending order of length.
+    draws: yields the test cases of a module.
     asserts: raises AssertionError if a case is wrong, else returns a number for the report, such as the number of rows.
     holds: text that follows the sum of these numbers in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
-    long: True if the check also runs at `LONG_LENGTHS`, where the caller limits no lengths.
+    long: True if the check also runs at `LONG_LENGTHS` when the caller sets neither `lengths` nor `max_tokens`.
     shrinks: True if a shorter failing length is searched.
     """
 
@@ -372,7 +372,7 @@ def _assert_like_eager(subject: Subject, case: Case) -> int:
 def _assert_few_graphs(subject: Subject, case: Case) -> int:
     """Raise Failure if torch.compile makes more than _MOST_GRAPHS graphs up to the length of the case; return 1.
 
-    case.modules: the module's compiled call, without `dynamic`, and the list of lengths at which it made a graph.
+    case.modules: the module's call, compiled without `dynamic=`, and the list of lengths at which it made a graph.
     """
     compiled, made = case.modules
     compiled(*case.qkv)
@@ -394,14 +394,12 @@ def _assert_ranks_like_definition(subject: Subject, case: Case) -> int:
 
 
 def _compile_call(subject: Subject, module: Any, *, backend: Any) -> Callable[..., Tensor]:
-    """Return a compiled function of q, k and v that returns the module's out, (B, H, N, D).
-
-    It has its own code object, so that other compilations do not count towards its recompile limit.
-    """
+    """Return a compiled function of q, k and v that returns the module's out, (B, H, N, D)."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return subject.output(module, q, k, v)[0]
 
+    # A code object of its own: other compilations do not count towards its recompile limit.
     code: CodeType = call.__code__.replace(co_name=f"call_{next(_compilations)}")
     own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__, call.__closure__)
     return torch.compile(own, fullgraph=True, backend=backend)

@@ -51,8 +51,7 @@ def _answers_of_ranks(sent: bytes) -> list[bytes]:
 
     sent: pickle for `_results_of_rank`.
 
-    Raises Failure if a rank raises, exits early, or exceeds LIMIT_S. No process outlives the call. The processes meet
-    through a file, so no port is needed.
+    Raises Failure if a rank raises, exits early, or exceeds LIMIT_S. No process outlives the call.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, end = Path(name), monotonic() + LIMIT_S
@@ -74,7 +73,7 @@ def _answers_of_ranks(sent: bytes) -> list[bytes]:
 
 
 def _run_rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
-    """Run one rank in a gloo group of RANKS; write its answer or its error to a file in `folder`."""
+    """Run one rank in a gloo group of RANKS; write its answer to `folder`. An error is written there and raised."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere gloo resolves the host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -82,7 +81,7 @@ def _run_rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        meeting = f"file://{folder / 'meeting'}"
+        meeting = f"file://{folder / 'meeting'}"  # a file needs no port
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timeout)
         mesh = init_device_mesh("cpu", (RANKS,))

@@ -113,7 +113,7 @@ def identity_projections(module: nn.Module) -> nn.Module:
 
 
 class Failure(AssertionError):
-    """Error of a check that found a wrong result; the message describes it."""
+    """Error of a check that found a wrong result."""
 
 
 def as_failure(error: Exception) -> Failure:
@@ -142,7 +142,8 @@ class Case:
     q, k, v: (B, H, N, D) and twice (B, G, N, D).
     pattern: pairs that this call should compute.
     call: name of the function of `Calls` to use, which also gets the tensors `extra`.
-    rows, pairs: (B, H, N) and (H, N, N), True for output rows or pairs to check; None: all.
+    rows: (B, H, N), True for the output rows to check; None: all.
+    pairs: (H, N, N), True for the hidden pairs to check; None in other checks.
     modules: objects that a check shares between its cases, such as a module that is called again; empty: the check
         makes new modules.
     """

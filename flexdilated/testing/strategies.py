@@ -58,8 +58,8 @@ def patterns(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for patterns that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often: windows, dilated
-    and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods, LongNets, and
+    They are set patterns, in which a pair counts at most once, and mixtures, in which it may count more often: windows,
+    dilated and strided sets, chunks, global tokens and landmarks, random and listed blocks, grids, LongNets, and
     compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
     range, which is an error (`attention_sizes(pattern)` avoids it).
 
@@ -76,7 +76,7 @@ def patterns(
 def set_patterns(
     *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
 ) -> _st.SearchStrategy[Pattern]:
-    """Strategy for set patterns, in which each pair counts once; no mixtures. Arguments as for `patterns`."""
+    """Strategy for set patterns, in which a pair counts at most once; no mixtures. Arguments as for `patterns`."""
     return _Grammar(num_heads, max_number, max_positions, closures).sets(depth)
 
 
@@ -113,7 +113,7 @@ def longnets(
 def neighborhoods(*, max_tokens: int = 48) -> _st.SearchStrategy[Pattern]:
     """Strategy for `masks.neighborhood` on grids of 2 or 3 axes with up to max_tokens tokens.
 
-    Bind a pattern p to all `prod(p.grid)` tokens.
+    A pattern p binds to at most `prod(p.grid)` tokens.
     """
     return _whole_grids(_WORDS, _require_int("max_tokens", max_tokens, minimum=1))
 

@@ -159,10 +159,7 @@ class LocalWindow(Band):
 
 @pattern_kind("strided")
 class Strided(Band):
-    """Pattern that allows a pair iff (query - key) mod stride == 0.
-
-    Tokens form `stride` residue classes, and each token sees all tokens of its own class.
-    """
+    """Pattern that allows a pair iff (query - key) mod stride == 0."""
 
     stride: int = at_least(1)
 

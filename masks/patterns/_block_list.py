@@ -54,7 +54,8 @@ class BlockTable:
     """Tables of key block numbers: entries[t, r] lists the key blocks that query block r sees in table t.
 
     Each row entries[t, r] is ascending and padded at its end with NOTHING (2**30). Query blocks have `q_block` tokens,
-    key blocks have `block` tokens. Queries and keys at positions >= limit are in no allowed pair.
+    key blocks have `block` tokens. Queries after the last row's block, and queries and keys at positions >= limit, are
+    in no allowed pair.
     """
 
     entries: Tensor  # int64, (T, R, W)
@@ -109,7 +110,7 @@ class BlockTable:
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
     def row(self, table: int, query: int, keys: range) -> Ranges:
-        """Return the keys in `keys` that one query sees in one table; adjacent blocks form one range."""
+        """Return the keys in `keys` that one query sees in one table, as ranges; adjacent blocks form one range."""
         row = query // self.q_block
         if query >= self.limit or row >= self.entries.shape[1]:
             return ()
@@ -179,8 +180,8 @@ class CellSums:
     def bounds(self, table: Tensor, box: Box, q_block: int, k_block: int) -> Bounds:
         """Return bounds on the number of each box's pairs that are in listed blocks.
 
-        low is the area of the box if all blocks of the cells that it touches are listed, else 0; high follows from the
-        number of listed blocks in these cells.
+        low is the area of the box if all blocks of the cells that the box touches are listed, else 0. high is the
+        number of listed blocks in these cells times the most pairs that the box can have in a block, up to its area.
 
         table: index of the table for each box.
         q_block, k_block: queries and keys of a block.
@@ -198,10 +199,7 @@ class CellSums:
 
 
 def _test_by_comparing(entries: Tensor, device: torch.device) -> RowTest:
-    """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
-
-    The test compares the column with each entry, so it suits rows of few entries.
-    """
+    """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`."""
     # Entries depend on the query only: a kernel loads them once for all its keys.
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)
@@ -241,8 +239,7 @@ def binary_search(width: int, device: torch.device) -> Callable[[Tensor, Tensor,
 class TableRule(Pattern):
     """Base of patterns that allow a pair iff a table lists the key's block in the row of the query's block.
 
-    There is one table for all heads, or one for each global head; `table` returns all of them as a `BlockTable`.
-    Positions from the table's `limit` on are in no allowed pair.
+    There is one table for all heads, or one for each global head; `table` returns all of them as one `BlockTable`.
     """
 
     @property

@@ -62,7 +62,7 @@ class CustomRule:
     recorded, classify: the mask_mod and `classify` as recorded functions with tensors on the CPU; classify may be None.
     period: number of tokens by which query and key can be shifted together without changing the mask_mod's result, or
         None.
-    covers_pairs: True if the mask_mod's result has an entry for every query and key, False if it broadcasts to them.
+    covers_pairs: True if the mask_mod's result has the dims of queries and of keys in full, False if one broadcasts.
     given: the functions of the caller, mask_mod and classify.
     elsewhere: the mask_mod with its tensors on other devices, by device; `on` adds them.
     """
@@ -209,7 +209,8 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     partial blocks allow the pairs of the mask_mod, full blocks all pairs, and blocks in no list none. The mask_mod may
     read `b` if the BlockMask has lists for several entries. Lists and lengths are copied. A call with positions beyond
     the lengths raises ValueError. So does a call whose keys end before a block that is listed for one of its queries,
-    unless the lists allow exactly the pairs of the mask_mod.
+    unless the lists allow exactly the pairs of the mask_mod. `custom` itself raises ValueError for lists that name a
+    block twice or do not fit the lengths.
 
     `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
     later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
@@ -384,7 +385,7 @@ def _recorded_mask_mod(function: MaskMod) -> Recorded:
 
 @outside_torch_modes
 def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
-    """Return True if the function's result has an entry for every query and key, False if it broadcasts to them.
+    """Return True if the function's result has the dims of queries and of keys in full, False if one broadcasts.
 
     Raises TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
     """

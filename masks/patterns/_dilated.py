@@ -90,8 +90,8 @@ class Dilated(Pattern):
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
         """Return the pattern with its segment rounded up to a multiple of rate * lcm(q_side, k_side).
 
-        Each residue class of a segment then fills whole blocks. None unless the rate divides the segment, as residue
-        classes of other segments differ in length.
+        Each residue class of a segment then fills whole blocks. None if the rate does not divide the segment, because
+        the residue classes then differ in length.
         """
         whole = lcm(q_side, k_side) * self.rate
         return None if self.segment % self.rate else replace(self, segment=-(-self.segment // whole) * whole)

@@ -41,10 +41,9 @@ _MOST_COMPARED_PAIRS = 1 << 28
 
 @pattern_kind("positions_below", positional=0)
 class PositionsBelow(Pattern):
-    """Pattern that allows every pair, but can only be bound to queries below `queries` and keys below `keys`.
+    """Pattern that allows every pair, but only binds to query positions below `queries` and key positions below `keys`.
 
-    Binding it to later positions raises ValueError, and also binding it to a number of heads other than `heads`, unless
-    `heads` is None.
+    `bind` raises ValueError for later positions, and for a number of heads other than `heads`, unless `heads` is None.
     """
 
     queries: int = at_least(1)
@@ -94,10 +93,11 @@ def of_block_mask(
 
     custom: makes a pattern of a mask_mod.
     reads_entry: returns True if a mask_mod reads the batch entry `b`.
-    entries: number of batch entries of the calls; None takes it from the lists, if these are for two entries or more.
+    entries: number of batch entries of the calls, where the lists are for as many or for one. None takes the number
+        from lists for two or more; with lists for one entry the pattern then fits any number.
 
-    Raises ValueError if the BlockMask's lists do not fit its lengths, or name a block twice. Raises ValueError if the
-    mask_mod reads `b` with entries=None and lists for one entry.
+    Raises ValueError for lists that `partial_and_full_blocks` refuses, and if the mask_mod reads `b` with entries=None
+    and lists for one entry.
     """
     partial, full = partial_and_full_blocks(block_mask)
     if entries is None and len(partial) > 1:
@@ -191,7 +191,7 @@ def _lists_match_rule(
 ) -> bool:
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
-    In three cases the result is False without a full comparison: the mask_mod indexes beyond the end of a tensor; the
+    In three cases the result is False even if the pairs are equal: the mask_mod indexes beyond the end of a tensor; the
     rule differs by head and the lists are for a single head; or there are more than 2**28 pairs over all heads of the
     lists, and `rule` is not `every()`.
     """
@@ -222,8 +222,8 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
 
     An element is True where a row names the key block of that column.
 
-    Raises ValueError for lists that name a block beyond the lengths or twice, whose shapes do not fit the lengths or
-    each other, or that have no values.
+    Raises ValueError for lists that name a block outside of the lengths or twice, whose shapes do not fit the lengths
+    or each other, or that have no values.
     """
     rows, columns = (-(-size // side) for size, side in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
     lists = block_lists(block_mask)

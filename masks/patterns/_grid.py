@@ -97,8 +97,8 @@ class Rectangles:
     def first_and_is_only(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
         """Return two tensors (first, is_only) with one entry for each progression or slot run, 0 to number - 1.
 
-        first: index of one of its rectangles, 0 if it has none.
-        is_only: True if it has exactly one.
+        first: index of one rectangle of this progression or run, 0 if there is none.
+        is_only: True if there is exactly one.
         """
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
         return first, self.run.bincount(minlength=number) == 1
@@ -159,8 +159,9 @@ class Axis:
     Places with equal residues modulo `rate` form a class; they are numbered from 0 within it and see only their class.
     Each `stride` consecutive queries of a class form a group with one window, that of the group's leader. With
     `is_causal` the leader is the last query of the group, its window ends at itself, and each query sees the keys of
-    the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
-    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards.
+    the window up to its own place. Otherwise the leader is the middle of the group (the later one of two in
+    the middle), with size // 2 keys of its window before it. Windows that would cross an end of the class are shifted
+    inwards. `stride` must be at most `size`, and size * rate at most `length`.
 
     With `wraps` the axis is periodic: a window that crosses an end continues at the other end and is not shifted. Then
     rate * stride must divide the length, a window must be shorter than its class, and the axis must not be causal.
@@ -202,7 +203,7 @@ class Axis:
     def _wrap_shifts(self, held: int) -> tuple[int, ...]:
         """Return the shifts, in places, that bring each part of a window into a class of `held` places.
 
-        The shifts are (0,), or (-held, 0, held) if the axis wraps: parts beyond one end continue at the other.
+        The shifts are (0,), or (-held, 0, held) if the axis wraps.
         """
         return (-held, 0, held) if self.wraps else (0,)
 
@@ -267,9 +268,10 @@ class Axis:
     def _count_in_class(self, box: Box, held: int) -> Bounds:
         """Return bounds on the allowed pairs of each box within one residue class of `held` places.
 
-        Positions in `box` are numbered within the class. The pairs of a query are the keys before the end of its window
-        minus the keys before the beginning of its window; both are summed over all queries, by groups.
+        Positions in `box` are numbered within the class.
         """
+        # The pairs of a query are the keys before the end of its window minus the keys before the beginning of its
+        # window; both are summed over all queries, by groups.
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._group_counts(q))
         unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)

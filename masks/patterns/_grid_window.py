@@ -107,7 +107,7 @@ class GridWindow(OnGrid):
 
     @property
     def windows(self) -> _Radii:
-        """Return a tuple for each window of the union, with the window's radius along each axis."""
+        """Return the windows of the union, each as a tuple of its radius along each axis."""
         several: Any = self.radius
         return several if isinstance(several[0], tuple) else (several,)
 
@@ -172,8 +172,7 @@ class GridWindow(OnGrid):
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
         """Return bounds on the allowed pairs between n query rectangles and n key rectangles, paired by index.
 
-        Bounds are exact if queries and keys have equal steps along every axis. Each distance along the first axis is
-        then counted with the first window that contains it, as that one is the longest along the other axes.
+        Bounds are exact if queries and keys have equal steps along every axis.
         """
         area = prod((q.count * k.count for q, k in zip(queries, keys, strict=True)), start=torch.tensor(1))
         exact = all(q.step == k.step for q, k in zip(queries, keys, strict=True))
@@ -181,6 +180,8 @@ class GridWindow(OnGrid):
         for radii in self.windows:
             first, *rest = (axis.count(q, k) for q, k, axis in zip(queries, keys, self._axes_of(radii), strict=True))
             if exact:
+                # Each distance along the first axis is counted with the first window that contains it, as that one is
+                # the longest along the other axes.
                 pairs = prod((each.low for each in rest), start=first.low - before)
                 low, high, before = low + pairs, high + pairs, first.low
             else:

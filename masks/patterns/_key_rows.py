@@ -26,7 +26,7 @@ class KeyRows(NamedTuple):
     first: int = 0
 
     def list_indices(self) -> Int64[Tensor, " E"]:
-        """Return, for each entry of `keys`, the index of its list."""
+        """Return the index of the list of each key in `keys`."""
         return torch.arange(len(self.ends)).repeat_interleave(self.ends.diff(prepend=self.ends.new_zeros(1)))
 
 

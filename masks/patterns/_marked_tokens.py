@@ -277,7 +277,7 @@ def fixed(stride: int, *, summary: int = 1) -> Pattern:
 def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> Counts:
     """Return the sum of floor((first + step * i) / modulus) over all i with 0 <= i < number, by Euclid's algorithm.
 
-    There is one sum for each entry of the tensors `number` and `first`, which must not be negative.
+    There is one sum for each element of the tensors `number` and `first`, which must not be negative.
     """
     total = torch.zeros_like(first)
     while True:

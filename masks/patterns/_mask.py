@@ -71,7 +71,7 @@ class MaskTable(Table):
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Return (queries, keys), indices of the True elements of the first batch entry and head.
 
-        They are all allowed pairs unless a dim of queries or keys has size 1, which serves further positions.
+        They are all pairs allowed there, unless a dim of queries or keys has size 1, which serves further positions.
         """
         queries, keys = self.rows[0, 0].nonzero().unbind(1)
         return queries, keys

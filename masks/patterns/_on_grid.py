@@ -60,7 +60,7 @@ class OnGrid(Pattern):
     """Base of patterns that allow a pair iff along each axis of a token grid the key is in the query's window.
 
     Tokens are in row-major order. A subclass has the field `grid`, the lengths of the axes, the outermost first, and
-    `axes`, the windows along them. `GridWindow` overrides what differs for a union of windows.
+    `axes`, the windows along them.
     """
 
     grid: tuple[int, ...]

@@ -264,8 +264,9 @@ def _without_per_sample(rule: Expression) -> Any:
 def rules_of_entries(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
 
-    Run-time tensors must have their values: see `Expression.resolve`. batch: number of batch entries. Raises ValueError
-    if run-time tensors have neither one row nor `batch` rows.
+    Each `per_sample` is replaced by the part that the entries follow. Run-time tensors must have their values: see
+    `Expression.resolve`. batch: number of batch entries. Raises ValueError if run-time tensors have neither one row nor
+    `batch` rows.
     """
     pattern.require_entries(batch)
     if pattern.num_entries() == 1:
@@ -303,8 +304,8 @@ def per_sample(patterns: Sequence[Pattern], which: Any = None, *, name: str = "w
     """Pattern in which batch entry b follows patterns[which[b]].
 
     patterns: set patterns, not mixtures.
-    which: integers of shape (batch,), or a string, the name under which `attend(bindings=)` passes the tensor; None for
-        arange(batch), with one pattern per batch entry. New values do not recompile.
+    which: integers of shape (batch,) or (), or a string, the name under which `attend(bindings=)` passes the tensor;
+        None for arange(batch), with one pattern per batch entry. New values do not recompile.
     name: name of the tensor in texts and errors, unless `which` is a string. Names within a pattern must differ.
 
     Raises TypeError if `patterns` is not a sequence of set patterns, ValueError if it is empty or, when the tensor is

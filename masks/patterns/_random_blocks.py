@@ -36,8 +36,8 @@ class RandomBlocks(TableRule):
     """Pattern that allows a pair iff the query's block drew the key's block, and both positions are below `num_tokens`.
 
     Each query block of `block` tokens draws `drawn` key blocks, separately for each global head, or once for all heads
-    with the draw of global head `head`. `positions`: number of tokens in use, None for all; key blocks are drawn only
-    for query blocks of these tokens.
+    with the draw of global head `head`. `positions`: number of tokens in use, None if unknown; if it is known, `table`
+    has rows only for the query blocks of these tokens.
     """
 
     num_tokens: int = at_least(1)
@@ -92,7 +92,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _num_rows(self) -> int:
-        """Return the number of query blocks that draw key blocks: all that begin below num_tokens and `positions`."""
+        """Return the number of query blocks that draw: those that begin below num_tokens and, if set, `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table_of_first_rows(self, num_heads: int, rows: int) -> BlockTable:
@@ -177,8 +177,8 @@ def _distinct_blocks(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """Return `drawn` distinct blocks below num_blocks for each hash state: int64, (states, drawn), each row ascending.
 
     Floyd's method: for each block m of the last `drawn` blocks, in ascending order, draw a block from 0 to m. Keep it,
-    or keep m if the drawn block is already kept. It is if an earlier draw equals it, or if it is an earlier m that was
-    kept in place of the block drawn for it. Whether that m was kept may depend on an m before it, and so on: these
+    or keep m if the drawn block is already kept. A block is already kept if an earlier draw equals it, or if it is an
+    earlier m that was kept instead of its draw. Whether that m was kept may depend on an m before it, and so on: these
     chains are followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
@@ -212,5 +212,5 @@ def _splitmix64(state: Tensor) -> Tensor:
 
 
 def _shifted_right(bits: Tensor, places: int) -> Tensor:
-    """Return int64 bits shifted right by `places` and filled with zeros, as for unsigned integers."""
+    """Return int64 bits shifted right by `places` and filled with zeros."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

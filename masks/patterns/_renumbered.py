@@ -360,7 +360,8 @@ class Blockwise(OnePart):
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
         """Return bounds on the allowed pairs of each box, without enumerating its blocks.
 
-        Each block between the ends of a side is assumed to hold the most positions of this side that a block can hold.
+        Each block from the first to the last query is assumed to hold as many queries of the box as a block can hold;
+        so are blocks of keys.
         """
         sides = [_blocks_spanned(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
@@ -425,7 +426,7 @@ def _blocks_spanned(positions: Progression, block: int) -> Progression:
 def keys_in_blocks(numbers: Iterable[range], block: int, keys: range) -> Ranges:
     """Return the keys in `keys` whose block, of `block` tokens, has its number in one of the disjoint ranges `numbers`.
 
-    A range of numbers gives one range of keys if its step is 1, else at most min(its length, block) ranges.
+    A range of numbers gives at most one range of keys if its step is 1, else at most min(its length, block) ranges.
     """
     tokens: list[range] = []
     for some in numbers:

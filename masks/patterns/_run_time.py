@@ -154,9 +154,9 @@ class Windows:
         return cut.select((q_start < q_stop) & (k_start < k_stop))
 
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
-        """Return origins shifted by whole periods, so that each window begins less than a period after its origin.
+        """Return origins shifted by whole periods: each window's first position is 0 to period - 1 after its origin.
 
-        period: shift of query and key that leaves the pattern unchanged. None if there is none: returns `origin`.
+        period: shift of query and key that leaves the pattern unchanged. If it is None, the result is `origin`.
         """
         if period is None:
             return self.origin
@@ -242,7 +242,7 @@ class Table(Pattern):
         return Phrase(f"<{self.described()}>" if self.known else f"<{self.digest}>")
 
     def described(self) -> str:
-        """Return a short description, which the repr shows in angle brackets."""
+        """Return a short description, which the repr shows in angle brackets if the values are `known`."""
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> HeldRows:
@@ -444,7 +444,7 @@ def require_values(name: str, tensor: Any) -> Tensor:
 
 
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "") -> Tensor:
-    """Return a copy of the tensor on the CPU in int64, as later changes of the caller's tensor must not change a rule.
+    """Return a copy of the tensor on the CPU in int64.
 
     Raises TypeError unless it holds integers, not booleans, and ValueError unless its number of dims is in `dims`.
 
@@ -457,6 +457,7 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
         one = "(batch,)" if 0 in dims else "(tokens,)"
         shapes = " or ".join({0: "()", 1: one, 2: "(batch, tokens)"}[dim] for dim in dims)
         raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}{meant}")
+    # A copy: later changes of the caller's tensor must not change the rule.
     return tensor.detach().to("cpu", torch.int64, copy=True)
 
 

@@ -105,7 +105,7 @@ class SelectedBlocks(RunTime):
     def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
         """Return the keys of each query in each table: one item for each batch entry, or a single one for all entries.
 
-        Blocks are whole: keys of the last block may be beyond `extent.keys`. Raises as `rows` does.
+        Blocks are whole: queries and keys of the last blocks may be beyond `extent`. Raises as `rows` does.
         """
         rows, first = self.rows(tensor, extent)
         return [_key_rows(entry, self.block, first) for entry in rows]
@@ -142,7 +142,8 @@ class SelectedBlocks(RunTime):
 class SelectedTable(Table):
     """Table of `SelectedBlocks`: rows[b, t, r] names the key blocks that query block first + r sees.
 
-    Each of the T tables serves num_heads / T consecutive heads. Rows are ascending and padded with NOTHING (2**30).
+    Each of the T tables serves num_heads / T consecutive heads. Rows are ascending, and padded with NOTHING (2**30) to
+    W entries, a power of two.
     """
 
     kind = "selected blocks table"
@@ -198,7 +199,7 @@ class SelectedTable(Table):
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
     def key_rows(self) -> KeyRows:
-        """Return the keys of each query in each table; keys of the last block may be beyond the last key position.
+        """Return the keys of each query in each table; the last blocks may have queries and keys beyond the sequence.
 
         All batch entries must have equal tables.
         """
@@ -266,9 +267,9 @@ def require_row(side: int, first: int, rows: int, query: int) -> None:
 
 
 def _key_rows(rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int) -> KeyRows:
-    """Return the keys of each query: all tokens of the key blocks in its query block's row, also beyond the last key.
+    """Return the keys of each query of each row's block: all tokens of the key blocks that the row lists.
 
-    first: query block of row 0.
+    The last blocks count as whole, also where they go beyond the sequence. first: query block of row 0.
     """
     (q_block, k_block), listed = block, rows < NOTHING
     if block != (1, 1):

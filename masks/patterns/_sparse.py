@@ -52,9 +52,9 @@ _ADVICE = {
 class Sparse(RunTime):
     """Pattern that allows a pair iff the run-time sparse matrix `name` has a nonzero entry at [query, key].
 
-    places: for a carried matrix, index of each pair's entry among the matrix's values; pairs are ordered by batch
-        entry, matrix, query and key. None if the matrix repeats an index, or if each call passes it by `name`.
-    num_values: number of values of a carried matrix, zeros and repetitions included; else 0.
+    places: for a matrix given to `sparse`, the index of each pair's value among the matrix's values; pairs are ordered
+        by batch entry, matrix, query and key. None if the matrix repeats an index, or if `sparse` got only a name.
+    num_values: number of values of a matrix given to `sparse`, zeros and repetitions included; 0 if it got only a name.
     """
 
     num_dims = 2
@@ -378,8 +378,9 @@ def sparse(matrix: Any, *, name: str = "sparse") -> Pattern:
 
     With offsets in the call, rows and columns are positions, from 0 to that of the last query and key.
 
-    Raises TypeError for a matrix that is not sparse, and ValueError for other numbers of dims or for NaN; `attend` and
-    `bind` raise ValueError for a matrix of another shape than the call's.
+    Raises TypeError for a matrix that is not sparse, and ValueError for one with another number of dims, a dim of
+    length 0, dense dims, an index outside of its shape or NaN; `attend` and `bind` raise ValueError for a matrix of
+    another shape than the call's.
 
     >>> edges = torch.tensor([[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]])  # (query, key) of each pair
     >>> graph = torch.sparse_coo_tensor(edges, torch.ones(5), (3, 3), check_invariants=True)

@@ -20,7 +20,7 @@ _FEW_QUERIES, _FEW_KEYS = 15, 8  # largest sides of a block whose table is read 
 def lists_keys(leaf: Pattern) -> bool:
     """Return True if a table is read as a list of single keys for each query.
 
-    These are sparse matrices, and blocks of at most 15 queries and 8 keys.
+    This holds for sparse matrices, and for tables whose blocks have at most 15 queries and 8 keys.
     """
     if isinstance(leaf, SelectedBlocks | SelectedTable):
         return leaf.block[0] <= _FEW_QUERIES and leaf.block[1] <= _FEW_KEYS
@@ -45,7 +45,7 @@ class TableSplit:
 
 
 def table_split(pattern: Expression) -> TableSplit | None:
-    """Return the split of a pattern; None unless it has one table of keys or blocks, below `|`, `&` and `+` only."""
+    """Return the split of a pattern with exactly one table, alone or combined by `|`, `&` and `+`; None for others."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _num_tables(branch)]
     if len(chosen) != 1:
@@ -67,6 +67,7 @@ def _num_tables(pattern: Pattern) -> int:
 
 
 def _split_branch(pattern: Pattern) -> TableSplit | None:
+    # Fields `place` and `places` keep their defaults: only `table_split` knows the branches.
     if isinstance(pattern, _TABLES):
         return TableSplit(pattern, Every(), None)
     if not isinstance(pattern, And | Or):

@@ -59,7 +59,7 @@ class Runs:
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
     def within(self, progression: Progression, index: Counts) -> Progression:
-        """Return progression i cut to the positions in run index[i]; empty for indices beyond the last run."""
+        """Return each progression i cut to the positions in run index[i]; empty for indices beyond the last run."""
         if not len(self.starts):
             return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
         known = index.clamp(max=len(self.starts) - 1)
