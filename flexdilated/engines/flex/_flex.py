@@ -73,9 +73,10 @@ def run_flex(
 
 
 def as_arguments(features: Features) -> tuple[Any, ...]:
-    """Return the features as arguments of a compiled function.
+    """Return the fields of the features, in their order, as arguments of a compiled function.
 
-    scale and dropout_p are text, so that they are constants of the function's graph.
+    scale and dropout_p become text, so that they are constants of the function's graph; a `Recorded` score_mod becomes
+    its plain function.
     """
     score_mod = None if features.score_mod is None else plain_function(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
@@ -87,7 +88,7 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
 
 
 def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return the key by which a call finds its compiled function: programs of one structure share it for equal keys.
+    """Return the key of a compiled function: calls whose keys and program structures are equal share one function.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
@@ -197,7 +198,10 @@ def _run_steps(
     features: Features,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (out, natural lse) of a program's steps, merged; the lse is None without `features.return_lse`."""
+    """Return (out in q's dtype, natural lse) of a program's steps, of which there is at least one, merged by lse.
+
+    Without `features.return_lse` the lse is None, sinks are ignored, and steps must share no rows: outputs are added.
+    """
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
         raise ValueError(
             f"the program is for {steps[0].structure.heads} query and key/value heads; got {q.shape[1]} and "
@@ -274,7 +278,11 @@ def in_plan_order(
 
 
 def operands_of(step: FlexStep, tables: Tables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a step's (queries, keys, values), gathered from q, k, v in the plan's order; hidden slots are zeroed."""
+    """Return a step's (queries, keys, values), gathered from q, k and v; hidden slots are 0.
+
+    tables: the step's block tables, whose shapes give the number of slots to gather.
+    q, k, v: tensors in the plan's order of tokens.
+    """
     structure, hidden = step.structure, step.hidden
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys

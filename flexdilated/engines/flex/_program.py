@@ -1,6 +1,6 @@
 """FlexProgram: a plan made executable on one device, as block tables and gathers for FlexAttention.
 
-Its structure does not depend on lengths, so that programs share compiled functions.
+Its structure has no lengths, so that programs for different lengths can share a compiled function.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class Structure(torch.nn.Module):
-    """Length-independent numbers of a term's kernel call.
+    """Numbers of a term's kernel call, without lengths.
 
     It is a module because the numbers of modules are constants of compiled graphs.
 
@@ -86,7 +86,7 @@ class FlexStep:
     hidden: queries and keys that the kernel reads although they are in no allowed pair.
     held: holders of the run-time tables that the mask reads.
     indices: map from kernel indices to heads and positions, for a score_mod.
-    structure: the numbers that do not depend on lengths.
+    structure: numbers of the kernel call, without lengths.
     """
 
     mask: BlockMask
@@ -128,7 +128,7 @@ class FlexProgram:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block tables and of all index tensors and masks."""
+        """Bytes of the block tables, of index tensors, and of masks of hidden queries and keys."""
         lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
         orders = (side.rows.nbytes for side in self.enter or ())
         return sum(lists) + sum(step.nbytes for step in self.steps) + sum(orders)
@@ -310,9 +310,9 @@ def _make_step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    It is False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
+    It is False for devices that are not NVIDIA's, and before Hopper.
     """
-    if capability(device) < HOPPER:
+    if capability(device) < HOPPER:  # tiles have 128 x 128 scores only from Hopper on
         return False
     zero = torch.zeros((), dtype=torch.int32, device=device)
     with _OperationCounter() as counted:

@@ -30,9 +30,10 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    The name has all that the object depends on: its kind, the device, every field of the call, the numbers of
-    `Call.operands`, and the shapes of the run-time tensors. It is a string, because a trace does not support tuples
-    here. Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
+    The name has the object's kind, the device, every field of the call, the numbers of `Call.operands`, and the shapes
+    of the run-time tensors. It has neither the batch size nor what `tune` measured, which change the speed of a graph
+    and not its results. It is a string, because a trace does not support tuples here. Sizes are converted to numbers,
+    as a fake implementation would format a dynamic size as a symbol.
 
     what: the kind of object, a key of `MAKERS`.
     """

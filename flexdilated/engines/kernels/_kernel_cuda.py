@@ -167,7 +167,10 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _per_key_head(x: Tensor, groups: int) -> Tensor:
-    """Return x (B, H, K, D) as (B, H / groups, K, D) in x's dtype: sums over `groups` heads, in float32 or wider."""
+    """Return the sums of x (B, H, K, D) over each `groups` consecutive heads: (B, H / groups, K, D), in x's dtype.
+
+    The sums are computed in float32 or wider.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 

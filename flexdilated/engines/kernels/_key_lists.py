@@ -1,7 +1,7 @@
 """Lists of single keys for the portable kernel, which gathers the keys, and for Triton's kernels.
 
-In the portable kernel, query heads that share lists and a key/value head share a gather. Outside graphs, it computes
-lists in descending order of length, so that lists of a chunk have nearly equal lengths.
+In the portable kernel, query heads that share lists and a key/value head share a gather. Outside graphs, the kernel
+computes lists in descending order of length, so that the lists of a chunk have similar lengths.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ListChunk:
         equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    absent: True for hidden places whose gathered key is set to 0, as `block` may name a key there that the query does
-        not see, which may hold NaN. None if hidden places repeat a key of their own list.
+    absent: the hidden places again, if made by `PaddedProblems`: `block` names key 0 there, which may hold NaN, so the
+        gathered vectors are set to 0. None if made by `ListProblems`, where such places repeat their list's last key.
     query: index of each list's query for score_mod; None: that of `problem`. For an empty list, `query` and `key` have
-        a pair of another list, as score_mod may fail for pairs in no list.
+        a pair of another list, if one has keys: score_mod may fail for pairs in no list.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
@@ -128,8 +128,9 @@ class ListProblems:
     def _list_ranges(self) -> list[tuple[int, int, int]]:
         """Ranges of the lists in descending order of length: (begin, end, length of the longest list) of each range.
 
-        A range is computed in one or more chunks, each with all its lists. Lists without keys are in no range. For meta
-        tensors, only the first few ranges of similar length are kept.
+        A range is computed in one or more chunks. Each has all lists of the range, for some of the problems that share
+        them. Lists without keys are in no range. For meta tensors, only the first few ranges of each kind are kept:
+        lengths of one kind have equal numbers of bits.
         """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
         rising = -counts.cpu()  # read once: on an accelerator, each read waits for it
@@ -199,7 +200,7 @@ class ListProblems:
     ) -> tuple[Int64[Tensor, "t L"], Bool[Tensor, "1 t 1 L"] | None]:
         """Return (keys of the lists `at`, as indices in the call; mask of the places after the end of a list).
 
-        The mask is None if all lists of the call are equally long.
+        After its end, a list's last key is repeated. The mask is None if all lists of the call are equally long.
 
         The lists are those from `begin` to `end` in the order of `_list_ranges`; the longest has `length` keys.
         """
@@ -217,7 +218,7 @@ class ListedPart:
 
     keys: indices of keys in the call. In each list equal indices are adjacent and count once; an index that is not of a
         key of the call is ignored.
-    begins, counts: index in `keys` at which each list begins, and its length. Entry (e * T + t) * n + i is for query
+    begins, counts: index in `keys` at which each list begins, and its length. Item (e * T + t) * n + i is for query
         `first` + i in table t of batch entry e.
     shape: (b, T, n).
     first: index of the first query.
