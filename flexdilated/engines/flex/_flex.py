@@ -91,13 +91,13 @@ def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks:
     """Return the key of a compiled function: calls whose keys and program structures are equal share one function.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
-    tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
-    accelerators it has instead the numbers of heads, the head dim, True for a batch of 1, and for each kernel call True
-    if the numbers of queries and keys are multiples of the block's.
+    tensors. On CPU it also has the shapes of q and k. On accelerators it has instead the numbers of heads, the head
+    dim, True for a batch of 1, and for each kernel call True if the numbers of queries and keys are multiples of the
+    block's.
 
     blocks: (queries, keys) of a block, for each kernel call.
     """
-    if not device_kind(q.device).flex_trains:
+    if not device_kind(q.device).flex_trains:  # C++ code for dynamic sizes may fail to compile
         sizes: Hashable = (q.shape, k.shape)
     else:
         whole = [are_whole_blocks((q.shape[2], k.shape[2]), sides) for sides in blocks]
@@ -115,9 +115,7 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a `compilation_key` to the compiled function for programs of this structure.
 
-    The returned functions and the compiled functions are kept in LRU caches. Each compiled function has a separate code
-    object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the code
-    would share.
+    The returned functions and the compiled functions are kept in LRU caches.
 
     structure: key of a program, such as `FlexProgram.structure`.
     function: code to compile; None for the code that runs a FlexProgram.
@@ -141,6 +139,7 @@ def _pad_head_dim(x: Tensor) -> Tensor:
 def _compile(device: torch.device, function: FunctionType) -> Kernel:
     allow_gathers_in_graph()
     _num_compiled[device.type] += 1
+    # Its own code object: torch counts recompilations per code object, and stops compiling at a limit.
     code = function.__code__.replace(co_name=f"flex_attention_{_num_compiled.total()}_on_{device.type}")
     own = FunctionType(code, function.__globals__, code.co_name)
     if not device_kind(device).flex_trains:
@@ -156,11 +155,8 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return a boolean for each guard: True if torch.compile has to check it.
-
-    Guards on numbers of a program's modules need no check: the numbers are part of the key under which the compiled
-    function is cached.
-    """
+    """Return, for each guard, True if torch.compile has to check it; False for guards on a program's module numbers."""
+    # The numbers are part of the key under which the compiled function is cached.
     modules = "L['steps']", "L['enter']", "L['sizes']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))

@@ -29,13 +29,13 @@ _ENTRIES_AT_ONCE = 1 << 21  # table entries that are sorted at once, on an accel
 
 @dataclass(frozen=True, eq=False)
 class ListedKeys:
-    """The pairs of a table of single keys, which are computed without a step of the program.
+    """The pairs of a call's table of single keys; a FlexProgram has only the call's other pairs.
 
     source: the keys of each query, or the table that has them; in a graph, padded rows.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     place: index, in the call's pattern, of the branch with the table.
-    places: for each branch of the other pairs' pattern, which the program computes, the index of the branch of the
-        call's pattern that it is a part of.
+    places: for each branch of the pattern of other pairs, the index of the branch of the call's pattern that it is a
+        part of.
     on_triton: True if Triton's kernels compute the pairs, False if plain operations do, None if Triton's kernels do for
         the tensors that they support. Plain operations always compute them with a score_mod or dropout, where a graph
         or autograd records the forward, and in the backward under deterministic algorithms.

@@ -1,9 +1,8 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-A call without a score_mod is a custom op. For the backward it keeps q, k, v, the output, its lse, sinks, copies of
-run-time tensors, and dropout's seed. Ops take no functions. An eager call with a score_mod is therefore an autograd
-function of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the
-score_mod is traced.
+A call without a score_mod is a custom op, which keeps q, k, v, the output, its lse, sinks, copies of run-time tensors,
+and dropout's seed for the backward. Ops take no functions: an eager call with a score_mod is an autograd function of
+the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, score_mod is traced.
 """
 
 from __future__ import annotations

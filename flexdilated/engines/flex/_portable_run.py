@@ -1,4 +1,4 @@
-"""`Portable` runs a program of engine flex, and the pairs of a table of single keys, by plain torch operations."""
+"""`Portable` runs a program of engine flex by plain torch operations; single keys of a table by these or by Triton."""
 
 from __future__ import annotations
 

@@ -36,17 +36,15 @@ Lead = tuple[int, int]
 Tables = dict[str, Tensor]
 
 _DEPTH = 64  # most levels of nested functions: patterns of patterns
-_MOST_NUMBERS = 1 << 22  # most numbers in the block lists of a term
+_MOST_NUMBERS = 1 << 22  # most numbers in the block lists of a term, which could fill gigabytes
 _MOST_OPERATIONS = 9  # most operations of a mask for which kernels have enough registers
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-class Structure(torch.nn.Module):
+class Structure(torch.nn.Module):  # the numbers of modules are constants of compiled graphs
     """Numbers of a term's kernel call, without lengths.
-
-    It is a module because the numbers of modules are constants of compiled graphs.
 
     queries, keys: rules of the gathers.
     sides: (queries, keys) of a block.
@@ -104,8 +102,8 @@ class FlexStep:
         return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
 
     @cached_property
-    def list_lengths(self) -> ListLengths:
-        """Lengths of the block lists; cached, as on an accelerator reading them waits for the device."""
+    def list_lengths(self) -> ListLengths:  # cached: on an accelerator, reading them waits for the device
+        """Lengths of the block lists."""
         return ListLengths.of(self.mask)
 
 
@@ -188,9 +186,9 @@ def make_flex_program(
 def sides_that_fit(term: Term) -> tuple[int, int]:
     """Return (queries, keys) of square blocks for a term: small blocks, of side TILE or more, whose lists are short.
 
-    Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
-    The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then
-    halves the side as long as the lists are sure to be short: halving at most doubles the length of a list.
+    Lists are short if they have at most _MOST_NUMBERS numbers in all. The search doubles the side until even full lists
+    are short, or until a larger side makes them no shorter. It then halves the side as long as the lists are sure to be
+    short: halving at most doubles the length of a list.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
@@ -246,7 +244,8 @@ def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
 
 
 def _widen_lists(tables: Tables) -> Tables:
-    """Return tables whose block lists have width 2 or more: torch.compile takes a dim of size 1 for a constant."""
+    """Return the tables with block lists of width 2 or more."""
+    # torch.compile takes a dim of size 1 for a constant.
     return {
         name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
         for name, each in tables.items()

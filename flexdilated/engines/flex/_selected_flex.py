@@ -33,9 +33,9 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
     block: (queries, keys) of a selected block.
     q_offset: position of the first query.
 
-    The result is 0 if no queries are gathered: blocks are whole kernel tiles, and the first query begins a block. It is
-    None if the kernels do not support these blocks: the number of keys of a block is neither a multiple nor a divisor
-    of the keys of a tile.
+    The result is None if the kernels do not support these blocks: block[1] is neither a multiple nor a divisor of TILE.
+    It is 0, and no queries are gathered, if block[0] and block[1] are multiples of TILE and the first query begins a
+    block. Else it is block[0] if this divides TILE and the first query begins a block, and 1 if not.
     """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
@@ -74,10 +74,8 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
     return -(-places * unit // queries)
 
 
-class SelectedBlockSizes(torch.nn.Module):
-    """Length-independent sizes of attention over a table of selected blocks.
-
-    It is a module because the numbers of modules are constants of compiled graphs.
+class SelectedBlockSizes(torch.nn.Module):  # the numbers of modules are constants of compiled graphs
+    """Sizes of attention over a table of selected blocks, without lengths.
 
     block: (queries, keys) of a selected block.
     unit: queries that are gathered as one unit, 0 if none are.
@@ -210,7 +208,7 @@ def _block_mask_tables(
 class TilePlaces(NamedTuple):
     """Places of gathered queries in the kernel's tiles; a tile has TILE // unit places.
 
-    A place holds a copy of one unit of queries, made for one entry in the unit's row: a key block that it selects.
+    A place holds a copy of one unit of queries, made for one entry in the unit's row, which names a key block.
     Copies are sorted by key block, and the copies for each key block begin at a tile. Entry w in the row of unit r has
     index r * W + w, also if it names no block.
 

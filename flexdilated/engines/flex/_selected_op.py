@@ -238,13 +238,11 @@ def _call_selected(sizes, rest, where, rows, classes, q, k, v, *features):
 MAKERS["selected"] = lambda key, q, bindings: prepare_call(key, q.device, bindings, blank_rest=True)
 
 
-@own_op("flexdilated::selected_rows")
+@own_op("flexdilated::selected_rows")  # so that a compiled graph computes them from the values of each call
 def _held_rows(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
     """Return copies of the rows of each run-time table that `PreparedCall.rest` reads, in the order of `held`.
-
-    This is an op, so that a compiled graph computes them from the values of each call.
 
     bindings: all run-time tensors of the call's pattern, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.

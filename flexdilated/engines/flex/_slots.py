@@ -33,7 +33,7 @@ class SlotIndex(NamedTuple):
 
     heads: for each head of the term, its query head; None if the term has all query heads in order.
     places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
-    offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
+    offsets: for each head of the term, the index of its first token in a segment, for kind "segments".
     token_of_slot: token in each slot, -1 for none, for kind "index".
     slot_of_token: slot of each token of every query head, -1 for none, for kind "index".
 
@@ -52,10 +52,8 @@ class SlotIndex(NamedTuple):
         return sum(each.nbytes for each in self if each is not None)
 
 
-class SlotRule(torch.nn.Module):
+class SlotRule(torch.nn.Module):  # the numbers of modules are constants of compiled graphs
     """Rule that gathers one side of a term into its slots.
-
-    It is a module because the numbers of modules are constants of compiled graphs.
 
     kind: "all": the slots are the tensor itself. "heads": slot i holds token i, for some of the heads. "segments": slot
         i holds, of segment i // width, token i % width * step + the head's offset; it is empty if the segment, of

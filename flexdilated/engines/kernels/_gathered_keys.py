@@ -128,11 +128,11 @@ def _program_sizes(
 ) -> tuple[int, int, int, int] | None:
     """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
 
-    heads and keys start from sizes for which ptxas spills few registers on compute capability 9.0, and are halved until
-    the program fits, down to 16.
+    heads and keys start from fixed sizes, and are halved until the program fits, down to 16.
 
     dims: head dims of (queries and keys, values).
     """
+    # Sizes for which ptxas spills few registers on compute capability 9.0.
     size, (dim, v_dim), width = dtype.itemsize, dims, max(dims)
     if size == 2:
         heads, (keys, warps, stages) = 32 if backward else 64, (64, 4, 2) if width <= 128 else (32, 8, 1)

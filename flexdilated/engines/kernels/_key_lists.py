@@ -91,8 +91,7 @@ class ListProblems:
     sizes: (B, H, G, N, M).
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     row_bytes: bytes of a key and its value, of one head, in float32 or wider.
-    is_meta: True for meta tensors, which are run only to find the peak memory: the first few chunks of each kind are
-        then enough, and the rest are skipped.
+    is_meta: True for meta tensors, which are run only to find the peak memory.
     """
 
     lists: KeyLists
@@ -129,8 +128,8 @@ class ListProblems:
         """Ranges of the lists in descending order of length: (begin, end, length of the longest list) of each range.
 
         A range is computed in one or more chunks. Each has all lists of the range, for some of the problems that share
-        them. Lists without keys are in no range. For meta tensors, only the first few ranges of each kind are kept:
-        lengths of one kind have equal numbers of bits.
+        them. Lists without keys are in no range. For meta tensors, only the first few ranges of similar length are
+        kept.
         """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
         rising = -counts.cpu()  # read once: on an accelerator, each read waits for it
@@ -170,7 +169,7 @@ class ListProblems:
     def chunks(self) -> Iterator[ListChunk]:
         """Yield chunks that together have all non-empty lists, of all heads and batch entries; the longest come first.
 
-        For meta tensors, yield only the first few chunks of each kind: they are enough to find the peak memory.
+        For meta tensors, yield only the first few chunks of each kind.
         """
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
@@ -245,8 +244,7 @@ class PaddedRows:
 class PaddedProblems:
     """Attention of q (B, H, N, D) over padded lists of single keys of k (B, G, M, D).
 
-    sizes, first: as in `ListProblems`.
-    row_bytes: bytes of a key and its value, of one head, in float32 or wider.
+    sizes, first, row_bytes: as in `ListProblems`.
     """
 
     lists: PaddedRows
@@ -296,7 +294,7 @@ class PaddedProblems:
 
 
 def few_of_each_kind(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[Item]:
-    """Return the first `META_CHUNKS` items of each kind, in order: further ones do not raise the peak memory."""
+    """Return the first `META_CHUNKS` items of each kind, in order."""
     alike: Counter[Hashable] = Counter()
     found = []
     for item in items:

@@ -1,7 +1,7 @@
 """The kernel of engine "portable": attention under a BlockMask or over lists of single keys, in plain torch operations.
 
-Each query block is a batch of matrix products with its key blocks and a softmax. Chunks of query blocks bound the
-scores that exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
+The scores of a query block are matrix products with its listed key blocks. Chunks of query blocks bound the scores that
+exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
 `attention`, for graphs of torch.compile and for second derivatives.
 """
 
@@ -206,7 +206,7 @@ class BlockProblems:
     def chunks(self) -> Iterator[_BlockChunk]:
         """Yield chunks that together have every query block with a non-empty list, the longest lists first.
 
-        For meta tensors, yield only the first few chunks of similar spans: they are enough to find the peak memory.
+        For meta tensors, yield only the first few chunks of similar spans.
         """
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
