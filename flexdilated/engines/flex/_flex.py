@@ -155,7 +155,7 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return, for each guard, True if torch.compile has to check it; False for guards on a program's module numbers."""
+    """Return a boolean for each guard: False, for one not to check, if it is on a number of a program's modules."""
     # The numbers are part of the key under which the compiled function is cached.
     modules = "L['steps']", "L['enter']", "L['sizes']"
     return [

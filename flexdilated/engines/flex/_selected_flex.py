@@ -104,7 +104,7 @@ class CallOffsets(NamedTuple):
     """Offsets of a call, and the tables of its heads.
 
     head, query, key: tensors with the global index of the first head and the positions of the first query and key.
-    row: index of the first query in its query block, a number.
+    row: index of the first query in its query block, an int.
     tables: index of each head's table of selected blocks; empty if head i has table i and there are no other tables.
         `attend_selected` does not read it, as its caller chooses `rows` by it.
     """
@@ -133,8 +133,8 @@ def attend_selected(
     sizes: sizes of blocks and heads.
     rest: mask by global head and positions.
     where: offsets of the call.
-    rows: key blocks that each query block selects; key block 0 has the call's first key, query block 0 its first query.
-        Blocks outside the keys are ignored, a block that is named twice counts once.
+    rows: key blocks that each query block selects; key block 0 begins with the call's first key, query block 0 has its
+        first query. Blocks outside the keys are ignored, and a block that is named twice counts once.
     classes: for each (query block, key block), 2 only if both are whole and `rest` allows every pair, else 1; None if
         not known. It is read only if no queries are gathered.
     features: with return_lse; sinks and dropout are ignored.

@@ -119,7 +119,7 @@ class _SlotMap:
     rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (token in each slot of each head, mask of the slots that hold a token; None if all do).
+        """Return (token in each slot of each head, mask of the slots that hold a token; None for kind "heads").
 
         For kind "segments", the mask is also True for slots whose token would be outside the tensor.
         """
@@ -134,7 +134,7 @@ class _SlotMap:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (slot of each token of each query head, mask of the tokens that have a slot; None if all do).
+        """Return (slot of each token of each query head, mask of the tokens that have a slot; None for "heads").
 
         Both are arbitrary for query heads that are not in the term. For kind "segments", the mask is also True for
         tokens whose slot would be after the last one.

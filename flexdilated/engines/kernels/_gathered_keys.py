@@ -128,7 +128,7 @@ def _program_sizes(
 ) -> tuple[int, int, int, int] | None:
     """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
 
-    heads and keys start from fixed sizes, and are halved until the program fits, down to 16.
+    heads and keys start from sizes for the dtype and head dims, and are halved until the program fits, down to 16.
 
     dims: head dims of (queries and keys, values).
     """
