@@ -155,7 +155,7 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return a boolean for each guard: False, for one not to check, if it is on a number of a program's modules."""
+    """Return, for each guard, whether it is checked: guards on numbers of a program's modules are not."""
     # The numbers are part of the key under which the compiled function is cached.
     modules = "L['steps']", "L['enter']", "L['sizes']"
     return [
@@ -276,8 +276,8 @@ def in_plan_order(
 def operands_of(step: FlexStep, tables: Tables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a step's (queries, keys, values), gathered from q, k and v; hidden slots are 0.
 
-    tables: the step's block tables, whose shapes give the number of slots to gather.
-    q, k, v: tensors in the plan's order of tokens.
+    tables: the step's block tables, whose shapes give the numbers of slots.
+    q, k, v: in the plan's order of tokens.
     """
     structure, hidden = step.structure, step.hidden
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]

@@ -195,7 +195,7 @@ def _load_key_indices(keys, place, count, keys_of_call):
 def _load(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
     """Return channels FIRST to FIRST + WIDTH - 1 of the vectors of x at `offset`.
 
-    The result is 0 in channels from DIM on, and for vectors for which `there` is False.
+    The result is 0 in channels from DIM on, and where `there` is False.
     """
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
