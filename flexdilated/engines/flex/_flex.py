@@ -73,9 +73,10 @@ def run_flex(
 
 
 def as_arguments(features: Features) -> tuple[Any, ...]:
-    """Return the features as arguments of a compiled function.
+    """Return the fields of the features, in their order, as arguments of a compiled function.
 
-    scale and dropout_p are text, so that they are constants of the function's graph.
+    scale and dropout_p become text, so that they are constants of the function's graph; a `Recorded` score_mod becomes
+    its plain function.
     """
     score_mod = None if features.score_mod is None else plain_function(features.score_mod)
     return repr(features.scale), score_mod, features.sinks, repr(features.dropout_p), *features[4:]
@@ -87,16 +88,16 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
 
 
 def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return the key by which a call finds its compiled function: programs of one structure share it for equal keys.
+    """Return the key of a compiled function: calls whose keys and program structures are equal share one function.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
-    tensors. On CPU it also has the shapes of q and k, as C++ code for dynamic sizes may fail to compile. On
-    accelerators it has instead the numbers of heads, the head dim, True for a batch of 1, and for each kernel call True
-    if the numbers of queries and keys are multiples of the block's.
+    tensors. On CPU it also has the shapes of q and k. On accelerators it has instead the numbers of heads, the head
+    dim, True for a batch of 1, and for each kernel call True if the numbers of queries and keys are multiples of the
+    block's.
 
     blocks: (queries, keys) of a block, for each kernel call.
     """
-    if not device_kind(q.device).flex_trains:
+    if not device_kind(q.device).flex_trains:  # C++ code for dynamic sizes may fail to compile
         sizes: Hashable = (q.shape, k.shape)
     else:
         whole = [are_whole_blocks((q.shape[2], k.shape[2]), sides) for sides in blocks]
@@ -114,9 +115,7 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a `compilation_key` to the compiled function for programs of this structure.
 
-    The returned functions and the compiled functions are kept in LRU caches. Each compiled function has a separate code
-    object: torch counts recompilations per code object and stops compiling at a limit, which all callers of the code
-    would share.
+    The returned functions and the compiled functions are kept in LRU caches.
 
     structure: key of a program, such as `FlexProgram.structure`.
     function: code to compile; None for the code that runs a FlexProgram.
@@ -140,6 +139,7 @@ def _pad_head_dim(x: Tensor) -> Tensor:
 def _compile(device: torch.device, function: FunctionType) -> Kernel:
     allow_gathers_in_graph()
     _num_compiled[device.type] += 1
+    # Its own code object: torch counts recompilations per code object, and stops compiling at a limit.
     code = function.__code__.replace(co_name=f"flex_attention_{_num_compiled.total()}_on_{device.type}")
     own = FunctionType(code, function.__globals__, code.co_name)
     if not device_kind(device).flex_trains:
@@ -155,11 +155,8 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return a boolean for each guard: True if torch.compile has to check it.
-
-    Guards on numbers of a program's modules need no check: the numbers are part of the key under which the compiled
-    function is cached.
-    """
+    """Return, for each guard, whether it is checked: guards on numbers of a program's modules are not."""
+    # The numbers are part of the key under which the compiled function is cached.
     modules = "L['steps']", "L['enter']", "L['sizes']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))
@@ -197,7 +194,10 @@ def _run_steps(
     features: Features,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (out, natural lse) of a program's steps, merged; the lse is None without `features.return_lse`."""
+    """Return (out in q's dtype, natural lse) of a program's steps, of which there is at least one, merged by lse.
+
+    Without `features.return_lse` the lse is None, sinks are ignored, and steps must share no rows: outputs are added.
+    """
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
         raise ValueError(
             f"the program is for {steps[0].structure.heads} query and key/value heads; got {q.shape[1]} and "
@@ -274,7 +274,11 @@ def in_plan_order(
 
 
 def operands_of(step: FlexStep, tables: Tables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a step's (queries, keys, values), gathered from q, k, v in the plan's order; hidden slots are zeroed."""
+    """Return a step's (queries, keys, values), gathered from q, k and v; hidden slots are 0.
+
+    tables: the step's block tables, whose shapes give the numbers of slots.
+    q, k, v: in the plan's order of tokens.
+    """
     structure, hidden = step.structure, step.hidden
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys

@@ -66,7 +66,7 @@ def run_time_program(
     operands: as in `static_program`.
 
     The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules. The
-    two programs differ only in tensors, whose sizes may differ too: heads with equal values share a block table.
+    two programs differ only in tensors and their shapes: heads with equal values share a block table.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
@@ -163,7 +163,7 @@ def _(q, k, bindings, *arguments):
 def _declared_shapes(
     call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Return (shape, dtype) of each result of `run_time_tables`; cached, as each call needs them.
+    """Return (shape, dtype) of each result of `run_time_tables`; cached.
 
     Arguments are as in `blank_program`.
     """
@@ -194,9 +194,10 @@ def _varying_tensors(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
 
 
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
-    """Return the program with the tensors `found`, from `run_time_tables`; traceable by torch.compile.
+    """Return the program, a call's `blank_program`, with the tensors `found` of the call's `run_time_tables`.
 
-    The rows of run-time tables that masks read are replaced in place, so in the given program too.
+    The rows of run-time tables that masks read are replaced in place, so in the given program too. torch.compile can
+    trace this function.
     """
     steps, following = [], iter(found)
     for step in program.steps:
@@ -234,7 +235,7 @@ def _check_block_size(q: Tensor, call: Call) -> None:
 
 
 def _check_table(q: Tensor, call: Call) -> None:
-    """Raise ValueError if the call has a table of selected blocks that FlashAttention's kernels do not support."""
+    """Raise ValueError if selected blocks are computed from their table, but FlashAttention does not support them."""
     table = selected_parts(call.pattern)
     if table is None or not takes_table(table, call):
         return

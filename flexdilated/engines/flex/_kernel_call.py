@@ -76,8 +76,8 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 def _options_for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
     """Return options that give a kernel more warps or smaller tiles; {} if torch's defaults leave it enough registers.
 
-    given: the caller's options. An option without the prefix "fwd_" or "bwd_" applies to both kernels, so the result
-        has no option of that name with a prefix.
+    given: the caller's options. If they have num_warps, which is for forward and backward, the result has neither
+        fwd_num_warps nor bwd_num_warps; the same holds for BLOCK_N.
     """
     # Only half-precision kernels run short of registers. At head dims 65 to 128, torch runs the backward on Blackwell
     # with the tiles of Hopper, but with half the warps.

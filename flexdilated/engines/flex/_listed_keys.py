@@ -29,12 +29,13 @@ _ENTRIES_AT_ONCE = 1 << 21  # table entries that are sorted at once, on an accel
 
 @dataclass(frozen=True, eq=False)
 class ListedKeys:
-    """The pairs of a table of single keys, which are computed without a step of the program.
+    """The pairs of a call's table of single keys; a FlexProgram has only the call's other pairs.
 
     source: the keys of each query, or the table that has them; in a graph, padded rows.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     place: index, in the call's pattern, of the branch with the table.
-    places: for each branch of the program's pattern, the index of the branch of the call's pattern that it is part of.
+    places: for each branch of the pattern of other pairs, the index of the branch of the call's pattern that it is a
+        part of.
     on_triton: True if Triton's kernels compute the pairs, False if plain operations do, None if Triton's kernels do for
         the tensors that they support. Plain operations always compute them with a score_mod or dropout, where a graph
         or autograd records the forward, and in the backward under deterministic algorithms.
@@ -147,7 +148,8 @@ def _with_contiguous_last_dim(x: Tensor) -> Tensor:
 class KeyTable:
     """A run-time table of single keys on an accelerator; only `lists` copies its values to the host.
 
-    rows: keys of each query of the call, as positions, in any order; negative for none.
+    rows: keys of each query of the call, as positions, in any order; negative for none. A repeated key counts once, and
+        a position outside the call's keys does not count.
     rule: mask that further restricts the table's pairs.
     groups: result of `tables_of_heads`: item i is the table that the i-th of t equal groups of consecutive heads reads.
     """
@@ -166,7 +168,8 @@ class KeyTable:
 
         Arguments are those of `ListedKeys.of`.
 
-        Raises TypeError or ValueError for a table whose shape or dtype does not fit the call.
+        Raises TypeError or ValueError for a table whose shape or dtype does not fit the call, and ValueError unless the
+        rule has 1 or q's number of batch entries.
         """
         leaf = selection.leaf
         if not isinstance(leaf, SelectedBlocks) or leaf.block != (1, 1) or device_kind(q.device).on_host or q.is_meta:

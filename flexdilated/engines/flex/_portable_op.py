@@ -1,9 +1,8 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-It keeps q, k, v, the output, its lse, sinks, copies of run-time tensors, and dropout's seed for the backward. A call
-without a score_mod is a custom op. Ops take no functions, so a call with a score_mod is, eagerly, an autograd function
-of the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, the score_mod is
-traced.
+A call without a score_mod is a custom op, which keeps q, k, v, the output, its lse, sinks, copies of run-time tensors,
+and dropout's seed for the backward. Ops take no functions: an eager call with a score_mod is an autograd function of
+the recorded operations, which also keeps the tensors that they read. In a graph of torch.compile, score_mod is traced.
 """
 
 from __future__ import annotations
@@ -101,7 +100,10 @@ MAKERS["portable"] = _program_and_spans
 
 
 def portable_run(call: Call, q: Tensor, bindings: list[Tensor], features: Features) -> Portable:
-    """Return the `Portable` of a call: a program and, if its pattern has a table of single keys, the table's pairs.
+    """Return the `Portable` of an eager call.
+
+    If the pattern has a table of single keys that `table_split_of` separates, its pairs are `of_table`, and the program
+    has the other pairs. Else the program has all pairs.
 
     bindings: the pattern's run-time tensors, sorted by name.
     """

@@ -1,4 +1,4 @@
-"""`Portable` runs a program of engine flex, and the pairs of a table of single keys, by plain torch operations."""
+"""`Portable` runs a program of engine flex by plain torch operations; single keys of a table by these or by Triton."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Portable:
 
     features: their score_mod is None, a `Recorded` or, in a graph, a function.
     spans: in a graph, the spans of each step; None eagerly, where the lengths of a step's block lists give its spans.
-    of_table: the table's pairs, which are not in the program; None without a table.
+    of_table: the table's pairs, which are not in the program; None if the program has all pairs.
     """
 
     program: FlexProgram
@@ -63,7 +63,7 @@ class Portable:
         return replace(self, features=self.features._replace(sinks=sinks))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, recorded: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (out in the dtype of q, natural lse in float32 or wider).
+        """Return (out in the dtype of q, natural lse in float32 or wider) of attention, sinks included.
 
         recorded: True where autograd or a graph records the operations; if False, some of them work in place.
         """
@@ -130,7 +130,8 @@ class Portable:
 
         The gradients of the tensors in `learned` are added to of_learned, in place.
 
-        rows: (lse, gradient of out, delta) of the whole rows, in the order of the tokens in x.
+        rows: (lse, gradient of out, delta) of the whole rows, in the order of the tokens in x; lse is inf for rows
+            without keys.
         """
         if self.program.enter is not None:
             slots, at, start = self.program.enter[0]
@@ -154,9 +155,11 @@ class Portable:
     def _gradients_of_step(
         self, step: FlexStep, operands: Sequence[Tensor], rows: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return (dq, dk, dv, [gradient of each tensor in `learned`]), with dq, dk and dv those of the step's operands.
+        """Return (dq, dk, dv, [gradient of each tensor in `learned`]) through a step's pairs.
 
-        rows: (lse, gradient of out, delta) of the whole rows, of all queries in the plan's order.
+        operands: the step's queries, keys and values, whose gradients are dq, dk and dv.
+        rows: (lse, gradient of out, delta) of the whole rows, of all queries in the plan's order; lse is inf for rows
+            without keys.
         """
         (slots, at, start), hidden = step.queries, step.hidden
         lse, grad_out, delta = (

@@ -1,6 +1,6 @@
 """FlexProgram: a plan made executable on one device, as block tables and gathers for FlexAttention.
 
-Its structure does not depend on lengths, so that programs share compiled functions.
+Its structure has no lengths, so that programs for different lengths can share a compiled function.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ Lead = tuple[int, int]
 Tables = dict[str, Tensor]
 
 _DEPTH = 64  # most levels of nested functions: patterns of patterns
-_MOST_NUMBERS = 1 << 22  # most numbers in the block lists of a term
+_MOST_NUMBERS = 1 << 22  # most numbers in the block lists of a term, which could fill gigabytes
 _MOST_OPERATIONS = 9  # most operations of a mask for which kernels have enough registers
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-class Structure(torch.nn.Module):
-    """Length-independent numbers of a term's kernel call.
-
-    It is a module because the numbers of modules are constants of compiled graphs.
+class Structure(torch.nn.Module):  # the numbers of modules are constants of compiled graphs
+    """Numbers of a term's kernel call, without lengths.
 
     queries, keys: rules of the gathers.
     sides: (queries, keys) of a block.
@@ -86,7 +84,7 @@ class FlexStep:
     hidden: queries and keys that the kernel reads although they are in no allowed pair.
     held: holders of the run-time tables that the mask reads.
     indices: map from kernel indices to heads and positions, for a score_mod.
-    structure: the numbers that do not depend on lengths.
+    structure: numbers of the kernel call, without lengths.
     """
 
     mask: BlockMask
@@ -104,8 +102,8 @@ class FlexStep:
         return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
 
     @cached_property
-    def list_lengths(self) -> ListLengths:
-        """Lengths of the block lists; cached, as on an accelerator reading them waits for the device."""
+    def list_lengths(self) -> ListLengths:  # cached: on an accelerator, reading them waits for the device
+        """Lengths of the block lists."""
         return ListLengths.of(self.mask)
 
 
@@ -128,7 +126,7 @@ class FlexProgram:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block tables and of all index tensors and masks."""
+        """Bytes of the block tables, of index tensors, and of masks of hidden queries and keys."""
         lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
         orders = (side.rows.nbytes for side in self.enter or ())
         return sum(lists) + sum(step.nbytes for step in self.steps) + sum(orders)
@@ -188,9 +186,9 @@ def make_flex_program(
 def sides_that_fit(term: Term) -> tuple[int, int]:
     """Return (queries, keys) of square blocks for a term: small blocks, of side TILE or more, whose lists are short.
 
-    Block lists of long sequences can fill gigabytes. They are short if they have at most _MOST_NUMBERS numbers in all.
-    The search doubles the side until even full lists are short, or until a larger side makes them no shorter. It then
-    halves the side as long as the lists are sure to be short: halving at most doubles the length of a list.
+    Lists are short if they have at most _MOST_NUMBERS numbers in all. The search doubles the side until even full lists
+    are short, or until a larger side makes them no shorter. It then halves the side as long as the lists are sure to be
+    short: halving at most doubles the length of a list.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
@@ -246,7 +244,8 @@ def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
 
 
 def _widen_lists(tables: Tables) -> Tables:
-    """Return tables whose block lists have width 2 or more: torch.compile takes a dim of size 1 for a constant."""
+    """Return the tables with block lists of width 2 or more."""
+    # torch.compile takes a dim of size 1 for a constant.
     return {
         name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
         for name, each in tables.items()
@@ -310,9 +309,9 @@ def _make_step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    It is False before Hopper, and for devices that are not NVIDIA's. From Hopper on, tiles have 128 x 128 scores.
+    It is False for devices that are not NVIDIA's, and before Hopper.
     """
-    if capability(device) < HOPPER:
+    if capability(device) < HOPPER:  # tiles have 128 x 128 scores only from Hopper on
         return False
     zero = torch.zeros((), dtype=torch.int32, device=device)
     with _OperationCounter() as counted:

@@ -1,10 +1,10 @@
 """Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-The table has a row for each query block: the key blocks that the queries in it see. Query blocks of whole kernel tiles
-are query blocks of a BlockMask. The queries of smaller query blocks, down to a single query, are gathered. They are
-copied once for each key block that their query block selects. Copies are sorted by key block, the copies of each key
-block begin at a tile, and the results are merged by lse. All sizes follow from the table's shape, so no value is copied
-to the host.
+The table has a row for each query block: the key blocks that its queries see. If blocks are whole kernel tiles and the
+first query begins a block, they are the blocks of a BlockMask. Else queries are gathered, a query block or a single
+query at a time. They are copied once for each key block that their query block selects. Copies are sorted by key block,
+the copies of each key block begin at a tile, and the results are merged by lse. All sizes follow from the shapes of
+tensors, so no value is copied to the host.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
     block: (queries, keys) of a selected block.
     q_offset: position of the first query.
 
-    The result is 0 if no queries are gathered: blocks are whole kernel tiles, and the first query begins a block. It is
-    None if the kernels do not support these blocks: the number of keys of a block is neither a multiple nor a divisor
-    of the keys of a tile.
+    The result is None if the kernels do not support these blocks: block[1] is neither a multiple nor a divisor of TILE.
+    It is 0, and no queries are gathered, if block[0] and block[1] are multiples of TILE and the first query begins a
+    block. Else it is block[0] if this divides TILE and the first query begins a block, and 1 if not.
     """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
@@ -74,15 +74,13 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
     return -(-places * unit // queries)
 
 
-class SelectedBlockSizes(torch.nn.Module):
-    """Length-independent sizes of attention over a table of selected blocks.
-
-    It is a module because the numbers of modules are constants of compiled graphs.
+class SelectedBlockSizes(torch.nn.Module):  # the numbers of modules are constants of compiled graphs
+    """Sizes of attention over a table of selected blocks, without lengths.
 
     block: (queries, keys) of a selected block.
     unit: queries that are gathered as one unit, 0 if none are.
     most: key blocks in a row of the table.
-    heads: numbers of tables, query heads and key/value heads.
+    heads: numbers of (tables, query heads, key/value heads), the attributes `tables`, `heads` and `kv_heads`.
     """
 
     def __init__(self, block: tuple[int, int], unit: int, most: int, heads: tuple[int, int, int]) -> None:
@@ -106,9 +104,9 @@ class CallOffsets(NamedTuple):
     """Offsets of a call, and the tables of its heads.
 
     head, query, key: tensors with the global index of the first head and the positions of the first query and key.
-    row: index of the first query in its query block, a number.
+    row: index of the first query in its query block, an int.
     tables: index of each head's table of selected blocks; empty if head i has table i and there are no other tables.
-        `attend_selected` does not read it: its caller has chosen `rows` by it.
+        `attend_selected` does not read it, as its caller chooses `rows` by it.
     """
 
     head: Int64[Tensor, ""]
@@ -135,10 +133,11 @@ def attend_selected(
     sizes: sizes of blocks and heads.
     rest: mask by global head and positions.
     where: offsets of the call.
-    rows: key blocks that each query block selects; key block 0 has the call's first key, query block 0 its first query.
-        Blocks outside the keys are ignored, a block that is named twice counts once.
-    classes: for each (query block, key block), 2 if both are whole and `rest` allows every pair, else 1; None if not
-        known. It is read only if no queries are gathered.
+    rows: key blocks that each query block selects; key block 0 begins with the call's first key, query block 0 has its
+        first query. Blocks outside the keys are ignored, and a block that is named twice counts once.
+    classes: for each (query block, key block), 2 only if both are whole and `rest` allows every pair, else 1; None if
+        not known. It is read only if no queries are gathered.
+    features: with return_lse; sinks and dropout are ignored.
     """
     blocks, tokens, unit = -(-k.shape[2] // sizes.k_block), q.shape[2], sizes.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
@@ -184,7 +183,7 @@ def _block_mask_tables(
 ) -> dict[str, Tensor]:
     """Return the block tables of a BlockMask whose query blocks list the key blocks `rows` where `named` is True.
 
-    classes: 2 for blocks that are full, else 1; None: no block is listed as full.
+    classes: as in `attend_selected`; blocks of class 2 are listed as full. None: no block is listed as full.
     columns: number of key blocks.
     """
     full = torch.zeros_like(named)
@@ -209,9 +208,9 @@ def _block_mask_tables(
 class TilePlaces(NamedTuple):
     """Places of gathered queries in the kernel's tiles; a tile has TILE // unit places.
 
-    A place holds a copy of one unit of queries, made for one entry of the table: one key block that the unit selects.
-    Copies are sorted by key block; those of each key block begin at a tile. Entry w of row r of the table has index
-    r * W + w, also if it names no block.
+    A place holds a copy of one unit of queries, made for one entry in the unit's row, which names a key block.
+    Copies are sorted by key block, and the copies for each key block begin at a tile. Entry w in the row of unit r has
+    index r * W + w, also if it names no block.
 
     place: index of the place of each entry's copy, -1 for an entry without a block.
     entry: index of the entry whose copy is in each place, -1 for none.
@@ -289,9 +288,9 @@ def _run_kernel(
 
     Rows without keys have output 0 and lse -inf.
 
-    position: function that returns the position of a gathered query; None if queries are in order.
-    inside: mask of the pairs of gathered queries with the blocks they are gathered for; None if queries are not
-        gathered.
+    position: function (b, h, place) -> position of the gathered query in this place; None if queries are not gathered.
+    inside: mask (b, h, place, key), True if the query in this place is gathered for the key's block; None if queries
+        are not gathered.
     """
 
     def query_at(b, h, query):

@@ -1,4 +1,4 @@
-"""Calls with a table of selected blocks; their sizes, mask and offsets, which no table value changes, are cached."""
+"""Calls with a table of selected blocks; sizes, mask and offsets are cached unless the mask has run-time tensors."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ class PreparedCall:
     rest: mask that further restricts the pairs in selected blocks.
     held: holders of the run-time tables that `rest` reads.
     where: offsets of the call.
-    classes: for each (query block, key block), 2 if both are whole and `rest` allows every pair, else 1; None if not
-        known.
+    classes: result of `_classify_blocks`; None also if queries are gathered or `rest` reads run-time tables.
     skipped: number of rows in the table before the row of the first query.
     """
 
@@ -239,13 +238,11 @@ def _call_selected(sizes, rest, where, rows, classes, q, k, v, *features):
 MAKERS["selected"] = lambda key, q, bindings: prepare_call(key, q.device, bindings, blank_rest=True)
 
 
-@own_op("flexdilated::selected_rows")
+@own_op("flexdilated::selected_rows")  # so that a compiled graph computes them from the values of each call
 def _held_rows(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """Return copies of the rows of each run-time table that `PreparedCall.rest` reads, in the order of its `held`.
-
-    This is an op, so that a compiled graph computes them from the values of each call.
+    """Return copies of the rows of each run-time table that `PreparedCall.rest` reads, in the order of `held`.
 
     bindings: all run-time tensors of the call's pattern, sorted by name.
     constants, q_offset, k_offset: `Call.arguments`.

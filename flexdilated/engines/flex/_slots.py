@@ -33,7 +33,7 @@ class SlotIndex(NamedTuple):
 
     heads: for each head of the term, its query head; None if the term has all query heads in order.
     places: for each query head, its head in the term, -1 for none; None if the term has all query heads in order.
-    offsets: each term head's first token in a segment, for kind "segments" of `SlotRule`.
+    offsets: for each head of the term, the index of its first token in a segment, for kind "segments".
     token_of_slot: token in each slot, -1 for none, for kind "index".
     slot_of_token: slot of each token of every query head, -1 for none, for kind "index".
 
@@ -52,14 +52,12 @@ class SlotIndex(NamedTuple):
         return sum(each.nbytes for each in self if each is not None)
 
 
-class SlotRule(torch.nn.Module):
+class SlotRule(torch.nn.Module):  # the numbers of modules are constants of compiled graphs
     """Rule that gathers one side of a term into its slots.
 
-    It is a module because the numbers of modules are constants of compiled graphs.
-
-    kind: "all": the slots are the tensor itself. "heads": slot i is token i, of some of the heads. "segments": slot i
-        is in segment i // width, where it is token i % width * step + the head's offset, or empty if that is beyond the
-        segment's `segment` tokens. "index": index tensors have the token of each slot.
+    kind: "all": the slots are the tensor itself. "heads": slot i holds token i, for some of the heads. "segments": slot
+        i holds, of segment i // width, token i % width * step + the head's offset; it is empty if the segment, of
+        `segment` tokens, or the tensor has no such token. "index": index tensors have the token of each slot.
     numbers: (groups, step, segment, width) for "segments", else (groups,); `groups` consecutive query heads read one
         head of the tensor.
     """
@@ -121,9 +119,9 @@ class _SlotMap:
     rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (token in each slot of each head, mask of the slots that hold a token).
+        """Return (token in each slot of each head, mask of the slots that hold a token; None for kind "heads").
 
-        The mask is None for kind "heads", where all slots do. For kind "segments" the tokens may be outside the tensor.
+        For kind "segments", the mask is also True for slots whose token would be outside the tensor.
         """
         if self.kind == "heads":
             return slot, None
@@ -136,9 +134,10 @@ class _SlotMap:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (slot of each token of every query head, mask of the tokens that have a slot).
+        """Return (slot of each token of each query head, mask of the tokens that have a slot; None for "heads").
 
-        The mask is None for kind "heads", where all tokens do. For kind "segments" the slots may be after the last one.
+        Both are arbitrary for query heads that are not in the term. For kind "segments", the mask is also True for
+        tokens whose slot would be after the last one.
         """
         if self.kind == "heads":
             return token, None
@@ -159,7 +158,10 @@ class _SlotMap:
         return head if groups == 1 else head // groups
 
     def place(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (the term's head for each query head, mask of the query heads in the term; None if all are)."""
+        """Return (the term's head for each query head, mask of the query heads in the term; None if all are).
+
+        A query head that is not in the term gets head 0.
+        """
         if self.rows.places is None:
             return head, None
         place = self.rows.places[head]
@@ -306,7 +308,7 @@ def _gather_by_index(
     num_tokens: int,
     device: torch.device,
 ) -> SideGather:
-    """Return the gather of one side by index tensors, or of kind "all" if slots are the tensor's tokens in order.
+    """Return the gather of one side by index tensors, or of kind "all" if all query heads have all tokens in order.
 
     index: token in each slot, -1 for none.
     heads: query heads of the term, None for all.
@@ -358,7 +360,7 @@ def _token_indices(
 ) -> Int64[Tensor, "H S"]:
     """Return, for each head of a term, the indices in the key tensor of the keys at `positions`.
 
-    The index is -1 for a position that is not in the placement.
+    The index is -1 for a position at which the placement has no key, such as the -1 of an empty slot.
 
     kv_heads: key/value head of each head of the term.
     """

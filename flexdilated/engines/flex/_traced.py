@@ -19,9 +19,10 @@ from ._slots import take_or_put
 class Traced:
     """Namespace whose attributes are the objects, such as programs with their tables, that compiled graphs use.
 
-    They are attributes and not entries of a dict, as a trace reads entries of a dict only once, and a graph must read
-    its tables at every run. The oldest objects are evicted first; a graph whose program was evicted is traced again.
+    The oldest objects are evicted first; a graph whose program was evicted is traced again.
     """
+
+    # Attributes, not entries of a dict: a trace reads these only once, and a graph must read its tables at every run.
 
 
 _MOST_TRACED = 256
@@ -30,12 +31,13 @@ _MOST_TRACED = 256
 def traced_name(what: str, call: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Return the name of the attribute of `Traced` for a call's object.
 
-    The name has all that the object depends on: its kind, the device, every field of the call, the numbers of
-    `Call.operands`, and the shapes of the run-time tensors. It is a string, because a trace does not support tuples
-    here. Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
+    The name has the object's kind, the device, every field of the call, the numbers of `Call.operands`, and the shapes
+    of the run-time tensors. It has neither the batch size nor what `tune` measured, which decide how a graph computes
+    and not what.
 
     what: the kind of object, a key of `MAKERS`.
     """
+    # A trace does not support tuples here, and a fake implementation would format a dynamic size as a symbol.
     shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
     sizes = " ".join([f"{int(each)}" for each in (*call.sizes_and_offsets, *call.operands(q), *shapes)])
     return f"{what} {q.device.type} {q.device.index} {sizes} {call.arguments[0]}"
@@ -47,11 +49,8 @@ MAKERS: dict[str, Callable[[Call, Tensor, list[Tensor]], Any]] = {}
 
 
 def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], call: Call) -> Any:
-    """Return the object that MAKERS[what] builds for a call, inside a torch.compile trace.
-
-    A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can
-    build it.
-    """
+    """Return the object that MAKERS[what] builds for a call, inside a torch.compile trace."""
+    # A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can.
     _store_traced(q, k, bindings, what, *call.arguments)
     return getattr(Traced, traced_name(what, call, bindings, q))
 
@@ -87,8 +86,9 @@ def _(q, k, bindings, what, *arguments):
 def allow_gathers_in_graph() -> None:
     """Make torch.compile put `take_or_put` and `gather_vectors` into graphs without tracing into them.
 
-    Call this before a trace. Tracing into their autograd.Function fails if subgraphs of kernels follow. The call is not
-    made at import, because it imports the whole compiler.
+    Call this before a trace. Tracing into their autograd.Function fails if a call of flex_attention follows, which has
+    subgraphs.
     """
+    # Not at import of this module: it imports the whole compiler.
     for function in (take_or_put, gather_vectors):
         torch.compiler.allow_in_graph(function)

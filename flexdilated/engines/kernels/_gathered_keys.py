@@ -36,7 +36,10 @@ def attend_part(
     out: Float[Tensor, "B H N E"],
     lse: Float[Tensor, "B H N"],
 ) -> None:
-    """Write the output and natural lse of the part's queries to out and lse; 0 and -inf for queries without keys."""
+    """Write the output and natural lse of the part's queries to out and lse; 0 and -inf for queries without keys.
+
+    The last dims of q, k, v and out must be contiguous.
+    """
     sizes = _Sizes.of(part, q, k, v, backward=False)
     with torch.get_device_module(q.device).device(q.device.index):
         _forward[sizes.grid](
@@ -62,7 +65,7 @@ def add_gradients_of_part(
 ) -> None:
     """Write the gradients of the part's queries to dq; add the gradients of its keys and values to float32 dk and dv.
 
-    The additions are atomic, in no fixed order.
+    The additions are atomic, in no fixed order. The last dims of all 4-dimensional tensors must be contiguous.
 
     lse, delta (see `WholeRows`): of the queries over all their keys; lse is inf for queries without keys.
     """
@@ -82,8 +85,9 @@ def add_gradients_of_part(
 class _Sizes:
     """Sizes of a launch.
 
+    grid: number of programs, as a tuple of one.
     numbers: arguments of the kernels, in the order of `_NUMBERS`.
-    constants: compile-time arguments: head dims, numbers of heads and keys of a step, warps and stages.
+    constants: compile-time arguments by name: head dims and their parts, heads and keys at a time, warps and stages.
     """
 
     grid: tuple[int]
@@ -124,11 +128,11 @@ def _program_sizes(
 ) -> tuple[int, int, int, int] | None:
     """Return (heads, keys at a time, warps, stages) of a program with these head dims; None if none fits shared_bytes.
 
-    heads and keys start from sizes for which ptxas spills few registers on compute capability 9.0, and are halved until
-    the program fits, down to 16.
+    heads and keys start from sizes for the dtype and head dims, and are halved until the program fits, down to 16.
 
     dims: head dims of (queries and keys, values).
     """
+    # Sizes for which ptxas spills few registers on compute capability 9.0.
     size, (dim, v_dim), width = dtype.itemsize, dims, max(dims)
     if size == 2:
         heads, (keys, warps, stages) = 32 if backward else 64, (64, 4, 2) if width <= 128 else (32, 8, 1)
@@ -178,7 +182,10 @@ def _place(first, queries, sets, sets_a_table, sets_a_group, programs, of_set, t
 
 @triton.jit
 def _load_key_indices(keys, place, count, keys_of_call):
-    """Return (keys at these places of a list, mask of keys that exist in the call and do not repeat the key before)."""
+    """Return (keys at these places of a list, mask of keys that exist in the call and do not repeat the key before).
+
+    Places after the end of the list have key -1.
+    """
     key = tl.load(keys + place, place < count, other=-1).to(tl.int64)
     before = tl.load(keys + place - 1, (place > 0) & (place < count), other=-1).to(tl.int64)
     return key, (key >= 0) & (key < keys_of_call) & (key != before)
@@ -186,7 +193,10 @@ def _load_key_indices(keys, place, count, keys_of_call):
 
 @triton.jit
 def _load(x, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Return WIDTH channels, from FIRST on, of the vectors of x at `offset`; 0 where not `there`, and from DIM on."""
+    """Return channels FIRST to FIRST + WIDTH - 1 of the vectors of x at `offset`.
+
+    The result is 0 in channels from DIM on, and where `there` is False.
+    """
     channel = FIRST + tl.arange(0, WIDTH)
     return tl.load(x + offset[:, None] + channel[None], there[:, None] & (channel < DIM)[None], other=0.0)
 

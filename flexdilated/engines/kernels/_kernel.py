@@ -29,8 +29,8 @@ class KernelTensors:
 
     G divides H.
 
-    visible: True for keys that may be attended to, on CPU only; None: all keys. At keys that may not, k and v must both
-        be 0: kernels read them too, and would spread a NaN.
+    visible: True for keys that may be attended to, on CPU only; None: all keys. k and v must be 0 at the other keys:
+        kernels read them too, and would spread a NaN.
     """
 
     q: Float[Tensor, "B H F Q D"]
@@ -45,7 +45,7 @@ def forward(
     """Return (out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
 
     is_causal: query i sees keys 0 to i.
-    bias: added to the scores, on CPU only; None: nothing.
+    bias: added to the scores, on CPU only; None: nothing. There is no bias together with x.visible.
 
     A query whose keys are all hidden has output 0; its lse is -inf if x.visible hides them, 0 if a bias of -inf does.
     """
@@ -263,7 +263,7 @@ def _backward_on_cpu(
 
 
 def _device_kernels(x: Tensor) -> ModuleType | None:
-    """Return the module with `forward` and `backward` of the device's kernels; None if these are the CPU kernels."""
+    """Return the module with `forward` and `backward` of the device's kernels; None for devices "cpu" and "meta"."""
     return _KERNEL_MODULES.get(device_kind(x.device).kernels)
 
 

@@ -34,7 +34,7 @@ class CudaKernel:
     switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
 
     For both functions q, k and v have equal numbers of heads and a head dim that is a multiple of 8, and a causal
-    problem has as many queries as keys. The limits are taken from torch's sdp_utils.cpp.
+    problem has as many queries as keys.
     """
 
     name: str
@@ -141,10 +141,10 @@ def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> CudaKernel:
 def _problem_parts(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
     """Yield (slice of queries, slice of keys, is_causal) of each part of a problem of `queries` by `keys` tokens.
 
-    Kernels disagree on causal problems with unequal numbers of queries and keys. A causal problem is therefore split
-    into a square causal part and, if there are queries after the last key, a dense part with these queries. Any other
-    problem is one dense part.
+    A causal problem is split into a square causal part and, if there are queries after the last key, a dense part with
+    these queries. Any other problem is one dense part.
     """
+    # Kernels disagree on causal problems with unequal numbers of queries and keys.
     square = min(queries, keys) if is_causal else 0
     if square:
         yield slice(0, square), slice(0, square), True
@@ -167,7 +167,10 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _per_key_head(x: Tensor, groups: int) -> Tensor:
-    """Return x (B, H, K, D) as (B, H / groups, K, D) in x's dtype: sums over `groups` heads, in float32 or wider."""
+    """Return the sums of x (B, H, K, D) over each `groups` consecutive heads: (B, H / groups, K, D), in x's dtype.
+
+    The sums are computed in float32 or wider.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 
@@ -259,7 +262,7 @@ def _cudnn_switch() -> bool:
 _flash_switch, _efficient_switch = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
 _ANY = (*_HALVES, torch.float32)
 
-KERNELS = (
+KERNELS = (  # with the limits of torch's sdp_utils.cpp
     CudaKernel("flash", _HALVES, 1, _flash_most_dim, _flash_switch, _flash_forward, _flash_backward),
     CudaKernel("cuDNN", _HALVES, 2, _cudnn_most_dim, _cudnn_switch, _cudnn_forward, _cudnn_backward),
     CudaKernel(

@@ -1,7 +1,7 @@
 """Lists of single keys for the portable kernel, which gathers the keys, and for Triton's kernels.
 
-In the portable kernel, query heads that share lists and a key/value head share a gather. Outside graphs, it computes
-lists in descending order of length, so that lists of a chunk have nearly equal lengths.
+In the portable kernel, query heads that share lists and a key/value head share a gather. Outside graphs, the kernel
+computes lists in descending order of length, so that the lists of a chunk have similar lengths.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ListChunk:
         equally long.
     key: index of each key of the lists.
     first: (global index of the first head, position of the first query, position of the first key) of the call.
-    absent: True for hidden places whose gathered key is set to 0, as `block` may name a key there that the query does
-        not see, which may hold NaN. None if hidden places repeat a key of their own list.
+    absent: the hidden places again, if made by `PaddedProblems`: `block` names key 0 there, which may hold NaN, so the
+        gathered vectors are set to 0. None if made by `ListProblems`, where such places repeat their list's last key.
     query: index of each list's query for score_mod; None: that of `problem`. For an empty list, `query` and `key` have
-        a pair of another list, as score_mod may fail for pairs in no list.
+        a pair of another list, if one has keys: score_mod may fail for pairs in no list.
     """
 
     problem: tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]]
@@ -91,8 +91,7 @@ class ListProblems:
     sizes: (B, H, G, N, M).
     first: (global index of the first head, position of the first query, position of the first key) of the call.
     row_bytes: bytes of a key and its value, of one head, in float32 or wider.
-    is_meta: True for meta tensors, which are run only to find the peak memory: the first few chunks of each kind are
-        then enough, and the rest are skipped.
+    is_meta: True for meta tensors, which are run only to find the peak memory.
     """
 
     lists: KeyLists
@@ -128,8 +127,9 @@ class ListProblems:
     def _list_ranges(self) -> list[tuple[int, int, int]]:
         """Ranges of the lists in descending order of length: (begin, end, length of the longest list) of each range.
 
-        A range is computed in one or more chunks, each with all its lists. Lists without keys are in no range. For meta
-        tensors, only the first few ranges of similar length are kept.
+        A range is computed in one or more chunks. Each has all lists of the range, for some of the problems that share
+        them. Lists without keys are in no range. For meta tensors, only the first few ranges of similar length are
+        kept.
         """
         counts = self.lists.counts if self._order is None else self.lists.counts[self._order]
         rising = -counts.cpu()  # read once: on an accelerator, each read waits for it
@@ -169,7 +169,7 @@ class ListProblems:
     def chunks(self) -> Iterator[ListChunk]:
         """Yield chunks that together have all non-empty lists, of all heads and batch entries; the longest come first.
 
-        For meta tensors, yield only the first few chunks of each kind: they are enough to find the peak memory.
+        For meta tensors, yield only the first few chunks of each kind.
         """
         batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
@@ -199,7 +199,7 @@ class ListProblems:
     ) -> tuple[Int64[Tensor, "t L"], Bool[Tensor, "1 t 1 L"] | None]:
         """Return (keys of the lists `at`, as indices in the call; mask of the places after the end of a list).
 
-        The mask is None if all lists of the call are equally long.
+        After its end, a list's last key is repeated. The mask is None if all lists of the call are equally long.
 
         The lists are those from `begin` to `end` in the order of `_list_ranges`; the longest has `length` keys.
         """
@@ -217,7 +217,7 @@ class ListedPart:
 
     keys: indices of keys in the call. In each list equal indices are adjacent and count once; an index that is not of a
         key of the call is ignored.
-    begins, counts: index in `keys` at which each list begins, and its length. Entry (e * T + t) * n + i is for query
+    begins, counts: index in `keys` at which each list begins, and its length. Item (e * T + t) * n + i is for query
         `first` + i in table t of batch entry e.
     shape: (b, T, n).
     first: index of the first query.
@@ -244,8 +244,7 @@ class PaddedRows:
 class PaddedProblems:
     """Attention of q (B, H, N, D) over padded lists of single keys of k (B, G, M, D).
 
-    sizes, first: as in `ListProblems`.
-    row_bytes: bytes of a key and its value, of one head, in float32 or wider.
+    sizes, first, row_bytes: as in `ListProblems`.
     """
 
     lists: PaddedRows
@@ -295,7 +294,7 @@ class PaddedProblems:
 
 
 def few_of_each_kind(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[Item]:
-    """Return the first `META_CHUNKS` items of each kind, in order: further ones do not raise the peak memory."""
+    """Return the first `META_CHUNKS` items of each kind, in order."""
     alike: Counter[Hashable] = Counter()
     found = []
     for item in items:

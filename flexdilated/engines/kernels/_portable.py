@@ -1,7 +1,7 @@
 """The kernel of engine "portable": attention under a BlockMask or over lists of single keys, in plain torch operations.
 
-Each query block is a batch of matrix products with its key blocks and a softmax. Chunks of query blocks bound the
-scores that exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
+The scores of a query block are matrix products with its listed key blocks. Chunks of query blocks bound the scores that
+exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
 `attention`, for graphs of torch.compile and for second derivatives.
 """
 
@@ -154,11 +154,11 @@ class _BlockChunk:
 class BlockProblems:
     """Block lists of a BlockMask, one for each query block of its batch entries and heads, and the sizes of q and k.
 
-    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padding
-        repeats the first.
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all. Padding
+        repeats the first; in an empty list it is any block.
     order: indices of the lists in descending order of length, in which `spans` are counted.
     sizes: (batch, query heads, key/value heads, queries, keys).
-    is_meta: True for meta tensors, which have no values.
+    is_meta: True for meta tensors, which are run only to find the peak memory.
     """
 
     mask: BlockMask
@@ -206,7 +206,7 @@ class BlockProblems:
     def chunks(self) -> Iterator[_BlockChunk]:
         """Yield chunks that together have every query block with a non-empty list, the longest lists first.
 
-        For meta tensors, yield only the first few chunks of similar spans: they are enough to find the peak memory.
+        For meta tensors, yield only the first few chunks of similar spans.
         """
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
@@ -324,7 +324,7 @@ def _chunk_attention(
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
     """Return (out, natural lse) of a chunk's problems.
 
-    queries, keys, values: of all chunks; chunk.problem and chunk.block are indices of them.
+    queries, keys, values: those of all chunks, which chunk.problem and chunk.block index.
     """
     scores = _chunk_scores(chunk, weighting, queries, keys)
     top = scores.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
@@ -453,13 +453,13 @@ def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def _gather_blocks(x: Float[Tensor, "n K D"], chunk: _BlockChunk | ListChunk) -> Float[Tensor, "x t LK D"]:
-    """Return the chunk's blocks of x in float32 or wider, with 0 at places that name no key."""
+    """Return the chunk's blocks of x in float32 or wider, with 0 where `chunk.absent` is True."""
     found = x.index_select(0, chunk.block.flatten()).view(*chunk.block.shape[:2], -1, x.shape[2]).to(sum_dtype(x))
     return found if chunk.absent is None else found.masked_fill(chunk.absent[..., None], 0.0)
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
-    """Return the tokens of x in n = batch * heads * blocks blocks of `side`; `value` fills each head's last block."""
+    """Return the tokens of x in n = batch * heads * blocks blocks of `side`, each head's last padded with `value`."""
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
