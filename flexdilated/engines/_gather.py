@@ -177,8 +177,8 @@ class PickedSide:
     Slot s of fold f of the side's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
     head serves all heads of the side.
 
-    heads: head of the tensor for each head of the side. The side has the heads of the term or, in some terms whose
-        heads share tensor heads and hold equal tokens, these tensor heads.
+    heads: head of the tensor for each head of the side. The side has the heads of the term or, for some terms whose
+        query heads share key/value heads, each of these key/value heads once.
     """
 
     heads: tuple[int, ...]

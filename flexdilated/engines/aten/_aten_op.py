@@ -360,8 +360,8 @@ def program_of(
     choice: options measured to be the fastest; None for the cheapest by predicted cost.
     operands: sizes on which costs depend; None for usual ones.
     written: JSON text of the caller's pattern, by which the cache groups its programs.
-    hides_keys: True if an additive mask will hide keys, so that the plan may not use key weights, which are additive
-        too.
+    hides_keys: True if the caller sets `Program.visible`. The plan then has no key weights: kernels add either these or
+        a mask of keys to the scores.
     """
 
     def build() -> Program:
