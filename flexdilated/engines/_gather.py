@@ -385,8 +385,7 @@ def _located_side(
 ) -> StridedSide | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    The result is a StridedSide if the places in a fold ascend evenly, the folds are evenly spaced and do not descend,
-    and these two distances are equal for all folds and heads; else it is a PickedSide.
+    The result is a StridedSide if these places have the form of a Compact (see `_as_compact`), else a PickedSide.
 
     heads: the term's heads, or one of them for each key/value head.
     tensor_heads: head of the tensor that each of `heads` reads.

@@ -57,7 +57,7 @@ def additive_mask(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Ten
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """Return a tensor of random 64-bit integers, the same in every call: the seed is fixed.
+    """Return a tensor of random 64-bit integers, the same in every call with this shape: the seed is fixed.
 
     If each number stands for a member of a set, the sum of the numbers of some members is a fingerprint of them.
     """
@@ -111,8 +111,7 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
     """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
     They are too far apart if the last element lies 2**31 - 1 or more elements after the first, as in a view of a larger
-    tensor, such as the values of a fused projection of a million tokens. x itself is returned on CPU, and if it is
-    contiguous, however large.
+    tensor. On CPU, x itself is returned; so is a contiguous x, however large.
 
     is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
@@ -217,8 +216,6 @@ def _hidden_mask(
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
     """Return masks of a term's hidden slots: queries and keys that are in no allowed pair.
-
-    For slots outside the listed blocks, which kernels do not read, a mask may have either value.
 
     blocks: the term's block list for each batch entry, or one for all.
     """

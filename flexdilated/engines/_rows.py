@@ -52,7 +52,7 @@ class RowPart:
 
     rows: slice of the call's queries.
     slots: token indices of the n keys in the key tensor.
-    keys: slice of these n keys among the keys of `seen`.
+    seen: all keys that the head group sees; `keys` is the slice of the n keys among them.
     pairs: True where a query sees a key; None if every query sees every key.
     blind: True for queries that see no key of the part; None if every query sees one.
     level: index of the output buffer; parts of one level have no query head in common, so they share a buffer.

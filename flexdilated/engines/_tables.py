@@ -73,7 +73,7 @@ class ListedParts(NamedTuple):
 def listed_parts(text: str) -> ListedParts | None:
     """Return a pattern, given as JSON, split by its table of single keys.
 
-    The result is None where that of `table_split_in_text` is, and for a table of larger blocks.
+    The result is None if that of `table_split_in_text` is, or if the table is not read as lists of single keys.
     """
     return _listed_parts(text)
 
@@ -122,9 +122,9 @@ def require_batch(entries: int, batch: int) -> None:
 
 @outside_torch_modes
 def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[TableProblems]:
-    """Return a list with the problems of a call's table of selected blocks, one item for each batch entry.
+    """Return a list with the problems of a call's table of selected blocks for each batch entry.
 
-    There is one item, for all batch entries, if the table and the rule have a single entry.
+    It has one item for the whole batch if the table and the rule have a single entry.
 
     selection: split of the call's pattern into the table, the rule that further restricts its pairs, and other pairs.
     bindings: run-time tensors of the pattern, sorted by name.

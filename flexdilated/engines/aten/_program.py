@@ -246,8 +246,8 @@ def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 def _portions_of(term: Term, most_slots: int) -> tuple[Term, ...]:
     """Return the smaller terms into which a term is split; (term,) if it is small, or its queries are not copied.
 
-    Each has at most `most_slots` query slots and as many key slots, in all its heads and folds, unless it has only one
-    head and one fold.
+    Each has at most `most_slots` query slots, and at most as many key slots, in its heads and folds together, unless it
+    has only one head and one fold.
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)

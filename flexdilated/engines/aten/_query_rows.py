@@ -38,12 +38,10 @@ class Problems:
 
     set: index of the head set of each problem.
     query: index of each query in the call; for padding, the index of some query.
-    block: index of each key block; for a table entry without a block, 0.
-    place: index of each query's result among the results of its head set; -1 for padding. The head set has one result
-        for each query of a range from `TableProblems.portions` or, if results of blocks are merged later, one for each
-        such query and table entry.
-    shown: True for allowed (query, key) pairs, False for all pairs of a table entry without a block; None if every
-        query, apart from padding, sees every key.
+    block: index of each key block; for a table entry without a block it is 0, and `shown` is False.
+    place: index of each query's result among the results of its head set that are held at once; -1 for padding. These
+        are one for each query or, if results of blocks are merged later, one for each query and table entry.
+    shown: True for allowed (query, key) pairs; None if every query, apart from padding, sees every key.
     """
 
     set: Int64[Tensor, " n"]
@@ -149,9 +147,11 @@ class QueryRows:
     def _attend(
         self, each: Problems, rows: Tensor, blocks: _KeyValues, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
     ) -> None:
-        """Write out and lse of each query of a batch of problems to parts and lses; leave padding out.
+        """Write out and lse of each query of a batch of problems to parts and lses, at index begin + each.place.
 
-        begin: for each problem, the index in parts and lses of the first result of its head set.
+        Padding is left out.
+
+        begin: for each problem, the index of the first result of its head set.
         """
         groups = rows.shape[2]
         found = (
