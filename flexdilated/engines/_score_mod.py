@@ -175,7 +175,10 @@ def _replace_hidden_pairs(
 
 
 def index_map_of(term: Term, device: torch.device) -> IndexMap:
-    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory."""
+    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory.
+
+    A slot without a token is mapped to the position of some token.
+    """
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)

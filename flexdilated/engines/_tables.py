@@ -22,7 +22,7 @@ def table_split_of(call: Call) -> TableSplit | None:
     """Return the call's pattern, split into a table of keys or blocks, a mask on its pairs, and other pairs.
 
     The table lists the keys of each query, or the key blocks that each query block selects. The result is None unless
-    the pattern has exactly one such table, which can be separated from the other pairs, and tokens are at consecutive
+    the pattern has exactly one such table, this can be separated from the other pairs, and tokens are at consecutive
     positions in natural order. It is None, too, if the first key does not begin a block, unless the table is read as
     lists of single keys.
     """
@@ -36,7 +36,7 @@ def table_split_of(call: Call) -> TableSplit | None:
 def table_split_in_text(text: str) -> TableSplit | None:
     """Return a pattern, given as JSON, split into a table of keys or blocks, a mask on its pairs, and other pairs.
 
-    The result is None unless the pattern has exactly one such table, which can be separated from the other pairs.
+    The result is None unless the pattern has exactly one such table and this can be separated from the other pairs.
     """
     has_table = any(f'"kind":"{kind}"' in text for kind in ("selected_blocks", "sparse"))
     return table_split(read_text(text)) if has_table else None

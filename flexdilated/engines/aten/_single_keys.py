@@ -140,7 +140,7 @@ class _DenseMask:
     def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, slice, Float[Tensor, "#B #H n m"]]]:
         """Yield (slice of queries, slice of keys, additive mask of their pairs); together they have all queries.
 
-        With queries up to index `end` - 1 come the first `KeyLists.num_masked_keys(end)` keys. For meta tensors, only
+        Queries that end before index `end` get the first `KeyLists.num_masked_keys(end)` keys. For meta tensors, only
         the first `META_CHUNKS` slices of queries are yielded, with all keys and a mask that hides all pairs.
         """
         entries, tables, queries = self.lists.shape
